@@ -79,13 +79,6 @@ class RoundFinished(Event):
 
 
 @dataclass(frozen=True)
-class BudgetChosen(Event):
-    """This peer changed how it saves traffic."""
-
-    choice: str
-
-
-@dataclass(frozen=True)
 class StepFinished(Event):
     """The swarm's global step advanced to ``step`` at this peer; ``loss`` is its own mean loss, if known."""
 
@@ -112,57 +105,10 @@ class BatchDropped(Event):
 
 
 @dataclass(frozen=True)
-class TunnelChanged(Event):
-    """The tunnel is open at ``address``, or lost if that is None; ``reason`` says why."""
+class Notice(Event):
+    """A sentence for people: on the tunnel, the membership, the clock, the traffic budget or the session's end."""
 
-    address: str | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class QuotaWarning(Event):
-    """``used_bytes`` were sent since the tunnel opened, of ``quota_bytes`` a month in its plan."""
-
-    used_bytes: float
-    quota_bytes: float
-
-
-@dataclass(frozen=True)
-class MembershipRenewed(Event):
-    """This peer's membership now lasts for another ``seconds``."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class MembershipEnding(Event):
-    """This peer's membership ends in ``seconds`` and could not be renewed; ``reason`` says why and what to do."""
-
-    seconds: float
-    reason: str
-
-
-@dataclass(frozen=True)
-class ClockSkewed(Event):
-    """This peer's clock is ``behind_s`` behind the swarm's (ahead if negative); ``text`` says so and what to do."""
-
-    behind_s: float
     text: str
-
-
-@dataclass(frozen=True)
-class PeersRevoked(Event):
-    """This peer learned that the authority has revoked ``count`` peers or invitations."""
-
-    count: int
-
-
-@dataclass(frozen=True)
-class SessionEnding(Event):
-    """The platform ends this session in ``seconds`` for ``reason``; this peer leaves before."""
-
-    seconds: float
-    reason: str
 
 
 @dataclass(frozen=True)

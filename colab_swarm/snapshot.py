@@ -114,11 +114,8 @@ LINES: Mapping[type[events.Event], str] = {
     events.PeerSilent: "the round waits for {0.peer:.8}, silent for {0.seconds:.0f} s",
     events.ReachabilityChanged: "others reach this peer: {0.how}",
     events.StepFinished: "step {0.step}: {0.samples:g} samples",
-    events.BudgetChosen: "budget: {0.choice}",
     events.BatchDropped: "batch dropped: {0.reason}",
-    events.TunnelChanged: "tunnel open at {0.address}",
-    events.ClockSkewed: "{0.text}",
-    events.PeersRevoked: "the authority revoked {0.count} peers or invitations",
+    events.Notice: "{0.text}",
     events.ExpertHosted: "hosting {0.uid}",
     events.ExpertLost: "no longer hosting {0.uid}: {0.reason}",
     events.ExpertBanned: "{0.uid} failed and is left out for {0.seconds:.0f} s: {0.reason}",
@@ -134,16 +131,6 @@ def describe(event: events.Event) -> str:
             return _round(event)
         case events.StateReceived(step=step, size_bytes=size, donors=donors):
             return f"state of step {step}: {size / 1e6:.1f} MB from {count(len(donors), 'donor')}"
-        case events.TunnelChanged(address=None, reason=reason):
-            return f"tunnel lost: {reason}"
-        case events.QuotaWarning(used_bytes=used, quota_bytes=quota):
-            return f"tunnel: {used / 1e6:.0f} MB sent, {used / quota:.0%} of the plan's {quota / 1e6:.0f} MB a month"
-        case events.MembershipRenewed(seconds=seconds):
-            return f"membership renewed for {seconds / 3600:.1f} h"
-        case events.MembershipEnding(seconds=seconds, reason=reason):
-            return f"membership ends in {seconds / 3600:.1f} h: {reason}"
-        case events.SessionEnding(seconds=seconds, reason=reason):
-            return f"this session ends in {seconds / 60:.0f} min: {reason}"
         case events.ExpertHosted(uid=uid, step=step, taken_over=True):
             return f"hosting {uid}, taken over at step {step}"
     return LINES.get(type(event), type(event).__name__).format(event)

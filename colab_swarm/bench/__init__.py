@@ -31,7 +31,7 @@ tries, 0.29 s after the first call. Pairs with a router that changes ports use a
 - `averaging.success`: rounds that succeeded: **100 %**
 - `averaging.step_s_4`, `_8`: a full step, 4 and 8 processes, 2.4 M values, float16: **0.046 s, 0.103 s** (hivemind:
   0.183 s, 0.757 s)
-- `averaging.allreduce_s_4`, `_8`: the averaging in it: **0.035 s, 0.078 s** (hivemind: 0.123 s, 0.466 s)
+- `averaging.allreduce_s_4`, `_8`: the averaging in it: **0.035 s, 0.078 s**
 - `averaging.groups_success`: correct averages of 16 processes in groups of 4: **100 %** (hivemind: 55 %)
 - `strategy.speedup_c`: adaptive shares against equal ones, DeDLOC's Table 1 C, predicted (simulated: 1.81): **1.92**
 - `strategy.solve_ms_64`: planning a round of 64 peers: **0.5 ms**

@@ -14,35 +14,27 @@ BENCHMARKS = {
     "strategy": "dedloc:run_strategy",
     "albert": "dedloc:run_albert",
     "overhead": "overhead:run",
-    "join": "join:run",
+    "join": "overhead:run_join",
     "soak": "overhead:run_soak",
     "experts": "moe:run_experts",
+    "expert-ordeal": "ordeal:run_experts",
     "moe-throughput": "moe:run_throughput",
     "moe-convergence": "moe:run_convergence",
     "beam-search": "dht:run_beam_search",
-    "parameter-store": "parameter_store:run",
+    "parameter-store": "vc_asgd:run_stores",
     "workunits": "vc_asgd:run_workunits",
     "vc-asgd": "vc_asgd:run",
-    "work-ordeal": "vc_asgd:run_ordeal",
+    "work-ordeal": "ordeal:run_work",
     "elastic": "elastic_consistency:run",
-    "panel": "panel:run",
+    "panel": "overhead:run_panel",
 }
 """The functions that run them; ``run…`` is drawn by ``plot…``."""
-OPTIONS = {
-    "plot": (
-        "PNG",
-        "also draw them",
-        ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic"),
-    ),
-    "data": ("NPZ", "images of 32 x 32 instead of digits", ("workunits", "vc-asgd", "elastic")),
-    "python": ("PATH", "of an environment with the package of --vs", ("averaging",)),
-}
-"""By option what it takes, its help, and its benchmarks."""
+PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parsed(arguments)
-    more = {key: value for key in ("python", "faithful", "data") if (value := getattr(options, key))}
+    more = {key: value for key in ("python", "faithful") if (value := getattr(options, key))}
     merged = BenchReport(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
         module_name, _, run = BENCHMARKS[name].partition(":")
@@ -61,18 +53,22 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("name", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
     parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
+    parser.add_argument("--plot", metavar="PNG", help=f"{', '.join(PLOTTED)}: also draw them")
     parser.add_argument("--faithful", action="store_true", help="moe-convergence: the published rules")
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
-    for option, (metavar, text, names) in OPTIONS.items():
-        parser.add_argument(f"--{option}", metavar=metavar, help=f"{', '.join(names)}: {text}")
+    parser.add_argument("--python", metavar="PATH", help="averaging: of an environment with hivemind")
     options = parser.parse_args(arguments)
+    names = {
+        "plot": PLOTTED,
+        "faithful": ("moe-convergence",),
+        "vs": ("averaging",),
+        "python": ("averaging",),
+    }
+    for option, allowed in names.items():
+        if getattr(options, option) and options.name not in allowed:
+            parser.error(f"--{option} is for {' or '.join(allowed)}, not {options.name}")
     if (options.vs is None) != (options.python is None):
         parser.error("use: averaging --vs hivemind --python PATH")
-    if options.faithful and options.name != "moe-convergence":
-        parser.error("--faithful is for moe-convergence")
-    for option, (_, _, names) in OPTIONS.items():
-        if getattr(options, option) and options.name not in names:
-            parser.error(f"--{option} is for {' or '.join(names)}, not {options.name}")
     return options
 
 

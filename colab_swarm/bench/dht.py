@@ -1,4 +1,4 @@
-"""How reliably and fast the DHT finds records: 10,000 peers on virtual time, real peers on loopback.
+"""How reliably and fast the DHT finds records: 10,000 peers on virtual time, processes on loopback.
 
 *beam-search*: how fast a trainer finds the top 4 of 1,024 experts for a batch of 64. Learning@home
 (section 4.1) took 317, 528 and 764 ms among 100, 1,000 and 10,000 peers, 92.5 ms apart: here the
@@ -7,34 +7,108 @@ mean delay of a message. Peers in each other's routing tables are linked; others
 
 import asyncio
 import bisect
+import hashlib
 import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
-from colab_swarm.dht.records import Fetch, FindNear
-from colab_swarm.dht.service import DHT, DHTSettings, Reading, RunServices
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
+from colab_swarm.errors import CallRefused, PeerTimeout
 from colab_swarm.events import EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
-from colab_swarm.net.peers import Contact, Message, Peers
-from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, run_virtual, virtual_time
-from colab_swarm.sim.calls import CallNetwork, CallPeer
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.peers import Contact, M, Message, PeerId, Peers, R, Refusal, Role
+from colab_swarm.sim import PAPER_CLOUD, run_virtual, virtual_time
+from colab_swarm.sim.network import DIAL_ROUND_TRIPS, EPOCH
 
-DEAD_SHARE, PROCESSES, IN_FLIGHT = 0.2, 8, 8
+DEAD_SHARE, PROCESSES, IN_FLIGHT, HEADER_BYTES = 0.2, 8, 8, 100
 SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
 
 
-def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random) -> None:
-    """Fill every routing table as in a swarm that has run for long: random contacts in each bucket."""
-    by_id = sorted(contacts, key=lambda contact: contact.id)
+class CallNetwork:
+    """Thousands of peers that call each other in virtual time: latency without links, credit and shared bandwidth.
+
+    ``silent`` are names of peers that never answer. ``linked`` tells whether two peers have a link
+    already; other pairs dial, which takes three round trips.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.by_id: dict[PeerId, CallPeer] = {}
+        self.silent: set[str] = set()
+        self.linked: Callable[[CallPeer, CallPeer], bool] = lambda one, other: False
+
+    def peers(self, count: int) -> "list[CallPeer]":
+        made = [CallPeer(self, str(i)) for i in range(count)]
+        self.by_id |= {peer.id: peer for peer in made}
+        return made
+
+    async def carry(self, message: Message, latency_s: float) -> None:
+        """Wait until the message has arrived."""
+        size_bytes = len(msgspec.msgpack.encode(message)) + HEADER_BYTES
+        jitter_s = self.rng.expovariate(1 / PAPER_CLOUD.jitter_s) if latency_s else 0.0
+        await asyncio.sleep(latency_s + jitter_s + 8 * size_bytes / PAPER_CLOUD.hosts[0].upload_bps)
+
+
+class CallPeer:
+    """As much of `Peers` as a DHT and an expert directory use."""
+
+    def __init__(self, network: CallNetwork, name: str) -> None:
+        identity = Identity(hashlib.sha256(f"{network.seed} {name}".encode()).digest())
+        self.id, self.public_key, self.sign = identity.id, identity.public_key, identity.sign
+        self.name, self.contact, self._network = name, Contact(identity.id, (f"ws://peer-{name}:1",)), network
+        self._links: dict[PeerId, float] = {self.id: 0.0}  # one-way latency
+        self._handlers: dict[type[Message], Callable[[PeerId, Any], Awaitable[Any]]] = {}
+
+    def time(self) -> float:
+        return EPOCH + virtual_time()
+
+    def learn(self, contact: Contact) -> None:
+        pass  # the network finds peers by their ids
+
+    def serve(
+        self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
+    ) -> None:
+        self._handlers[kind] = handler
+
+    async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
+        network, other = self._network, self._network.by_id[peer]
+        try:
+            async with asyncio.timeout(timeout_s):
+                if {self.name, other.name} & network.silent:
+                    await asyncio.get_running_loop().create_future()
+                if peer not in self._links:
+                    await self._link_to(other)
+                await network.carry(message, self._links[peer])
+                answer: R = await other._handlers[type(message)](self.id, message)
+                await network.carry(answer, self._links[peer])
+                return answer
+        except TimeoutError as error:
+            raise PeerTimeout(f"{other.name} does not answer") from error
+        except Refusal as error:
+            raise CallRefused("refused", str(error)) from error
+
+    async def _link_to(self, other: "CallPeer") -> None:
+        latency_s = PAPER_CLOUD.pair_latency_s(self.name, other.name, seed=self._network.seed)
+        if not self._network.linked(self, other):
+            await asyncio.sleep(2 * latency_s * DIAL_ROUND_TRIPS)
+        self._links[other.id] = other._links[self.id] = latency_s
+
+
+def found_each_other(peers: Sequence[CallPeer], rng: random.Random) -> list[DHT]:
+    """Return the peers' DHTs as in a swarm that has run for long: with random contacts in each bucket."""
+    dhts = [DHT(cast(Peers, peer), DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
+    by_id = sorted((peer.contact for peer in peers), key=lambda contact: contact.id)
     ids = [int.from_bytes(contact.id, "big") for contact in by_id]
-    for dht, own in zip(dhts, contacts, strict=True):
+    for dht, own in zip(dhts, peers, strict=True):
         me, size = int.from_bytes(own.id, "big"), dht.settings.bucket_size
         for bit in range(255, -1, -1):
             others, sharing = (
@@ -45,14 +119,13 @@ def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random
                 dht.table.saw(by_id[i], 0.0)
             if len(sharing) <= 1:
                 break  # no other id shares more bits
+    return dhts
 
 
 async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, tuple[float, ...]]:
     """Store records, silence a fifth of all peers, then read each elsewhere; per figure a value a read."""
-    network, rng = CallNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
-    nodes = [network.peer(str(i)) for i in range(peers)]
-    dhts = [DHT(cast(Peers, node), DHTSettings(), random.Random(i)) for i, node in enumerate(nodes)]
-    fill_tables(dhts, [node.contact for node in nodes], rng)
+    network, rng = CallNetwork(seed), random.Random(seed)
+    dhts = found_each_other(network.peers(peers), rng)
     for i in range(records):
         await rng.choice(dhts).store(f"record {i}", i, ttl_s=86_400)
     dead = set(rng.sample(range(peers), int(peers * DEAD_SHARE)))
@@ -121,20 +194,6 @@ def _processes(report: BenchReport, operations: int) -> None:
     report.add("ops_success", good / (operations * PROCESSES), "", "stored, and read back")
 
 
-async def _loopback(report: BenchReport, peers: int, operations: int) -> None:
-    nodes, rng = [await start_node() for _ in range(peers)], random.Random(0)
-    dhts = [DHT(node, DHTSettings(), random.Random()) for node in nodes]
-    for dht in dhts[1:]:
-        await dht.bootstrap([nodes[0].contact])
-    store_ms = await _median_ms(operations, lambda i: rng.choice(dhts).store(str(i), i, ttl_s=600))
-    found = [await rng.choice(dhts).get(str(i)) for i in range(operations)]
-    get_ms = await _median_ms(operations, lambda i: rng.choice(dhts).get(str(i)))
-    await asyncio.gather(*(node.close() for node in nodes))
-    hits = statistics.mean(b"" in values and values[b""].value == i for i, values in enumerate(found))
-    report.add(f"found_loopback_{peers}", hits, "", f"{peers} real peers in one process")
-    report.add_all({f"store_ms_{peers}": store_ms, f"get_ms_{peers}": get_ms}, "ms", "median")
-
-
 @benchmark("dht")
 def run(report: BenchReport) -> None:
     for peers, name in SIZES.items():
@@ -146,22 +205,12 @@ def run(report: BenchReport) -> None:
             (f"latency_ms_{name}", 1e3 * statistics.median(lookups["seconds"]), "ms", "virtual, median"),
         )
     _processes(report, 160 if report.quick else 800)
-    asyncio.run(_loopback(report, 32, 50 if report.quick else 200))
 
 
 GRID = Grid("ffn", (32, 32))
 HOSTS = 256
 BATCH, BEST = 64, 4
 PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
-EXPONENTIAL = NetworkProfile("exponential", 0.0925, jitter_s=0.0924, hosts=PAPER_CLOUD.hosts)
-
-
-class WatchedDHT(DHT):
-    readings: list[Reading]
-
-    async def fetch(self, key: str | bytes) -> Reading:
-        self.readings.append(await super().fetch(key))
-        return self.readings[-1]
 
 
 def _directory(peer: CallPeer, dht: DHT) -> Directory:
@@ -169,72 +218,44 @@ def _directory(peer: CallPeer, dht: DHT) -> Directory:
     return Directory(services, DirectorySettings(ttl_s=3600.0))
 
 
-def is_query(message: Message) -> bool:
-    return isinstance(message, Fetch) or (isinstance(message, FindNear) and message.records)
-
-
-async def _search(network: CallNetwork, peer: CallPeer, dht: WatchedDHT, seed: int) -> dict[str, float]:
+async def _search(directory: Directory, seed: int) -> tuple[float, float]:
     rng = np.random.default_rng(seed)
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
-    directory, dht.readings = _directory(peer, dht), []
-    queries: list[bool] = []
-    network.on_message = lambda message: queries.append(is_query(message))
-    received = peer.received_bytes
-    began, cpu_began = virtual_time(), time.process_time()
+    began = virtual_time()
     cold = await directory.best(GRID, scores, BEST)
-    cold_ms, found_at = (virtual_time() - began) * 1e3, time.process_time()
+    cold_s, found_at = virtual_time() - began, time.process_time()
     warm = await directory.best(GRID, scores, BEST)
     warm_s = time.process_time() - found_at
     assert cold == warm and all(len(sample) == BEST for sample in cold)
     await directory.close()
-    return {
-        "cold_ms": cold_ms,
-        "compute_ms": (found_at - cpu_began) * 1e3,
-        "warm_ms": warm_s * 1e3,
-        "look_ups": len(dht.readings),
-        "hops": statistics.mean(reading.hops or 0 for reading in dht.readings),
-        "queries": sum(queries),
-        "received_kb": (peer.received_bytes - received) / 1e3,
-    }
+    return 1e3 * cold_s, 1e3 * warm_s
 
 
-async def find_experts(
-    size: int, searches: int, profile: NetworkProfile, *, standing: bool
-) -> dict[str, list[float]]:
+async def find_experts(size: int, searches: int) -> tuple[list[float], list[float]]:
     """Let peers search in turn, for the first time; cold ms are virtual, warm ones the processor's."""
-    network, rng = CallNetwork(profile), random.Random(0)
-    peers = [network.peer(str(i)) for i in range(size)]
-    dhts = [WatchedDHT(cast(Peers, peer), DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
-    for dht in dhts:
-        dht.readings = []
-    fill_tables(dhts, [peer.contact for peer in peers], rng)
-    if standing:
-        known = {
-            peer.name: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)
-        }
-        network.linked = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
+    network, rng = CallNetwork(0), random.Random(0)
+    peers = network.peers(size)
+    dhts = found_each_other(peers, rng)
+    known = {peer.id: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
+    network.linked = lambda one, other: other.id in known[one.id] or one.id in known[other.id]
+    directories = [_directory(peer, dht) for peer, dht in zip(peers, dhts, strict=True)]
     uids, hosts = [GRID.uid(index) for index in GRID], min(HOSTS, size // 2)
     share = -(-len(uids) // hosts)
     for_host = [dict.fromkeys(uids[i * share : (i + 1) * share], ((1024,), 0)) for i in range(hosts)]
-    announced = zip(peers, dhts, for_host, strict=False)
-    await asyncio.gather(*(_directory(peer, dht).announce(GRID, part) for peer, dht, part in announced))
+    announced = zip(directories, for_host, strict=False)
+    await asyncio.gather(*(directory.announce(GRID, part) for directory, part in announced))
     chosen = rng.sample(range(size // 2, size), searches)
-    found = [await _search(network, peers[i], dhts[i], seed) for seed, i in enumerate(chosen)]
-    return {key: [one[key] for one in found] for key in found[0]}
+    cold_ms, warm_ms = zip(
+        *[await _search(directories[i], seed) for seed, i in enumerate(chosen)], strict=True
+    )
+    return list(cold_ms), list(warm_ms)
 
 
-@benchmark("beam-search", "beam")
+@benchmark("beam")
 def run_beam_search(report: BenchReport) -> None:
-    searches = 8 if report.quick else 40
     for size, name in SIZES.items():
-        found = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True))
+        cold_ms, warm_ms = run_virtual(find_experts(size, 8 if report.quick else 40))
         note = f"virtual, median; published {PUBLISHED_MS[size]}"
-        report.add(f"cold_ms_{name}", statistics.median(found["cold_ms"]), "ms", note)
-        report.add(f"cold_ms_{name}_worst", max(found["cold_ms"]), "ms", "virtual")
-        means = {key: statistics.mean(found[key]) for key in ("look_ups", "hops", "queries", "received_kb")}
-        report.add_all({f"{key}_{name}": mean for key, mean in means.items()}, "", "mean per search")
-    report.add("cold_compute_ms", statistics.median(found["compute_ms"]), "ms", "of the whole simulation")
-    report.add("warm_ms", statistics.median(found["warm_ms"]), "ms", "processor time, median")
-    for name, profile, standing in (("exponential", EXPONENTIAL, True), ("no_links", PAPER_CLOUD, False)):
-        found = run_virtual(find_experts(100, searches, profile, standing=standing))
-        report.add(f"cold_ms_100_{name}", statistics.median(found["cold_ms"]), "ms", "virtual, median")
+        report.add(f"cold_ms_{name}", statistics.median(cold_ms), "ms", note)
+        report.add(f"cold_ms_{name}_worst", max(cold_ms), "ms", "virtual")
+    report.add("warm_ms", statistics.median(warm_ms), "ms", "processor time, median")

@@ -17,16 +17,14 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self, TypeVar
+from typing import IO, Any, NamedTuple, Self, TypeAlias
 
-T = TypeVar("T")
+PACKAGES = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
 
 
 class Figure(NamedTuple):
@@ -40,19 +38,15 @@ class Figure(NamedTuple):
 
 @dataclass
 class BenchReport:
-    """The figures of a run; their keys begin with ``prefix``. ``curves`` are also drawn, each by seed."""
+    """The figures of a run; their keys begin with ``name``. ``curves`` are also drawn, each by seed."""
 
     name: str
     quick: bool
-    prefix: str = ""
     rows: list[Figure] = field(default_factory=list)
     curves: dict[str, list[Any]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.prefix = self.prefix or self.name.replace("-", "_")
-
     def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
-        self.rows.append(Figure(f"{self.prefix}.{key}", float(value), unit, note))
+        self.rows.append(Figure(f"{self.name}.{key}", float(value), unit, note))
 
     def add_rows(self, *rows: tuple[str, float, str, str]) -> None:
         for row in rows:
@@ -63,7 +57,7 @@ class BenchReport:
 
     @property
     def figures(self) -> dict[str, float]:
-        return {row.key.removeprefix(f"{self.prefix}."): row.value for row in self.rows}
+        return {row.key.removeprefix(f"{self.name}."): row.value for row in self.rows}
 
     def table(self) -> str:
         width = max((len(row.key) for row in self.rows), default=0)
@@ -72,17 +66,25 @@ class BenchReport:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment()}
+        installed = {one.name: one.version for one in distributions()}
+        environment = {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **{name: installed.get(name) for name in PACKAGES},
+        }
+        found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment}
         Path(path).write_text(json.dumps(found, indent=1))
 
 
-def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Callable[..., BenchReport]]:
+def benchmark(name: str) -> Callable[[Callable[..., None]], Callable[..., BenchReport]]:
     """Make ``run(quick=…, **options)``, which returns the report, of a function that fills it."""
 
     def decorate(measure: Callable[..., None]) -> Callable[..., BenchReport]:
         @wraps(measure)
         def run(quick: bool = False, **options: Any) -> BenchReport:
-            report = BenchReport(name, quick, prefix)
+            report = BenchReport(name, quick)
             measure(report, **options)
             return report
 
@@ -91,53 +93,24 @@ def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Ca
     return decorate
 
 
-def environment() -> dict[str, str | int | float | None]:
-    packages = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
-    found = {name: version(name) if find_spec(name.replace("-", "_")) else "absent" for name in packages}
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else -1.0,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **found,
-    }
+Lines: TypeAlias = dict[str, tuple[Iterable[Any], Iterable[Any], str]]
 
 
-@contextmanager
-def drawn(
-    path: str | Path, size: tuple[float, float], columns: int = 1, *, sharey: bool = False
-) -> Iterator[Any]:
-    """Give the axes of a new figure, side by side; then add grids and legends and save a PNG."""
+def draw(path: str | Path, panels: Sequence[tuple[dict[str, Any], Lines]]) -> None:
+    """Save panels side by side as a PNG: settings of the axes, and by label what is plotted: x, y and format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
-    yield figure.subplots(1, columns, squeeze=False, sharey=sharey)[0]
-    for axes in figure.axes:
+    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
+    for axes, (settings, lines) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        for label, line in lines.items():
+            axes.plot(*line, label=label)
+        axes.set(**settings)
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
+        if lines:
             axes.legend()
     figure.savefig(path, dpi=150)
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T]) -> T:
-    """Return ``run(main)`` of a new thread: in a notebook, this thread has a loop already."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run, main).result()
 
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:

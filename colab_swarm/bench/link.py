@@ -1,9 +1,8 @@
 """What a link costs, and what a relay in between adds, among processes.
 
-*link*: bulk data and calls, compared with a plain asyncio socket. Three ways lead to the same child
-process. Each gets 64 KiB pieces in turn, round by round, so that other load on the machine hits all
-three. *raw* is an asyncio socket read by a `BufferedProtocol`, *ws* the WebSocket carrier without
-encryption, *link* a stream between two nodes.
+*link*: bulk data and calls, compared with a plain asyncio socket. Two ways lead to the same child
+process. Each gets 64 KiB pieces in turn, round by round, so that other load on the machine hits
+both. *raw* is an asyncio socket read by a `BufferedProtocol`, *link* a stream between two nodes.
 
 *relay*: this process sends, one child receives, another one is the relay between them. Transfers
 through it and over the direct link alternate. Then circuits stay idle.
@@ -18,18 +17,15 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import aiohttp
-from aiohttp import web
+from typing import Any
 
 from colab_swarm.averaging.group import CHUNK_BYTES
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
 from colab_swarm.net.relay import Circuits, Relay, RelayQuota
-from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, accept, dial
+from colab_swarm.net.websocket import SCRATCH_BYTES
 
 PIECE, CHUNK = os.urandom(1 << 16), os.urandom(CHUNK_BYTES)
 """What is sent over a link; what is sent through a relay, as large as a chunk of averaging."""
@@ -37,7 +33,6 @@ MIB = 1 << 20
 _COUNT, _SECONDS = struct.Struct("<Q"), struct.Struct("<d")
 IN_FLIGHT = 32
 IDLE_CIRCUITS = 100
-Usage: TypeAlias = "Callable[[], Awaitable[ResourceUse]]"
 
 
 class Sink(Message, frozen=True):
@@ -46,11 +41,10 @@ class Sink(Message, frozen=True):
     pieces: int
 
 
-class ResourceUse(Message, frozen=True):
-    """CPU seconds of a process so far, and its resident memory where asked for; a query is empty."""
+class CpuTime(Message, frozen=True):
+    """CPU seconds of a process so far."""
 
-    cpu_s: float = 0.0
-    memory_bytes: int = 0
+    cpu_s: float
 
 
 class Ping(Message, frozen=True):
@@ -82,48 +76,27 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
     node.learn(peer)
     rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
     pieces = size_mib * MIB // len(PIECE)
+    ways = {"": partial(send_pieces, node, peer.id, PIECE), "raw_": partial(_send_raw, child["raw"])}
     try:
-        took = await _bulk(node, peer.id, child, rounds=rounds, pieces=pieces)
+        took = [[await time_transfer(send, pieces) for send in ways.values()] for _ in range(rounds + 1)][1:]
         one_ms, _ = await _round_trips(node, peer.id, count=calls, in_flight=1)
         many_ms, calls_per_s = await _round_trips(node, peer.id, count=calls * 4, in_flight=IN_FLIGHT)
     finally:
         await node.close()
-    ratios = [raw_s / link_s for (raw_s, _), (link_s, _) in zip(took["raw"], took["link"], strict=True)]
+    ratios = [raw_s / link_s for (link_s, _), (raw_s, _) in took]
     report.add("vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
     gb = pieces * len(PIECE) / 1e9
-    ways = (
-        ("link", "", "encrypted"),
-        ("ws", "ws_", "the WebSocket alone"),
-        ("raw", "raw_", "plain asyncio socket"),
-    )
-    for name, prefix, note in ways:
-        wall_s, cpu_s = map(statistics.median, zip(*took[name], strict=True))
-        report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s", note)
-        report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", f"{note}, both ends")
+    for prefix, found in zip(ways, zip(*took, strict=True), strict=True):
+        wall_s, cpu_s = map(statistics.median, zip(*found, strict=True))
+        report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s")
+        report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", "both ends")
     for key, in_flight, values in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
-        found = {f"{key}_ms_p50": statistics.median(values), f"{key}_ms_p99": values[int(len(values) * 0.99)]}
-        report.add_all(found, "ms", f"1 KiB call, {in_flight} in flight")
-    report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
-
-
-async def _bulk(
-    node: Node, peer: PeerId, child: dict[str, Any], *, rounds: int, pieces: int
-) -> dict[str, list[tuple[float, float]]]:
-    end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
-    async with aiohttp.ClientSession() as session:
-        websocket = await dial(session, f"ws://127.0.0.1:{child['ws']}", scratch=scratch, receiver=end)
-        ways: dict[str, Callable[[int], Awaitable[float]]] = {
-            "raw": partial(_send_raw, child["raw"]),
-            "ws": partial(_send_websocket, websocket, end),
-            "link": partial(send_pieces, node, peer, PIECE),
+        found_ms = {
+            f"{key}_ms_p50": statistics.median(values),
+            f"{key}_ms_p99": values[int(len(values) * 0.99)],
         }
-        took = [
-            {name: await time_transfer(send, pieces) for name, send in ways.items()}
-            for _ in range(rounds + 1)
-        ]
-        websocket.close()
-        await websocket.wait_closed()
-    return {name: [one[name] for one in took[1:]] for name in ways}  # the first round warms up
+        report.add_all(found_ms, "ms", f"1 KiB call, {in_flight} in flight")
+    report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
 
 
 async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> tuple[float, float]:
@@ -145,22 +118,12 @@ async def _send_raw(port: int, pieces: int) -> float:
     return float(_SECONDS.unpack(answer)[0])
 
 
-async def _send_websocket(websocket: WebSocket, end: "CarrierEnd", pieces: int) -> float:
-    answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    end.on_data = lambda data: answer.set_result(_SECONDS.unpack(data)[0])
-    websocket.send_bytes(_COUNT.pack(pieces * len(PIECE)))
-    for _ in range(pieces):
-        websocket.send_bytes(PIECE)
-        await end.writable.wait()
-    return await answer
-
-
 async def send_pieces(node: Node, peer: PeerId, piece: bytes, pieces: int) -> float:
     """Send ``piece`` so often over a stream; return the receiver's CPU seconds so far."""
     async with await node.stream(peer, Sink(pieces), timeout_s=10) as stream:
         for _ in range(pieces):
             await stream.send(Sink(0), piece)
-        used, _ = await stream.receive(ResourceUse)
+        used, _ = await stream.receive(CpuTime)
         return used.cpu_s
 
 
@@ -179,73 +142,31 @@ async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) 
     return sorted(took_ms), len(took_ms) / (time.perf_counter() - began_at)
 
 
-class _Counter:
-    """Counts ``total`` bytes, given in the first 8, then answers with the CPU time; repeatedly."""
-
-    def __init__(self, answer: Callable[[bytes], object]) -> None:
-        self._answer = answer
-        self._left: int | None = None
-
-    def add(self, data: memoryview) -> None:
-        if self._left is None:
-            (self._left,) = _COUNT.unpack_from(data)
-            data = data[_COUNT.size :]
-        self._left -= len(data)
-        if self._left <= 0:
-            self._left = None
-            self._answer(_SECONDS.pack(time.process_time()))
-
-
 class RawSink(asyncio.BufferedProtocol):
+    """Counts as many bytes as the first 8 say, then answers with the CPU time."""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._buffer = memoryview(bytearray(SCRATCH_BYTES))
-        self._counter = _Counter(transport.write)
+        self._transport, self._buffer, self._left = transport, memoryview(bytearray(SCRATCH_BYTES)), -1
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._counter.add(self._buffer[:nbytes])
-
-
-class CarrierEnd:
-    def __init__(self) -> None:
-        self.on_data: Callable[[memoryview], object] = lambda data: None
-        self.writable = asyncio.Event()
-        self.writable.set()
-
-    def on_message(self, data: memoryview) -> None:
-        self.on_data(data)
-
-    def on_writable(self, writable: bool) -> None:
-        if writable:
-            self.writable.set()
-        else:
-            self.writable.clear()
-
-    def on_lost(self, reason: str) -> None:
-        self.writable.set()
+        if self._left < 0:
+            (self._left,) = _COUNT.unpack_from(self._buffer)
+            nbytes -= _COUNT.size
+        self._left -= nbytes
+        if self._left == 0:
+            self._transport.write(_SECONDS.pack(time.process_time()))
 
 
 async def serve(parent: Channel) -> None:
-    loop = asyncio.get_running_loop()
-    raw = await loop.create_server(RawSink, "127.0.0.1", 0)
-    ws = await loop.create_server(web.Server(_serve_websocket, access_log=None), "127.0.0.1", 0)
+    raw = await asyncio.get_running_loop().create_server(RawSink, "127.0.0.1", 0)
     node = await start_node()
     node.serve(Ping, _echo)
     node.serve_stream(Sink, take_pieces)
-    raw_port, ws_port = (server.sockets[0].getsockname()[1] for server in (raw, ws))
-    await parent.wait_call(raw=raw_port, ws=ws_port, **where(node))
-
-
-async def _serve_websocket(request: web.BaseRequest) -> web.StreamResponse:
-    end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
-    websocket, first, response = await accept(request, scratch=scratch, receiver=end)
-    end.on_data = _Counter(websocket.send_bytes).add
-    end.on_message(memoryview(first))
-    await websocket.wait_closed()
-    return response
+    await parent.wait_call(raw=raw.sockets[0].getsockname()[1], **where(node))
 
 
 async def _echo(peer: PeerId, message: Ping) -> Ping:
@@ -255,19 +176,16 @@ async def _echo(peer: PeerId, message: Ping) -> Ping:
 async def take_pieces(opening: Sink, stream: Stream) -> None:
     for _ in range(opening.pieces):
         await stream.receive(Sink)
-    await stream.send(ResourceUse(time.process_time()))
-
-
-async def _on_usage_query(peer: PeerId, message: ResourceUse) -> ResourceUse:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return ResourceUse(time.process_time(), pages * 4096)
+    await stream.send(CpuTime(time.process_time()))
 
 
 @benchmark("relay")
 def run_relay(report: BenchReport) -> None:
     with Crew() as crew:
-        relay = crew.start(serve_relay, None).receive()
-        asyncio.run(_measure_relay(contact(relay), contact(crew.start(serve_relay, relay).receive()), report))
+        relay = crew.start(serve_relay, None)
+        found = relay.receive()
+        far = contact(crew.start(serve_relay, found).receive())
+        asyncio.run(_measure_relay(report, relay, contact(found), far))
 
 
 def _circuits(node: Node, relay: Contact) -> Circuits:
@@ -278,8 +196,8 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
 
 
 async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
+    """Worker: the relay, or the peer that it relays to. Then answers with what the process has used."""
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
-    node.serve(ResourceUse, _on_usage_query)
     found = where(node)
     if relay is None:
         Relay(node, RelayQuota(circuits=2 * IDLE_CIRCUITS, circuits_per_peer=2 * IDLE_CIRCUITS))
@@ -289,63 +207,64 @@ async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
         circuits.start()
         await circuits.wait_looked(10.0)
         found["addresses"] = (*found["addresses"], *sum(circuits.places.values(), ()))
-    await parent.wait_call(**found)
+    while True:
+        await parent.wait_call(**found)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found = {"cpu_s": time.process_time(), "memory_mb": pages * 4096 / 1e6}
 
 
-async def _measure_relay(relay: Contact, far: Contact, report: BenchReport) -> None:
+async def _measure_relay(report: BenchReport, process: Worker, relay: Contact, far: Contact) -> None:
     direct, relayed = [await start_node(listen=False) for _ in range(2)]
     circuit = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
-    usage = partial(direct.call, relay.id, ResourceUse(), ResourceUse, timeout_s=10)
     try:
         direct.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" not in one)))
-        direct.learn(relay)
         _circuits(relayed, relay)
         relayed.learn(circuit)
-        await _relayed_bulk(direct, relayed, far.id, usage, report)
-        await _idle(relay, circuit, usage, report)
+        await _relayed_bulk(report, process, {"direct_": direct, "": relayed}, far.id)
     finally:
         await direct.close()
         await relayed.close()
+    await _idle(report, process, relay, circuit)
 
 
-async def _relayed_bulk(direct: Node, relayed: Node, far: PeerId, usage: Usage, report: BenchReport) -> None:
+async def _relayed_bulk(report: BenchReport, process: Worker, nodes: dict[str, Node], far: PeerId) -> None:
     rounds, size_mib = (3, 64) if report.quick else (9, 256)
     pieces, mb = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6
-    took: dict[Node, list[float]] = {direct: [], relayed: []}
+    took: dict[str, list[float]] = {prefix: [] for prefix in nodes}
     relay_cpu_s = []
     for _ in range(rounds + 1):
-        for node, seconds in took.items():
-            before = await usage()
+        for prefix, node in nodes.items():
+            before = await process.wait_call()
             wall_s, _ = await time_transfer(partial(send_pieces, node, far, CHUNK), pieces)
-            seconds.append(wall_s)
-            relay_cpu_s.append((await usage()).cpu_s - before.cpu_s)
+            took[prefix].append(wall_s)
+            used = await process.wait_call()
+        relay_cpu_s.append(used["cpu_s"] - before["cpu_s"])  # of the relayed one
     direct_s, relayed_s = (seconds[1:] for seconds in took.values())
     ratios = [a / b for a, b in zip(direct_s, relayed_s, strict=True)]
-    cpu_s = statistics.median(relay_cpu_s[3::2])  # of the relayed ones
     report.add_rows(
         ("vs_direct", statistics.median(ratios), "", "bulk, same run"),
         ("mb_s", mb / statistics.median(relayed_s), "MB/s", "relayed"),
         ("direct_mb_s", mb / statistics.median(direct_s), "MB/s", "direct"),
-        ("cpu_s_per_gb", 1e3 * cpu_s / mb, "CPU-s/GB", "the relay's process"),
+        ("cpu_s_per_gb", 1e3 * statistics.median(relay_cpu_s[1:]) / mb, "CPU-s/GB", "the relay's process"),
     )
 
 
-async def _idle(relay: Contact, circuit: Contact, usage: Usage, report: BenchReport) -> None:
-    before, seconds = await usage(), 5.0 if report.quick else 30.0
+async def _idle(report: BenchReport, process: Worker, relay: Contact, circuit: Contact) -> None:
+    before, seconds = await process.wait_call(), 5.0 if report.quick else 30.0
     callers = [await start_node(listen=False) for _ in range(IDLE_CIRCUITS)]
     try:
         for caller in callers:
             _circuits(caller, relay)
             caller.learn(circuit)
             await caller.linker.link_to(circuit.id, 10.0)
-        open_at = await usage()
+        opened = await process.wait_call()
         await asyncio.sleep(seconds)
-        later = await usage()
+        later = await process.wait_call()
         still = sum(bool(caller.linker.table.of(circuit.id)) for caller in callers)
     finally:
         await asyncio.gather(*(caller.close() for caller in callers))
-    idle_percent = 100 * (later.cpu_s - open_at.cpu_s) / seconds
+    idle_percent = 100 * (later["cpu_s"] - opened["cpu_s"]) / seconds
     report.add_rows(
-        ("idle_mb", (later.memory_bytes - before.memory_bytes) / 1e6, "MB", f"{still} idle circuits"),
+        ("idle_mb", later["memory_mb"] - before["memory_mb"], "MB", f"{still} idle circuits"),
         ("idle_cpu_percent", idle_percent, "% of a core", f"{still} idle circuits"),
     )

@@ -1,18 +1,33 @@
-"""What it costs to be a peer: training speed, memory and time to join, against the same loop without a swarm.
+"""What it costs to be a peer, to join late and to watch, against the same loop without a swarm.
+
+*join*: a fresh process runs the cells of ``notebooks/join_colab.ipynb`` from the top, in IPython, with a
+stand-in for ``google.colab``. The creator has trained before, on text that Python brings: no download.
 
 *soak*: do all peers keep training in twenty virtual hours of churn? The ideal is what the online
 peers could do without ever waiting: their samples, divided by the target batch size.
+
+*panel*: a peer trains in a real kernel, driven by nbclient, which keeps the widgets' state as a browser does,
+in turns with panel and recorder and without. Then its panel is refreshed for half an hour.
 """
 
+import gc
+import io
 import itertools
+import json
 import math
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from contextlib import closing, nullcontext, redirect_stdout
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
@@ -30,7 +45,11 @@ def run(report: BenchReport) -> None:
 
 class TrainingLoop:
     def __init__(
-        self, swarm: "cs.Swarm | None", size: str = "tiny", average_every: int = AVERAGE_EVERY
+        # quoted: the evaluated name would import before `idle` measures the import
+        self,
+        swarm: "cs.Swarm | None",
+        size: str = "tiny",
+        average_every: int = AVERAGE_EVERY,
     ) -> None:
         import torch
 
@@ -131,11 +150,9 @@ def join_late(parent: Channel, numel: int, invite: str) -> None:
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
         time.sleep(0.1)  # the forward and backward pass of a GPU
-        stepped = optimizer.step(samples=1) is not None
+        optimizer.step(samples=1)
         if batches == 0:
             parent.send(seconds=time.perf_counter() - began)
-        elif stepped:
-            parent.send(at=time.time())
 
 
 def _late_joiner(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
@@ -143,19 +160,85 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
     carol, *others = (crew.start(join_late, numel, str(backbone.invite())) for _ in range(3))
     receive_all(crew)
     call_all(others)
-    moments, steps = [time.time()], [0.0]
     time.sleep(5.0)
-    moments.append(time.time())
-    found = carol.call()
-    moments.append(time.time())
-    while steps[-1] < moments[-1]:
-        steps.append(others[0].receive()["at"])
-    rates = [
-        sum(begin <= at < end for at in steps) / (end - begin) for begin, end in itertools.pairwise(moments)
-    ]
     joined = BenchReport("join", report.quick, rows=report.rows)
-    joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
-    joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")
+    joined.add("first_sample_s", carol.call()["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
+
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "join_colab.ipynb"
+SETTINGS: dict[str, int | float | str] = {
+    "size": "tiny",
+    "target_batch_size": 64,
+    "lr": 1e-2,
+    "codec": "float16",
+}
+JOINER = "late joiner"
+TIME_LIMIT_S = 120.0
+
+
+def code_cells(notebook: Path) -> list[str]:
+    """Return the code of a notebook, by cell; notebooks are not part of the installed package."""
+    if not notebook.exists():
+        raise FileNotFoundError(
+            f"there is no {notebook}: run this in a copy of the repository, installed by `pip install -e .`"
+        )
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def filled_in(cell: str, **form: object) -> str:
+    """Return the cell with other values in its form fields, lines ``NAME = value`` as on Colab."""
+    lines = [(line.partition(" = ")[0], line) for line in cell.split("\n")]
+    return "\n".join(f"{field} = {form[field]!r}" if field in form else line for field, line in lines)
+
+
+def stand_in_for_colab(**secrets: str) -> None:
+    # with specs, because transformers looks for modules by them
+    colab = module_from_spec(ModuleSpec("google.colab", None, is_package=True))
+    userdata = module_from_spec(ModuleSpec("google.colab.userdata", None))
+    vars(userdata)["get"] = secrets.get
+    vars(colab)["userdata"] = userdata
+    sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}
+
+
+def run_notebook(parent: Channel, invite: str, folder: str) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    stand_in_for_colab()
+    shell: Any = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    form = {"INVITATION": invite, "MY_NAME": JOINER, "I_HAVE_READ_THE_TERMS": True, "STATE_DIR": folder}
+    cells = [filled_in(cell, **form) for cell in code_cells(NOTEBOOK)]
+    parent.call()
+    with redirect_stdout(io.StringIO()):
+        for cell in cells:
+            shell.run_cell(cell).raise_error()
+
+
+def _counted_s() -> float:
+    with cs.create("join", peer_name="creator") as creator, TemporaryDirectory() as folder, Crew() as crew:
+        model, batches = cs.recipes.albert("tiny", swarm=creator)
+        inner = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
+        optimizer = creator.optimizer(inner, target_batch_size=64, compression="float16")
+        while optimizer.global_step < 1:
+            model(**next(batches)).loss.backward()
+            optimizer.step(samples=16)
+        worker = crew.start(run_notebook, str(creator.invite(settings=SETTINGS)), folder)
+        worker.receive()
+        began = time.perf_counter()
+        worker.send()
+        while not any(row.samples or row.step > 1 for row in creator.snapshot().peers if row.name == JOINER):
+            if time.perf_counter() - began > TIME_LIMIT_S:
+                raise TimeoutError(f"no sample of the late joiner was counted within {TIME_LIMIT_S:g} s")
+            time.sleep(0.01)
+        return time.perf_counter() - began
+
+
+@benchmark("join")
+def run_join(report: BenchReport) -> None:
+    code_cells(NOTEBOOK)  # better to fail before there is a run
+    counted_s = statistics.median(_counted_s() for _ in range(1 if report.quick else 3))
+    report.add("counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
 
 
 SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
@@ -174,13 +257,13 @@ def _train(swarm: "cs.Swarm", target_batch_size: int) -> None:
 
 @benchmark("soak")
 def run_soak(report: BenchReport) -> None:
-    from colab_swarm.events import RoundFinished, StateReceived
+    from colab_swarm.events import StateReceived
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate
 
     # step_s: with all peers online
     peers, hours, step_s = (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
-    began, batch = time.perf_counter(), int(peers * step_s * SAMPLES_PER_S)
+    batch = int(peers * step_s * SAMPLES_PER_S)
     churn, end_s = ChurnProfile(mean_session_s=SESSION_S, mean_absence_s=ABSENCE_S), hours * 3600
     with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:
         online, since, peer_seconds = peers, 0.0, 0.0  # of peers that never wait, with the same churn
@@ -192,10 +275,133 @@ def run_soak(report: BenchReport) -> None:
         steps = [swarm.snapshot().step for swarm in simulation.swarms.values()]
         events = [event for swarm in simulation.swarms.values() for event in swarm.events.recent()]
     report.add("step_share", max(steps) / ideal_steps, "", f"of the ideal; {peers} peers, {hours:g} hours")
-    found = {
-        "stuck_peers": sum(step < max(steps) - 1 for step in steps),
-        "caught_up": sum(isinstance(event, StateReceived) for event in events),
-        "kept_local": sum(event.kept_local for event in events if isinstance(event, RoundFinished)),
-    }
-    report.add_all(found, "", "peers behind at the end, late joiners online, values without a mean")
-    report.add("real_s", time.perf_counter() - began, "s", "to simulate it")
+    caught_up = sum(isinstance(event, StateReceived) for event in events)
+    stuck = sum(step < max(steps) - 1 for step in steps)
+    report.add_all({"stuck_peers": stuck, "caught_up": caught_up}, "", "at the end; late joiners online")
+
+
+WARM_UP, PORTION = 1500, 100
+WATCH = """
+from colab_swarm.bench.overhead import Watched
+watched = Watched({invite!r})
+watched.panel
+"""
+PANEL_AVERAGE_EVERY, MEMBERS = 8, 8
+OWN_MEMORY = "status", "RssAnon:"  # without libraries, whose share depends on what else runs
+
+
+@benchmark("panel")
+def run_panel(report: BenchReport) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # the refreshes of half an hour at four a second
+    pairs, phase_s, refreshes = (3, 1.0, 400) if report.quick else (40, 2.5, 7200)
+    notebook = Notebook()
+    with cs.create("panel", peer_name="backbone") as backbone, notebook.client.setup_kernel(), Crew() as crew:
+        invite = str(backbone.invite())
+        notebook.run(WATCH.format(invite=invite))
+        bob = crew.start(train_beside, invite)
+        bob.receive()
+        firsts = [pair % 2 for pair in range(pairs + 1)]
+        ratios = [notebook.evaluate(f"watched.ratio({phase_s}, first={first})") for first in firsts]
+        bob.process.kill()
+        notebook.refresh(WARM_UP)
+        before = notebook.saved_bytes()
+        grown_mb, refresh_s = notebook.refresh(refreshes)
+        grown_kb = (notebook.saved_bytes() - before) / 1e3
+    report.add_rows(
+        ("throughput_ratio", statistics.median(ratios[1:]), "", f"panel and recorder on; {pairs} pairs"),
+        ("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view"),
+        ("notebook_kb", grown_kb, "kB", "of the saved notebook"),
+        ("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads"),
+        ("core_share", 4 * refresh_s, "", "of a core, at four refreshes a second"),
+    )
+
+
+class Notebook:
+    def __init__(self) -> None:
+        import nbformat
+        from nbclient import NotebookClient
+
+        self._format = nbformat
+        empty = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
+        self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")
+
+    def run(self, code: str) -> Any:
+        cells = self.client.nb.cells
+        cells.append(self._format.v4.new_code_cell(code))  # type: ignore[no-untyped-call]
+        return self.client.execute_cell(cells[-1], len(cells) - 1)
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression. Only its effect on widgets stays in the notebook."""
+        outputs = self.run(f"import json; print(json.dumps({expression}))").outputs
+        del self.client.nb.cells[-1]
+        printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+        return json.loads(printed.splitlines()[-1])
+
+    def refresh(self, times: int) -> tuple[float, float]:
+        """Refresh the panel in portions: if the kernel is far ahead of its client, ZeroMQ drops messages."""
+        found = [self.evaluate(f"watched.refresh({PORTION})") for _ in range(times // PORTION)]
+        grown_mb, seconds = zip(*found, strict=True)
+        return sum(grown_mb), statistics.mean(seconds)
+
+    def saved_bytes(self) -> int:
+        self.client.set_widgets_metadata()
+        return len(self._format.writes(self.client.nb).encode())  # type: ignore[no-untyped-call]
+
+
+def train_beside(parent: Channel, invite: str) -> None:
+    loop = TrainingLoop(cs.join(invite, peer_name="bob"), average_every=PANEL_AVERAGE_EVERY)
+    parent.send()
+    while True:
+        loop.batch()
+
+
+class Watched:
+    def __init__(self, invite: str) -> None:
+        from colab_swarm.notebook.panel import Panel
+
+        self._swarm = cs.join(invite, peer_name="alice")
+        self._loop = TrainingLoop(self._swarm, average_every=PANEL_AVERAGE_EVERY)
+        self._folder = TemporaryDirectory()
+        self._step = 0
+        # live without a front-end: nbclient keeps the widgets' state as a page does
+        self.panel = Panel(self._swarm.snapshot, self._swarm.leave, pause=lambda on: None, live=True)
+
+    def ratio(self, seconds: float, *, first: int) -> float:
+        """Return the speed while watched over that while not; vary which is ``first`` (1: watched)."""
+        speeds = {watched: self._speed(seconds, watched) for watched in (first, 1 - first)}
+        return speeds[1] / speeds[0]
+
+    def _speed(self, seconds: float, watched: int) -> float:
+        from colab_swarm.notebook.recorder import Header, Recorder
+
+        swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
+        header = Header(swarm.run, swarm.name, swarm.id.hex(), time.time(), time.monotonic())
+        with closing(Recorder(swarm.events, path, header)) if watched else nullcontext():
+            return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
+
+    def refresh(self, times: int) -> tuple[float, float]:
+        """Show so many views; return the kernel's growth in MB and a view's processor seconds."""
+        gc.collect()
+        before, began, pretending_s = memory_mib(*OWN_MEMORY), time.process_time(), 0.0
+        for _ in range(times):
+            since = time.thread_time()
+            self._pretend_round()
+            pretending_s += time.thread_time() - since
+            self.panel.refresh()
+        spent_s = time.process_time() - began - pretending_s
+        gc.collect()
+        return (memory_mib(*OWN_MEMORY) - before) * 1024**2 / 1e6, spent_s / times
+
+    def _pretend_round(self) -> None:
+        from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
+
+        self._step += 1
+        now, samples, part = time.monotonic(), 4.0 * MEMBERS, (0.1, 0.2)
+        peers = tuple(f"{member:02x}" * 32 for member in range(MEMBERS))
+        members = tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers)
+        round_finished = RoundFinished(
+            now, self._step, MEMBERS, peers, samples, 0, 0, 1000, 1000, 0.5, averaging_s=0.3, members=members
+        )
+        self._swarm.events.emit(round_finished)
+        self._swarm.events.emit(StepFinished(now, self._step, samples, 1 + 1 / self._step))

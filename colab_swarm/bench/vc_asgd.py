@@ -1,51 +1,47 @@
-"""Figures 3 and 4 of the VC-ASGD paper: time per epoch by arrangement, and the effect of alpha on speed and spread.
+"""VC-ASGD: Figures 3 and 4, and section IV-D: time per epoch by arrangement, the effect of alpha, and the store.
 
 *workunits*: time per epoch by parameter servers, volunteers and units at a time (PnCnTn), all real
 processes. As in the paper, the volunteers limit an epoch at first, and with more of their units at
 a time the parameter servers do: each measures the accuracy after every result, here of a small
 ResNetV2 on 11,504 images, which takes far longer than to train a unit of 30 images.
-``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
-
-*work-ordeal*: the coordinator is killed (SIGKILL) at random moments together with its parameter
-servers, and restarted in the same folder. Volunteers are killed in the middle of a unit with
-probability 0.2 and come back under their names. At the end the store's log must contain every unit
-of every epoch as assimilated exactly once.
 
 *vc-asgd*: the effect of alpha, compared with serial training. Digits by an MLP instead of CIFAR-10 by
-a ResNet of 552 layers, or the images of ``--data``. The product's own code trains and assimilates
+a ResNet of 552 layers. The product's own code trains and assimilates
 units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
 fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment,
 so up to 11 others are assimilated before it: that is its staleness.
+
+*parameter-store*: how long one update of 5 M parameters takes in each store (paper: Redis 0.87 s, MySQL 1.29 s).
+An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
+and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones.
 """
 
 import heapq
-import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
+import subprocess
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
-from colab_swarm.bench.harness import BenchReport, benchmark, drawn
-from colab_swarm.errors import JoinError
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Lines, benchmark, draw
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
 from colab_swarm.workunits.job import Alpha, Job, UnitTraining, measure, unit_seed
-from colab_swarm.workunits.state import Assigned, Assimilated, EpochEnded, Expired, Finished
-from colab_swarm.workunits.store import open_store
+from colab_swarm.workunits.state import Accepted, Assigned, EpochEnded, Unit
+from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import Floats, Schema, assimilate
 
 CODE = """
@@ -55,150 +51,51 @@ import numpy as np
 from colab_swarm.recipes.classify import classification_job
 
 plan = cs.workunits.WorkPlan(
-    subsets={subsets}, max_epochs={epochs}, alpha=0.95, batch_size=16, validation_samples={validation}
+    subsets={subsets}, max_epochs={epochs}, alpha=0.95, batch_size=16, validation_samples=12_000
 )
-learned = classification_job({data!r}, shape={shape}, model="resnet", plan=plan)
+learned = classification_job(model="resnet", plan=plan)
 job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part in learned.data()])
 """
 GRID = tuple(product((1, 3, 5), (3, 5), (2, 4, 8)))
 QUICK = ((1, 3, 8), (3, 3, 8))
-SUBSETS, EPOCHS = 48, 3
-SMALL_UNITS: dict[str, Any] = {"local_epochs": 4, "batch_size": 8}
+SUBSETS = 48
 TIME_LIMIT_S = 300.0
 
 
-def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start a process that is forked from one with torch and this module: it begins at once."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
-    process = processes.Process(target=work, args=arguments, daemon=True)
-    process.start()
-    return process
-
-
 @benchmark("workunits")
-def run_workunits(report: BenchReport, data: str = "digits") -> None:
+def run_workunits(report: BenchReport) -> None:
     for servers, volunteers, units in QUICK if report.quick else GRID:
         with tempfile.TemporaryDirectory() as folder:
-            seconds = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=report.quick)
+            seconds = epoch_seconds(Path(folder), servers, volunteers, units, epochs=2 if report.quick else 3)
         report.add(f"p{servers}c{volunteers}t{units}_epoch_s", seconds, "s", f"{SUBSETS} units")
     ratio = report.figures["p1c3t8_epoch_s"] / report.figures["p3c3t8_epoch_s"]
     report.add("p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
 
 
-def epoch_seconds(
-    folder: Path, servers: int, volunteers: int, units: int, *, data: str = "digits", quick: bool = False
-) -> float:
+def epoch_seconds(folder: Path, servers: int, volunteers: int, units: int, *, epochs: int) -> float:
     """Return the median time of a later epoch, from first assignment to last measured result."""
-    shape, validation = ((1, 8, 8), 12_000) if data == "digits" else ((3, 32, 32), 1500)
-    where = data if data == "digits" else str(Path(data).resolve())
-    file, epochs = folder / "job.py", 2 if quick else EPOCHS
-    code = CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape, validation=validation)
-    file.write_text(code)
+    file = folder / "job.py"
+    file.write_text(CODE.format(subsets=SUBSETS, epochs=epochs))
     coordinator = coordinate(file, folder=folder / "work", host="127.0.0.1", servers=servers)
-    helping = [
-        _started(_volunteer, str(coordinator.link), folder / "volunteers", f"volunteer-{number}", units)
-        for number in range(volunteers)
-    ]
     try:
-        if not coordinator.wait(TIME_LIMIT_S):
-            raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
+        with Crew() as crew:
+            for number in range(volunteers):
+                name = f"volunteer-{number}"
+                crew.start(volunteer_all, str(coordinator.link), str(folder / "volunteers"), name, units)
+            if not coordinator.wait(TIME_LIMIT_S):
+                raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
         log = list(coordinator.log())
     finally:
         coordinator.stop()
-        for process in helping:
-            _end(process)
     assigned = [entry for entry in log if isinstance(entry, Assigned)]
     begun = {entry.unit.epoch: entry.at for entry in assigned[::-1]}
     took_s = [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
     return statistics.median(took_s[1:])
 
 
-def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
+def volunteer_all(parent: Channel, link: str, folder: str, name: str, units: int) -> None:
     torch.set_num_threads(1)
     volunteer(link, trust_code=True, name=name, folder=folder, units=units).wait()
-    os._exit(0)
-
-
-NAMES = ("alice", "bob", "carol")
-ORDEAL_SUBSETS = 12
-KILL_PROBABILITY = 0.2  # per unit of a volunteer
-UP_S, ORDEAL_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
-
-
-@benchmark("work-ordeal")
-def run_ordeal(report: BenchReport) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        ordeal(report, Path(folder), kills=3 if report.quick else 20, epochs=3 if report.quick else 30)
-
-
-def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
-    plan = WorkPlan(
-        subsets=ORDEAL_SUBSETS, max_epochs=epochs, **SMALL_UNITS, alpha=0.7, deadline_s=4.0, in_flight=2
-    )
-    job = classification_job(plan=plan)
-    rng, began = random.Random(0), time.monotonic()
-    coordinator = _started(_coordinate, job, folder)
-    while coordinator.is_alive() and not (folder / "link").exists():
-        time.sleep(0.02)
-    link = (folder / "link").read_text()  # it outlives the coordinator's restarts
-    volunteers = {name: _started(_die_in_units, job, folder, name, link) for name in NAMES}
-    killed, volunteers_killed, die_at = 0, 0, time.monotonic() + rng.uniform(*UP_S)
-    while coordinator.is_alive() and time.monotonic() - began < ORDEAL_LIMIT_S:
-        for name, process in volunteers.items():
-            if not process.is_alive():
-                volunteers_killed += process.exitcode == -signal.SIGKILL
-                volunteers[name] = _started(_die_in_units, job, folder, name, link)
-        if killed < kills and time.monotonic() >= die_at:
-            _end(coordinator)
-            killed += coordinator.exitcode == -signal.SIGKILL
-            coordinator = _started(_coordinate, job, folder)
-            die_at = time.monotonic() + rng.uniform(*UP_S)
-        time.sleep(0.02)
-    for process in (coordinator, *volunteers.values()):
-        _end(process)
-    report.add_all({"coordinator_kills": killed, "volunteer_kills": volunteers_killed}, "", "SIGKILL")
-    store = open_store(str(folder / "work" / "job.db"), job.name)
-    log = [entry for _, entry in store.entries()]
-    store.close()
-    assimilated = [entry for entry in log if isinstance(entry, Assimilated)]
-    ends = [entry.reason for entry in log if isinstance(entry, Finished)]
-    found = {
-        "expired": sum(isinstance(entry, Expired) for entry in log),
-        "once": list(Counter(entry.unit for entry in assimilated).values()).count(1),
-        "versions_in_order": [one.version for one in assimilated] == list(range(1, len(assimilated) + 1)),
-        "finished": bool(ends),
-    }
-    report.add_all(found, "", f"by the store's log; the end: {', '.join(ends)}")
-    report.add("units", epochs * ORDEAL_SUBSETS, "", "of all epochs")
-    report.add("seconds", time.monotonic() - began, "s")
-
-
-def _end(process: BaseProcess) -> None:
-    process.kill()
-    process.join()
-
-
-def _coordinate(job: Job, folder: Path) -> None:
-    coordinator = coordinate(job, folder=folder / "work", host="127.0.0.1", servers=2)
-    (folder / "partial").write_text(coordinator.link)
-    (folder / "partial").replace(folder / "link")
-    coordinator.wait()
-    os._exit(0)
-
-
-def _die_in_units(job: Job, folder: Path, name: str, link: str) -> None:
-    rng, own = random.Random(f"{name} {os.getpid()}"), None
-    while own is None:
-        with suppress(JoinError):  # the coordinator is being started again
-            own = volunteer(link, job=job, name=name, folder=folder / "volunteers")
-        time.sleep(0.02)
-    last = ""
-    while not own.wait(0.01):
-        unit = own.snapshot().units[0].unit
-        if unit and unit != last and rng.random() < KILL_PROBABILITY:
-            threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
-        last = unit or last
 
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
@@ -210,12 +107,11 @@ EARLY = 6  # epochs; in the paper the order of 0.7 and 0.95 turns after them
 
 @dataclass(frozen=True)
 class Epoch:
-    """Accuracy over the units of an epoch, each after its assimilation; and its end, in units' times."""
+    """Accuracy over the units of an epoch, each after its assimilation."""
 
     mean: float
     low: float
     high: float
-    at: float
 
 
 def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
@@ -241,30 +137,34 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             values = assimilate(values, schema.flatten(model), plan.alpha_of(epoch))
             schema.load(model, values)
             accuracies.append(measure(job, model, validation))
-        epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies), now))
+        epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies)))
     return epochs
 
 
-def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
+def _job(seed: int, alpha: Alpha, *, quick: bool) -> Job:
     epochs, subsets = (8, 20) if quick else (40, 50)
     plan = WorkPlan(
-        subsets=subsets, max_epochs=epochs, **SMALL_UNITS, alpha=alpha, seed=seed, validation_samples=400
+        subsets=subsets,
+        max_epochs=epochs,
+        local_epochs=4,
+        batch_size=8,
+        alpha=alpha,
+        seed=seed,
+        validation_samples=400,
     )
-    if data == "digits":
-        return classification_job(plan=plan)
-    return classification_job(data, shape=(3, 32, 32), model="resnet", plan=plan)
+    return classification_job(plan=plan)
 
 
-@benchmark("vc-asgd")
-def run(report: BenchReport, data: str = "digits") -> None:
+@benchmark("vc_asgd")
+def run(report: BenchReport) -> None:
     """Report the orders that the paper found, as differences that are over 0 where they hold."""
     seeds = range(1 if report.quick else 3)
     runs = {
-        name: [train_by_volunteers(_job(data, seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
+        name: [train_by_volunteers(_job(seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
         for name, alpha in ALPHAS.items()
     }
-    serial = [_job(data, seed, 0.0, quick=report.quick).train_serially()[1] for seed in seeds]
-    runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
+    serial = [_job(seed, 0.0, quick=report.quick).train_serially()[1] for seed in seeds]
+    runs["serial"] = [[Epoch(one, one, one) for one in curve] for curve in serial]
     report.curves |= runs
     for name, curves in runs.items():
         key = re.sub(r"[()]", "", name.replace("/", "_over_"))
@@ -293,11 +193,166 @@ def spread(curves: Sequence[Sequence[Epoch]]) -> float:
 
 
 def plot(report: BenchReport, path: str | Path) -> None:
-    with drawn(path, (7, 4.5)) as (axes,):
-        axes.set(xlabel="epoch", ylabel="validation accuracy")
-        for name, (first, *_) in report.curves.items():
-            means = [epoch.mean for epoch in first]
-            below, above = zip(
-                *((epoch.mean - epoch.low, epoch.high - epoch.mean) for epoch in first), strict=True
+    lines: Lines = {}
+    for index, (name, (first, *_)) in enumerate(report.curves.items()):
+        epochs = range(1, len(first) + 1)
+        lines[name] = epochs, [epoch.mean for epoch in first], f"C{index}o-"
+        lines[f"_{name}, lowest"] = epochs, [epoch.low for epoch in first], f"C{index}:"
+        lines[f"_{name}, highest"] = epochs, [epoch.high for epoch in first], f"C{index}:"
+    draw(path, [({"xlabel": "epoch", "ylabel": "validation accuracy"}, lines)])
+
+
+NUMEL = 5_000_000
+START_S, STOP_S = 60.0, 30.0
+DEBIAN_POSTGRESQL = Path("/usr/lib/postgresql")
+
+
+@contextmanager
+def redis_server(*, durable: bool = False) -> Iterator[str]:
+    """Run a Redis server, in memory or writing all to disk, if it is installed; give its URL."""
+    program = _program("redis-server")
+    with _folder() as (folder, user):
+        socket = folder / "redis.sock"
+        options = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""]
+        command = [program, *options, "--appendonly", "yes" if durable else "no"]
+        with _running([command], socket.exists, folder, user):
+            yield f"unix://{socket}"
+
+
+@contextmanager
+def postgresql_server() -> Iterator[str]:
+    found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
+    folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
+    initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
+    with _folder("postgres") as (folder, user):
+        data, pid = folder / "data", folder / "data" / "postmaster.pid"
+        options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
+        install = [initdb, *options, f"--pgdata={data}"]
+        server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
+
+        def ready() -> bool:
+            return pid.exists() and "ready" in pid.read_text()
+
+        # SIGTERM waits for clients to leave
+        with _running([install, server], ready, folder, user, end=signal.SIGINT):
+            yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
+
+
+@contextmanager
+def mariadb_server() -> Iterator[str]:
+    program = _program("mariadb-install-db")
+    mariadbd = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
+    with _folder("mysql") as (folder, user):
+        data, socket = f"--datadir={folder / 'data'}", folder / "mariadb.sock"
+        options = ["--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"]
+        server = [mariadbd, "--no-defaults", "--skip-networking", data, f"--socket={socket}"]
+        with _running([[program, *options, data], server], socket.exists, folder, user):
+            yield f"mysql+pymysql://root@localhost/mysql?unix_socket={socket}"
+
+
+def _program(name: str, path: str | None = None) -> str:
+    if found := shutil.which(name, path=path):
+        return found
+    raise FileNotFoundError(f"{name} is not installed")
+
+
+@contextmanager
+def _folder(user: str | None = None) -> Iterator[tuple[Path, str | None]]:
+    """Make a folder with a path short enough for sockets; as root it belongs to ``user``, else to None."""
+    if os.name != "posix" or os.geteuid() != 0:
+        user = None
+    with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
+        if user is not None:
+            try:
+                shutil.chown(folder, user)
+            except LookupError as error:
+                raise FileNotFoundError(
+                    f"there is no user {user}, and its server refuses to run as root"
+                ) from error
+        yield Path(folder), user
+
+
+@contextmanager
+def _running(
+    commands: Sequence[list[str]],
+    ready: Callable[[], bool],
+    folder: Path,
+    user: str | None,
+    *,
+    end: int = signal.SIGTERM,
+) -> Iterator[None]:
+    """Run the last command as a server, after the others have ended."""
+    *before, command = commands
+    for program in before:
+        subprocess.run(program, user=user, cwd="/", check=True, capture_output=True)
+    log = folder / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, user=user, cwd="/", stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start: {log.read_text()}")
+            time.sleep(0.02)
+        yield
+    finally:
+        server.send_signal(end)
+        try:
+            server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@contextmanager
+def _sqlite() -> Iterator[str]:
+    with _folder() as (folder, _):
+        yield str(folder / "job.db")
+
+
+STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
+    "memory": (lambda: nullcontext("memory"), "of this process"),
+    "sqlite": (_sqlite, "durable"),
+    "redis": (redis_server, "in memory, as the paper has it; published 870 ms"),
+    "redis_durable": (partial(redis_server, durable=True), "appendonly yes"),
+    "postgresql": (postgresql_server, "durable, strong consistency"),
+    "mariadb": (mariadb_server, "durable, strong consistency; published 1,290 ms (MySQL)"),
+}
+SQL = ("mariadb", "postgresql")
+
+
+@benchmark("store")
+def run_stores(report: BenchReport) -> None:
+    updates = 5 if report.quick else 20
+    for name, (opened, note) in STORES.items():
+        try:
+            with opened() as url, Crew() as crew:
+                worker = crew.start(time_updates, url, NUMEL, updates, environment=KEEP_MEMORY)
+                report.add(f"{name}_ms", worker.receive()["ms"], "ms", f"median of {updates}; {note}")
+        except FileNotFoundError as absent:
+            print(f"{name} is left out: {absent}", flush=True)
+    found = report.figures
+    if sql := next((name for name in SQL if f"{name}_ms" in found), None):
+        report.add("sql_ms", found[f"{sql}_ms"], "ms", sql)
+        if "redis_ms" in found:
+            report.add(
+                "sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", f"{sql}; published 1.5"
             )
-            axes.errorbar(range(1, len(first) + 1), means, [below, above], label=name, capsize=2)
+
+
+def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
+    store, rng = open_store(url, "bench"), np.random.default_rng(0)
+    store.begin(rng.random(numel, np.float32))
+    result, took_s = rng.random(numel, np.float32).tobytes(), []
+    for subset in range(updates + 1):
+        name = f"{subset:032x}"
+        accepted = Accepted(at=0.0, unit=Unit(1, subset), assignment=name, alpha=0.95, change=1.0)
+        store.append([accepted], put={accepted.result: result})
+        began = time.perf_counter()
+        claimed = store.claim("bench", now=1.0, lease_s=60.0)
+        assert claimed is not None
+        update = partial(assimilate, result=np.frombuffer(store.blob(claimed.result), "<f4"), alpha=0.95)
+        store.assimilate(claimed, update, server="bench", now=1.0)
+        took_s.append(time.perf_counter() - began)
+    store.close()
+    parent.send(ms=1000 * statistics.median(took_s[1:]))  # the first grows files and memory

@@ -29,7 +29,7 @@ import aiohttp
 
 from colab_swarm.credentials import require_secret
 from colab_swarm.errors import TunnelError
-from colab_swarm.events import EventLog, Fault, QuotaWarning, TunnelChanged
+from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.addresses import is_address
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,8 @@ class Tunnel:
     """One tunnel to a ``port`` on 127.0.0.1, reopened whenever it is lost, from `open` until `close`.
 
     ``on_change`` is called on the loop with each later address, None when the tunnel is lost;
-    ``events`` get `TunnelChanged` and `QuotaWarning`. ``sent_bytes`` returns the bytes sent through
-    tunnels so far: the quota counts from the opening. ``address`` is ``wss://HOST``, None while lost.
+    ``events`` get a `Notice` of each change and of a plan nearly used up. ``sent_bytes`` returns the bytes sent
+    through tunnels so far: the quota counts from the opening. ``address`` is ``wss://HOST``, None while lost.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Tunnel:
 
     async def open(self) -> "Tunnel":
         """Open the tunnel and return it; raise a `TunnelError` that names the fix."""
-        self._set_address(await self._connect(), "opened")
+        self._set_address(await self._connect())
         self._watching = asyncio.create_task(self._watch())
         return self
 
@@ -358,21 +358,27 @@ class Tunnel:
             passed = sum(used_bytes >= share * quota_bytes for share in WARN_AT)
             if passed > self._warned:
                 self._warned = passed
-                self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
+                self._notice(
+                    f"tunnel: {used_bytes / 1e6:.0f} MB sent, {used_bytes / quota_bytes:.0%} of the plan's "
+                    f"{quota_bytes / 1e6:.0f} MB a month"
+                )
 
     async def _reconnect(self) -> None:
         back_off_s = BACK_OFF_S
         while self.address is None:
             try:
-                self._set_address(await self._connect(), "opened again")
+                self._set_address(await self._connect())
             except TunnelError as error:
                 logger.info("no tunnel yet: %s", error)
-                self._events.emit(TunnelChanged(self._loop.time(), None, str(error)))
+                self._notice(f"tunnel lost: {error}")
                 await asyncio.sleep(back_off_s)
                 back_off_s = min(2 * back_off_s, MAX_BACK_OFF_S)
 
-    def _set_address(self, address: str | None, reason: str) -> None:
+    def _set_address(self, address: str | None, lost: str = "") -> None:
         self.address = address
-        self._events.emit(TunnelChanged(self._loop.time(), address, reason))
+        self._notice(f"tunnel lost: {lost}" if address is None else f"tunnel open at {address}")
         if self._watching is not None:
             self._on_change(address)
+
+    def _notice(self, text: str) -> None:
+        self._events.emit(Notice(self._loop.time(), text))

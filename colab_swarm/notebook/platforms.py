@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from colab_swarm.errors import TermsError
-from colab_swarm.events import EventLog, SessionEnding
+from colab_swarm.events import EventLog, Notice
 from colab_swarm.snapshot import SessionTime
 
 LEAVE_BEFORE_S = 600.0  # time between leaving and the end of the session; less if the session ends soon
@@ -139,12 +139,13 @@ class SessionClock:
 
 
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
-    """Wait until it is time to leave; emit `SessionEnding` some minutes before, and then."""
+    """Wait until it is time to leave; emit `Notice` some minutes before, and then."""
     loop = asyncio.get_running_loop()
     for warn_at in (clock.leaves_at - WARN_BEFORE_S, clock.leaves_at):
         await asyncio.sleep(warn_at - loop.time())
         left_s = max(0.0, clock.began_at + clock.limit_s - loop.time())
-        events.emit(SessionEnding(loop.time(), left_s, clock.reason))
+        text = f"this session ends in {left_s / 60:.0f} min: {clock.reason}"
+        events.emit(Notice(loop.time(), text))
 
 
 def session_age_s(proc: Path = Path("/proc")) -> float:

@@ -74,7 +74,6 @@ mean_absence_s)` they come and go. Tests use `SimNetwork` and `run_virtual` dire
 |---|---|
 | virtual time, threads that take turns | `colab_swarm.sim.runtime` |
 | the network, its peers and their connections | `colab_swarm.sim.network` |
-| calls without links, for ten thousand peers | `colab_swarm.sim.calls` |
 | scripted faults | `colab_swarm.sim.faults` |
 | profiles of networks and of churn | `colab_swarm.sim.profiles` |
 | preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.workunits.preemption` |

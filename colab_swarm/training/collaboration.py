@@ -28,8 +28,8 @@ from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, PeerTimeout, StateError
 from colab_swarm.events import (
     BatchDropped,
-    BudgetChosen,
     Fault,
+    Notice,
     PeerLeft,
     PeerSilent,
     StateReceived,
@@ -371,12 +371,10 @@ class Collaboration:
         now, speed = loop_now(), self.progress.samples_per_s()
         self._policy.on_round(result.sent_bytes, result.received_bytes, self.progress.local_steps, now=now)
         if speed:
-            before, self.plan = (
-                self.plan,
-                self._policy.choose(result.group, self._settings.target_batch_size / speed),
-            )
+            before, compute_s = self.plan, self._settings.target_batch_size / speed
+            self.plan = self._policy.choose(result.group, compute_s)
             if self.plan not in (None, before):
-                self.services.events.emit(BudgetChosen(now, str(self.plan)))
+                self.services.events.emit(Notice(now, f"budget: {self.plan}"))
         if self._settings.local_steps == "auto" and self.plan is not None:
             self._update(local_steps=self.plan.local_steps)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError
-from colab_swarm.events import ClockSkewed, EventLog, Fault, MembershipEnding, MembershipRenewed, PeersRevoked
+from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.invite import NAME, Access, Invite, role_named
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
@@ -116,7 +116,7 @@ class RunMember:
         if abs(behind_s - reported_s) > REPORT_S or refused[0] != refused[1]:
             self._reported_s = behind_s
             text = clock_advice(behind_s) or "this machine's clock is right again"
-            self._events.emit(ClockSkewed(self._loop.time(), behind_s, text))
+            self._events.emit(Notice(self._loop.time(), text))
         if self._access.invitation is not None:
             held, now = Membership.decode(self._admission.membership), self._peers.time()
             due_at = held.issued_at if held.grant else (held.issued_at + held.expires_at) / 2
@@ -136,11 +136,13 @@ class RunMember:
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
                 why = self._words_of(error)
                 reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
-                self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
+                text = f"membership ends in {max(0.0, left_s) / 3600:.1f} h: {reason}"
+                self._events.emit(Notice(self._loop.time(), text))
             return
         self._absent.forgive("authority")
         self._unaware = set(self._peers.linked())
-        self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
+        hours = (renewed.expires_at - self._peers.time()) / 3600
+        self._events.emit(Notice(self._loop.time(), f"membership renewed for {hours:.1f} h"))
 
     async def _request(self, proof: bytes) -> Membership:
         authority = id_of(self._admission.authority)
@@ -227,7 +229,8 @@ class RevocationWatch:
             logger.warning("%s shares %s", "the DHT" if source is None else short(source), error)
             return
         count = len(set(self._admission.revoked.subjects) - before)
-        self._events.emit(PeersRevoked(self._loop.time(), count))
+        text = f"the authority revoked {count} peers or invitations"
+        self._events.emit(Notice(self._loop.time(), text))
         self._pass_on(but=source)
 
     async def _store(self) -> None:

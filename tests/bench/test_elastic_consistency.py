@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from colab_swarm.bench import elastic_consistency as elastic
-from colab_swarm.bench import slow_link
-from colab_swarm.bench.elastic_consistency import ConsistencyTask, Scene, add_speed, emulate
+from colab_swarm.bench.elastic_consistency import ADDRESSES, ConsistencyTask, Scene, add_speed, emulate
 from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.slow_link import ADDRESSES
 from colab_swarm.elastic.schedulers import BoundedStaleness
 
 
@@ -35,7 +33,6 @@ def test_every_measured_distance_is_within_its_bound() -> None:
     found = report.figures
     assert len([key for key in found if key.startswith("bound_ratio_")]) == 6 * len(elastic.CODECS) - 1
     assert 0.2 < found["max_bound_ratio"] <= 1
-    assert found["max_bound_ratio_found_gamma"] <= 1
 
 
 @pytest.mark.slow
@@ -57,7 +54,7 @@ def test_accuracy_is_drawn_over_beta(tmp_path: Path) -> None:
     assert (tmp_path / "beta.png").read_bytes().startswith(b"\x89PNG")
 
 
-needs_root = pytest.mark.skipif(slow_link.missing() is not None, reason=str(slow_link.missing()))
+needs_root = pytest.mark.skipif(elastic.missing() is not None, reason=str(elastic.missing()))
 ECHO = "import socket; s = socket.create_server(('{}', 7)); print(flush=True); c, _ = s.accept(); c.sendall(c.recv(1))"
 CLIENT = """
 import json, socket, time
@@ -72,7 +69,7 @@ print(json.dumps([connected - began, time.monotonic() - connected]))
 @needs_root
 @pytest.mark.slow
 def test_a_round_trip_over_a_slow_link_takes_twice_its_delay() -> None:
-    with slow_link.slow_link(delay_s=0.1, jitter_s=0.01) as command:
+    with elastic.slow_link(delay_s=0.1, jitter_s=0.01) as command:
         words = map(str, command(0, sys.executable, "-c", ECHO.format(ADDRESSES[0])))
         with subprocess.Popen(list(words), stdout=subprocess.PIPE, text=True) as echo:
             assert echo.stdout is not None and echo.stdout.readline()
@@ -88,9 +85,9 @@ def test_steps_of_every_scheduler_and_of_ddp_are_timed() -> None:
     report = BenchReport("elastic", True)
     add_speed(report, seeds=1, steps=35)
     found = report.figures
-    assert all(found[f"step_ms_{way}"] > 0 for way in (*elastic.OTHERS, *elastic.WAYS))
+    assert all(found[f"step_ms_{way}"] > 0 for way in ("ddp", *elastic.WAYS))
     assert found["step_ms_synchronous"] > 1e3 * elastic.DELAY_S
-    keys = ("step_time_vs_synchronous", "synchronous_vs_ddp", "speed_accuracy_drop", "communication_share")
+    keys = ("step_time_vs_synchronous", "synchronous_vs_ddp", "speed_accuracy_drop")
     assert all(key in found for key in keys)
 
 

@@ -6,19 +6,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from colab_swarm.bench import averaging, dedloc, dht, link, moe, overhead, parameter_store, vc_asgd
+from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhead, vc_asgd
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
 from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.moe import CPU
-from colab_swarm.bench.ordeal import run_experts
-from colab_swarm.bench.parameter_store import Absent
 from colab_swarm.bench.vc_asgd import Epoch, plot, train_by_volunteers
 from colab_swarm.moe.expert import FeedForward
-from colab_swarm.sim import PAPER_CLOUD, run_virtual
+from colab_swarm.sim import run_virtual
 from colab_swarm.workunits.job import Job
 from tests.workunits.digits import digits_job
 
@@ -28,14 +26,14 @@ def whole(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(pytest.mark.ordeal(test))
 
 
-@pytest.mark.parametrize("place", sorted({*BENCHMARKS.values()} - {"panel:run"}))
+@pytest.mark.parametrize("place", sorted(BENCHMARKS.values()))
 def test_every_benchmark_has_its_function(place: str) -> None:
     module, _, name = place.partition(":")
     assert callable(getattr(importlib.import_module(f"colab_swarm.bench.{module}"), name))
 
 
 @pytest.mark.parametrize(
-    "line", ["link --plot x.png", "dht --data x.npz", "link --vs hivemind", "all --faithful"]
+    "line", ["link --plot x.png", "dht --python x", "link --vs hivemind", "all --faithful"]
 )
 def test_an_option_of_another_benchmark_is_refused(line: str) -> None:
     with pytest.raises(SystemExit):
@@ -45,17 +43,15 @@ def test_an_option_of_another_benchmark_is_refused(line: str) -> None:
 @whole
 def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
     figures = averaging.run(quick=True).figures
-    assert figures["success"] == figures["kill_success"] == 1
+    assert figures["success"] == 1
     assert 0 < figures["seconds"] < 10
     assert figures["vs_gloo"] == pytest.approx(figures["seconds"] / figures["gloo_seconds"])
-    assert figures["kill_extra_s"] < 3
 
 
 @pytest.mark.slow
 def test_a_trainer_finds_its_experts_faster_than_published() -> None:
-    found = run_virtual(find_experts(100, 4, PAPER_CLOUD, standing=True))
-    assert statistics.median(found["cold_ms"]) < PUBLISHED_MS[100]
-    assert found["look_ups"] == [5] * 4 and statistics.mean(found["hops"]) < 2
+    cold_ms, _ = run_virtual(find_experts(100, 4))
+    assert statistics.median(cold_ms) < PUBLISHED_MS[100]
 
 
 @pytest.mark.slow
@@ -68,24 +64,22 @@ def test_a_thousand_virtual_peers_find_fresh_records_in_few_hops() -> None:
 def test_the_dht_benchmark_reports_every_figure() -> None:
     figures = dht.run(quick=True).figures
     assert figures["found_10k"] >= 0.98 and figures["hops_10k"] <= 6.6
-    assert figures["ops_success"] == figures["found_loopback_32"] == 1
+    assert figures["ops_success"] == 1
     assert {"store_ms", "get_ms", "ops_per_s", "latency_ms_10k"} <= figures.keys()
 
 
 @whole
 def test_the_experts_benchmark_reports_every_figure() -> None:
     figures = moe.run_experts(quick=True).figures
-    keys = {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s", "learning_vs_local"}
-    assert figures.keys() >= keys
+    assert figures.keys() == {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s"}
     assert all(value > 0 for value in figures.values())
-    assert figures["forward_p99_ms"] >= figures["forward_p50_ms"]
     assert figures["vs_local"] > 0.1  # far below what it should be: catches a fast path that is gone
 
 
 @pytest.mark.slow
 def test_the_link_benchmark_reports_every_figure() -> None:
     figures = link.run(quick=True).figures
-    assert figures.keys() >= {"vs_raw", "cpu_s_per_gb", "mb_s", "ws_mb_s", "raw_mb_s", "calls_per_s"}
+    assert figures.keys() >= {"vs_raw", "cpu_s_per_gb", "mb_s", "raw_mb_s", "calls_per_s"}
     assert figures.keys() >= {"rtt_ms_p50", "rtt_ms_p99", "rtt32_ms_p50", "rtt32_ms_p99"}
     assert all(value > 0 for value in figures.values())
     assert figures["rtt_ms_p99"] >= figures["rtt_ms_p50"]
@@ -119,9 +113,7 @@ def test_no_peer_is_stuck_after_two_virtual_hours_of_churn() -> None:
 @whole
 def test_watching_costs_little_time_and_memory() -> None:
     pytest.importorskip("nbclient")
-    from colab_swarm.bench import panel
-
-    figures = panel.run(quick=True).figures
+    figures = overhead.run_panel(quick=True).figures
     assert figures.keys() == {"throughput_ratio", "memory_mb", "notebook_kb", "refresh_ms", "core_share"}
     assert figures["throughput_ratio"] > 0.5  # a busy machine, and few and short phases
     assert figures["memory_mb"] < 5 and figures["notebook_kb"] < 100
@@ -130,14 +122,13 @@ def test_watching_costs_little_time_and_memory() -> None:
 
 @whole
 def test_training_through_experts_continues_while_their_hosts_are_killed() -> None:
-    figures = run_experts(minutes=0.11, kill_every_s=3.0).figures
+    figures = ordeal.run_experts(quick=True).figures
     assert figures["ordeal_killed"] >= 2 and figures["ordeal_steps"] > 20
 
 
 @whole
-def test_every_unit_is_assimilated_exactly_once_despite_kills(tmp_path: Path) -> None:
-    report = BenchReport("work-ordeal", True)
-    vc_asgd.ordeal(report, tmp_path, kills=3, epochs=3)
+def test_every_unit_is_assimilated_exactly_once_despite_kills() -> None:
+    report = ordeal.run_work(quick=True)
     figures = report.figures
     assert figures["coordinator_kills"] == 3 and figures["volunteer_kills"] >= 1
     assert any("all 3 epochs are done" in row.note for row in report.rows)
@@ -147,7 +138,7 @@ def test_every_unit_is_assimilated_exactly_once_despite_kills(tmp_path: Path) ->
 @whole
 def test_an_epoch_among_processes_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vc_asgd, "SUBSETS", 6)
-    assert 0 < vc_asgd.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60
+    assert 0 < vc_asgd.epoch_seconds(tmp_path, 2, 2, 2, epochs=2) < 60
 
 
 def test_the_group_chosen_for_sixteen_falls_from_all_to_pairs() -> None:
@@ -168,29 +159,27 @@ def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = tuple(replace(kind, make=lambda: FeedForward(8), sample=(8,)) for kind in CPU.kinds)
-    plan = replace(CPU, kinds=kinds, blocks=2, in_flight=8, delays_s=(0.0, 0.2), seconds=0.5)
-    monkeypatch.setattr(moe, "CPU", plan)
-    monkeypatch.setattr(moe.torch.cuda, "is_available", lambda: False)
-    values = moe.run_throughput().figures
+    small: dict[str, Any] = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
+    monkeypatch.setattr(moe, "CHAINS", [replace(chain, **small) for chain in moe.CHAINS])
+    values = moe.run_throughput(quick=True).figures
     assert values["vs_model_parallel_at_200ms"] > 2
     assert values["retained_at_200ms"] > 0
     assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]
 
 
 def absent() -> AbstractContextManager[str]:
-    raise Absent("redis-server is not installed")
+    raise FileNotFoundError("redis-server is not installed")
 
 
 @whole
 def test_updates_are_timed_and_absent_programs_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory, sqlite = parameter_store.STORES["memory"], parameter_store.STORES["sqlite"]
+    memory, sqlite = vc_asgd.STORES["memory"], vc_asgd.STORES["sqlite"]
     stores = {"memory": memory, "mariadb": sqlite, "redis": (absent, "")}
-    monkeypatch.setattr(parameter_store, "STORES", stores)
-    monkeypatch.setattr(parameter_store, "NUMEL", 1000)
-    figures = parameter_store.run(quick=True).figures
+    monkeypatch.setattr(vc_asgd, "STORES", stores)
+    monkeypatch.setattr(vc_asgd, "NUMEL", 1000)
+    figures = vc_asgd.run_stores(quick=True).figures
     assert figures.keys() == {"memory_ms", "mariadb_ms", "sql_ms"}
     assert 0 < figures["memory_ms"] < 1000 and figures["sql_ms"] == figures["mariadb_ms"]
     assert "redis is left out: redis-server is not installed" in capsys.readouterr().out
@@ -198,8 +187,8 @@ def test_updates_are_timed_and_absent_programs_reported(
 
 @whole
 def test_an_update_is_timed_in_redis_and_in_sql(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_store, "NUMEL", 100_000)
-    figures = parameter_store.run(quick=True).figures
+    monkeypatch.setattr(vc_asgd, "NUMEL", 100_000)
+    figures = vc_asgd.run_stores(quick=True).figures
     if "redis_ms" not in figures or "sql_ms" not in figures:
         pytest.skip("Redis, or PostgreSQL and MariaDB, are not installed")
     assert figures["sql_to_redis"] > 0.5
@@ -226,6 +215,6 @@ def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
 
 @pytest.mark.ordeal
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
-    epochs = [Epoch(0.5, 0.4, 0.6, 1.0), Epoch(0.7, 0.6, 0.8, 2.0)]
+    epochs = [Epoch(0.5, 0.4, 0.6), Epoch(0.7, 0.6, 0.8)]
     plot(BenchReport("vc-asgd", True, curves={"0.7": [epochs], "serial": [epochs]}), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import nbformat
 
-from colab_swarm.bench.join import filled_in
+from colab_swarm.bench.overhead import filled_in
 from tests.browser.chromium import Window
 
 OPTIONS = (

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from colab_swarm.bench.join import code_cells
+from colab_swarm.bench.overhead import code_cells
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import CELL, Lab
 from tests.notebooks.regenerate import TUTORIALS

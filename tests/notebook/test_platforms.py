@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from colab_swarm.errors import TermsError
-from colab_swarm.events import EventLog, SessionEnding
+from colab_swarm.events import EventLog, Notice
 from colab_swarm.notebook import platforms
 from colab_swarm.notebook.platforms import BINDER, COLAB, KAGGLE, KAGGLE_TPU, Platform, SessionClock
 from colab_swarm.sim import virtual_time
@@ -108,10 +108,12 @@ async def test_two_warnings_precede_leaving() -> None:
 
     await platforms.wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
     assert virtual_time() == 6 * H - 600.0
-    warnings = [
-        (one.at, one.seconds) for one in events.recent(SessionEnding) if isinstance(one, SessionEnding)
-    ]
-    assert warnings == [(6 * H - 1200.0, 1200.0), (6 * H - 600.0, 600.0)]
+    first, second = events.recent(Notice)
+    assert (first.at, second.at) == (6 * H - 1200.0, 6 * H - 600.0)
+    assert (
+        first.text.startswith("this session ends in 20 min: a session on Binder")
+        and "in 10 min" in second.text
+    )
 
 
 @pytest.mark.parametrize("process", ["1", "self"])  # the first one may be hidden

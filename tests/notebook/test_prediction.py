@@ -17,6 +17,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.events import StepFinished
 from colab_swarm.net.carrier import Speed
+from colab_swarm.recipes.batches import MixedBatches
 from colab_swarm.sim import HostProfile, NetworkProfile
 from colab_swarm.swarm.doctor import UNKNOWN, Prediction, Subject, doctor, predict
 

@@ -16,7 +16,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.errors import JoinError, StateError
-from colab_swarm.events import SessionEnding
+from colab_swarm.events import Notice
 from colab_swarm.invite import Invite
 from colab_swarm.net.membership import SLACK_S
 from colab_swarm.swarm import network
@@ -244,7 +244,7 @@ def test_a_training_loop_ends_before_the_session_does(alice: Swarm, tmp_path: Pa
             optimizer.step(samples=BATCH)
             batch += 1
     wait(lambda: alice.left)
-    assert stopped and len(alice.events.recent(SessionEnding)) == 2
+    assert stopped and len([one for one in alice.events.recent(Notice) if "session ends" in one.text]) == 2
     with pytest.raises(RuntimeError, match=r"cs\.resume"):
         optimizer.step(samples=BATCH)
     with resume(tmp_path / "alice") as again:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import Event, RoundFinished, TunnelChanged
+from colab_swarm.events import Event, Notice, RoundFinished
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node
 from colab_swarm.net.reachability import ReachabilityLevel
@@ -27,7 +27,7 @@ BATCH_S = 0.05
 
 
 def _is_loss(event: object) -> bool:
-    return isinstance(event, TunnelChanged) and event.address is None
+    return isinstance(event, Notice) and event.text.startswith("tunnel lost")
 
 
 def _is_round(event: object) -> bool:

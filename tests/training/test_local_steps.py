@@ -1,5 +1,6 @@
 """Local steps (DiLoCo) and traffic budgets: fewer rounds, the same training for all."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.errors import StateError
-from colab_swarm.events import BudgetChosen, RoundFinished
+from colab_swarm.events import Notice, RoundFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
@@ -179,9 +180,9 @@ def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
 
     with cs.simulate(3, network="home", seed=1, samples_per_s=10.0) as sim:
         results = sim.run(train)
-        [first, *_] = sim.swarms["bob"].events.recent(BudgetChosen)
+        [first, *_] = sim.swarms["bob"].events.recent(Notice)
         rounds = [e for e in sim.swarms["bob"].events.recent(RoundFinished) if isinstance(e, RoundFinished)]
-    assert isinstance(first, BudgetChosen) and "local steps" in first.choice
+    assert isinstance(first, Notice) and re.match("budget: .*local steps", first.text)
     assert "local steps" in results["bob"][1] and len({lineage for lineage, _ in results.values()}) == 1
     sent = sum(r.sent_bytes + r.received_bytes for r in rounds[4:])
     hours = (rounds[-1].at - rounds[3].at) / 3600

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from colab_swarm.errors import PeerError
-from colab_swarm.events import EventLog, Fault, PeersRevoked
+from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, virtual_time
@@ -66,7 +66,9 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     await asyncio.sleep(60.0)
     late = [watcher.rechecked[0] - begun for watcher in found]
     assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
-    assert [event.count for event in found[7].events.recent(PeersRevoked)] == [1]
+    assert [event.text for event in found[7].events.recent(Notice)] == [
+        "the authority revoked 1 peers or invitations"
+    ]
     assert not any(watcher.events.recent(Fault) for watcher in found)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from colab_swarm.bench.parameter_store import Absent
 from colab_swarm.workunits.store import ParameterStore
 from tests.workunits.servers import SERVERS, begun, close_checked, new_job
 
@@ -21,7 +20,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         try:
             with SERVERS[kind]() as url:
                 yield url
-        except Absent as absent:
+        except FileNotFoundError as absent:
             pytest.skip(str(absent))
 
 

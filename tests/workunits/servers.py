@@ -4,15 +4,15 @@ import itertools
 
 import numpy as np
 
-from colab_swarm.bench import parameter_store
+from colab_swarm.bench import vc_asgd
 from colab_swarm.workunits.state import Accepted, Assimilated, Unit
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 
 SERVERS = {
-    "redis": parameter_store.redis_server,
-    "postgresql": parameter_store.postgresql_server,
-    "mariadb": parameter_store.mariadb_server,
+    "redis": vc_asgd.redis_server,
+    "postgresql": vc_asgd.postgresql_server,
+    "mariadb": vc_asgd.mariadb_server,
 }
 SHARED = ("sqlite", *SERVERS)
 KINDS = ("memory", *SHARED)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from colab_swarm.bench.parameter_store import redis_server
+from colab_swarm.bench.vc_asgd import redis_server
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits import remote
 from colab_swarm.workunits.state import Assimilated
