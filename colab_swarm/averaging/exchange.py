@@ -6,7 +6,7 @@ up, and means come back as soon as they are ready. No task, timer or copy is mad
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,7 @@ class Pace:
 
 
 MAX_REASON_CHARS = 200
+LEFT_OUT = "a reducer did not receive its whole contribution"
 
 
 class Trace:
@@ -69,7 +70,6 @@ class Trace:
         self._group, self._began_at = group, now
         self._times: dict[tuple[str, int], tuple[float, float]] = {}
         self._dropped: dict[int, str] = {}
-        self._left_out: dict[int, str] = {}
 
     def on_traffic(self, kind: str, member: int, now: float) -> None:
         since = now - self._began_at
@@ -78,14 +78,8 @@ class Trace:
     def on_dropped(self, member: int, reason: str) -> None:
         self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
 
-    def on_missing(self, members: Iterable[int], where: int) -> None:
-        """Record that the means of the reducer at ``where`` lack these members; only it knows why."""
-        reducer = short(self._group.members[where].id)
-        for member in members:
-            text = f"left out by {reducer}, which did not receive its whole contribution"
-            self._left_out.setdefault(member, text)
-
-    def members(self) -> tuple[MemberTrace, ...]:
+    def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
+        """Return the traces; means of other reducers may lack the ``incomplete``, and only these know why."""
         total = sum(member.share for member in self._group.members) or 1.0
         return tuple(
             MemberTrace(
@@ -95,7 +89,7 @@ class Trace:
                 sent=self._times.get(("sent", index)),
                 received=self._times.get(("received", index)),
                 means=self._times.get(("means", index)),
-                dropped=self._dropped.get(index) or self._left_out.get(index, ""),
+                dropped=self._dropped.get(index) or LEFT_OUT * (index in incomplete),
             )
             for index, member in enumerate(self._group.members)
         )
@@ -295,7 +289,6 @@ class AllReduce:
                 if not all_finite(mean):
                     raise ValueError(f"the mean of chunk {message.index} is not finite")
             self.ledger.place(reducer, message.index, mean, message.missing)
-            self.trace.on_missing(message.missing, reducer)
 
     async def serve(self, stream: Stream, member: int) -> None:
         self._streaming.add(member)

@@ -22,6 +22,7 @@ median vote counts, so a few liars have no effect.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -212,17 +213,14 @@ class Assembly:
             logger.info("could not publish that this peer waits: %s", error)
 
     async def _read(self) -> dict[PeerId, int]:
-        try:
+        with contextlib.suppress(PeerError):  # it is soon read again
             records = await self._dht.published(self._prefix, WaitingPeer)
-        except PeerError as error:
-            logger.info("could not read the waiting peers: %s", error)
-            return self.waiting
-        records.pop(self._peers.id, None)
-        self.waiting = {
-            peer: record.number
-            for peer, record in records.items()
-            if self._agrees(peer, record) and self._plausible(record.number)
-        }
+            records.pop(self._peers.id, None)
+            self.waiting = {
+                peer: record.number
+                for peer, record in records.items()
+                if self._agrees(peer, record) and self._plausible(record.number)
+            }
         return self.waiting
 
     def _agrees(self, peer: PeerId, record: WaitingPeer) -> bool:

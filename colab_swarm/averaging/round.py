@@ -29,6 +29,7 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
+from colab_swarm.averaging.matchmaking import loop_now, wait_until
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, MemberTrace, RoundFinished
@@ -259,9 +260,10 @@ class Averager:
         peer is no member or the vector does not fit, and RoundRefused if this round was averaged or
         given up here before.
         """
-        wanted = f"{group.terms.numel} float32 values are needed in one piece"
-        if (*values.shape, values.dtype) != (group.terms.numel, np.float32) or not values.flags.c_contiguous:
-            raise ValueError(f"{wanted}, got {values.dtype}{values.shape}")
+        numel = group.terms.numel
+        if (*values.shape, values.dtype) != (numel, np.float32) or not values.flags.c_contiguous:
+            got = f"{values.dtype}{values.shape}"
+            raise ValueError(f"{numel} float32 values are needed in one piece, got {got}")
         return await self._take_part(group, values, encoding)
 
     async def reduce(self, group: Group) -> RoundResult:
@@ -272,13 +274,9 @@ class Averager:
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
-        if exchange := self._finished.get(prefix):
-            try:
-                async with asyncio.timeout(DRAIN_S):
-                    while exchange.serving:
-                        await exchange.served.wait()
-            except TimeoutError:
-                logger.info("%d members still need this peer for the last round", exchange.serving)
+        exchange, deadline = self._finished.get(prefix), loop_now() + DRAIN_S
+        while exchange is not None and exchange.serving and loop_now() < deadline:
+            await wait_until(deadline, exchange.served)
 
     def forget(self, prefix: str) -> None:
         if exchange := self._finished.pop(prefix, None):
@@ -339,12 +337,11 @@ class Averager:
     @asynccontextmanager
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
         """Enter the round as ``(round, place of the peer)``; waits: others may get the group first."""
-        try:
-            async with asyncio.timeout(self._settings.patience_s):
-                while round_id not in self._rounds:
-                    await self._begun.wait()
-        except TimeoutError:
-            raise Refusal("no such round here") from None
+        deadline = loop_now() + self._settings.patience_s
+        while round_id not in self._rounds:
+            if loop_now() >= deadline:
+                raise Refusal("no such round here")
+            await wait_until(deadline, self._begun)
         exchange = self._rounds[round_id]
         member = exchange.group.index_of(peer)
         if member is None:
@@ -404,5 +401,5 @@ def _result(exchange: AllReduce, ended_at: float) -> RoundResult:
         received_bytes=exchange.received_bytes,
         seconds=ended_at - exchange.began_at,
         exchange_s=exchanged_at - exchange.began_at,
-        members=exchange.trace.members(),
+        members=exchange.trace.members(incomplete),
     )

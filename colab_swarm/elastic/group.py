@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from colab_swarm.averaging.group import GroupFormationSettings, GroupMember, RoundRefused
+from colab_swarm.averaging.matchmaking import loop_now, wait_until
 from colab_swarm.averaging.moshpit import Assembly
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError
@@ -64,13 +65,10 @@ class PeerExchange(PieceExchange):
             if self._opens(index):
                 self._tasks.add(asyncio.create_task(self._dial(index), name=f"elastic link {index}"))
         self.send(READY, b"")
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._all_ready.wait()
-        except TimeoutError:
+        await wait_until(loop_now() + self._timeout_s, self._all_ready)
+        if self._unready:
             names = ", ".join(short(self.opening.members[index]) for index in self._unready)
-            text = f"{names} did not get ready in {self._timeout_s:g} s: restart all peers"
-            raise StateError(text) from None
+            raise StateError(f"{names} did not get ready in {self._timeout_s:g} s: restart all peers")
         if self.lost:
             ids, lost = self.opening.members, self.lost.items()
             reasons = "; ".join(f"{short(ids[index])}: {reason}" for index, reason in lost)

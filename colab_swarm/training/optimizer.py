@@ -243,12 +243,9 @@ class SwarmOptimizer(WrappedOptimizer):
         self._why, self._hand_over_s = why, hand_over_s
 
     def _save_progress(self) -> None:
-        folder = self._folder
-        if folder is None:
-            return
         with self._saving:
-            step = self.global_step
-            if step == self._saved_step:
+            folder, step = self._folder, self.global_step
+            if folder is None or step == self._saved_step:
                 return
             try:
                 self.save(folder)

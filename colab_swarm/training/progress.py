@@ -184,15 +184,13 @@ class Progress:
         }
         self._read = records
         fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in self._lost}
-        for peer, (learnt, reads_left) in list(self._learnt.items()):
-            if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
-                del self._learnt[peer]
-            else:
-                self._learnt[peer] = (learnt, reads_left - 1)
-                fresh[peer] = learnt
-        for peer in fresh:
-            if fresh[peer] != self._others.get(peer):
-                self._updated_at[peer] = now
+        self._learnt = {
+            peer: (learnt, reads_left - 1)
+            for peer, (learnt, reads_left) in self._learnt.items()
+            if peer in fresh and fresh[peer].step < learnt.step and reads_left
+        }
+        fresh |= {peer: learnt for peer, (learnt, _) in self._learnt.items()}
+        self._updated_at |= {peer: now for peer, r in fresh.items() if r != self._others.get(peer)}
         self._others = fresh
 
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:

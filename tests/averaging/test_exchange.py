@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import LEAD, STALL_S, Pace, Trace
+from colab_swarm.averaging.exchange import LEAD, LEFT_OUT, STALL_S, Pace, Trace
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
@@ -76,13 +76,12 @@ def test_a_reducer_that_refuses_shows_as_that() -> None:
 def test_members_missing_elsewhere_are_reported_unless_the_reason_is_known_here() -> None:
     members = tuple(GroupMember(PeerId(bytes([n]) * 32), (), 1.0, 1.0) for n in range(3))
     trace = Trace(Group(bytes(16), RoundTerms("", 7, b"", 10), members), now=5.0)
-    trace.on_missing((1, 2), where=0)
     trace.on_dropped(2, "the link is lost")
     trace.on_traffic("received", 1, 6.0)
     trace.on_traffic("received", 1, 7.5)
-    first, second, third = trace.members()
+    first, second, third = trace.members({1, 2})
     assert first.dropped == "" and third.dropped == "the link is lost"
-    assert second.dropped.startswith(f"left out by {first.peer[:8]}")
+    assert second.dropped == LEFT_OUT
     assert second.received == (1.0, 2.5) and second.sent is None
 
 
