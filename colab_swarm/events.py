@@ -106,7 +106,7 @@ class BatchDropped(Event):
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """A sentence for people: on the tunnel, the membership, the clock, the traffic budget or the session's end."""
+    """A sentence for people: on the tunnel, the membership, the clock, the session's end and the like."""
 
     text: str
 
@@ -118,14 +118,6 @@ class ExpertHosted(Event):
     uid: str
     step: int
     taken_over: bool
-
-
-@dataclass(frozen=True)
-class ExpertLost(Event):
-    """This peer no longer hosts ``uid``."""
-
-    uid: str
-    reason: str
 
 
 @dataclass(frozen=True)

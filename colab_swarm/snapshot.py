@@ -117,7 +117,6 @@ LINES: Mapping[type[events.Event], str] = {
     events.BatchDropped: "batch dropped: {0.reason}",
     events.Notice: "{0.text}",
     events.ExpertHosted: "hosting {0.uid}",
-    events.ExpertLost: "no longer hosting {0.uid}: {0.reason}",
     events.ExpertBanned: "{0.uid} failed and is left out for {0.seconds:.0f} s: {0.reason}",
     events.Fault: "fault in {0.where}: {0.text}",
 }

@@ -25,7 +25,6 @@ BOB = "b0b00000" * 8
         (events.Notice(1.0, "it is off"), "it is off"),
         (events.ExpertHosted(1.0, "ffn.0", 3, False), "hosting ffn.0"),
         (events.ExpertHosted(1.0, "ffn.0", 3, True), "hosting ffn.0, taken over at step 3"),
-        (events.ExpertLost(1.0, "ffn.0", "moved"), "no longer hosting ffn.0: moved"),
         (events.ExpertBanned(1.0, "ffn.0", "nan", 60), "ffn.0 failed and is left out for 60 s: nan"),
     ],
 )

@@ -178,13 +178,14 @@ def random_setup(rng: random.Random) -> list[Ticket]:
 
 
 def plot_strategy(report: BenchReport, path: str) -> None:
-    figures, panels, marks = report.figures, [], {"predicted": ("", "o"), "simulated": ("_simulated", "_")}
+    figures, panels = report.figures, list[Any]()
+    marks = {"predicted": ("", "o"), "simulated": ("_simulated", "_")}
     for name in TABLE:
         lines: Lines = {
             label: (list(STRATEGIES), [figures[f"{name}_{kind}{end}_s"] for kind in STRATEGIES], mark)
             for label, (end, mark) in marks.items()
         }
-        panels.append(({"title": name.upper(), "ylabel": "seconds per round"}, lines))
+        panels.append(({"title": name.upper(), "ylabel": "seconds per round", "ylim": (0, None)}, lines))
     draw(path, panels)
 
 

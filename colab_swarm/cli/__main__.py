@@ -4,16 +4,16 @@ import argparse
 import hashlib
 import json
 import logging
-import os
 import queue
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from colab_swarm.bench.harness import Crew, Worker
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.relay import RelayQuota
@@ -129,27 +129,24 @@ def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float
         _report(options, "status", peers=len(seen.peers), reached=seen.reached, **traffic)
 
 
-class _Children:
-    """Processes that report JSON lines."""
+class _Children(Crew):
+    """Processes that report JSON lines, by name."""
 
     def __init__(self) -> None:
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        super().__init__()
+        self.by_name: dict[str, Worker] = {}
         self._events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._deadline = time.monotonic() + DEMO_S
 
-    def start(self, name: str, *arguments: str) -> None:
-        self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines", "--peer-name", name],
-            stdout=subprocess.PIPE,
-            stdin=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
+    def start_peer(self, name: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines", "--peer-name", name]
+        self.by_name[name] = self.start(command, environment={"TOKENIZERS_PARALLELISM": "false"})
         threading.Thread(target=self._read, args=(name,), daemon=True).start()
 
     def _read(self, name: str) -> None:
-        for line in self.processes[name].stdout or ():
-            self._events.put((name, json.loads(line)))
+        with suppress(EOFError, ValueError):  # it ended, or is closed
+            while True:
+                self._events.put((name, self.by_name[name].receive()))
         self._events.put((name, {"event": "ended"}))
 
     def next_event(self) -> tuple[str, dict[str, Any]]:
@@ -159,32 +156,22 @@ class _Children:
         except queue.Empty:
             raise SwarmError(f"the demo did not finish within {DEMO_S:.0f} s") from None
         if event["event"] == "ended" and name != "carol":
-            raise SwarmError(f"{name} ended early with status {self.processes[name].wait()}")
+            raise SwarmError(f"{name} ended early with status {self.by_name[name].process.wait()}")
         return name, event
-
-    def stop(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-        for process in self.processes.values():
-            with process:  # waits, and closes its pipes
-                pass
 
 
 def _demo(options: Options) -> None:
     """Train with a backbone and three trainers; half-way one is killed and another one joins."""
-    children = _Children()
-    try:
-        children.start("backbone", "backbone", "demo")
+    with _Children() as children:
+        children.start_peer("backbone", "backbone", "demo")
         event: dict[str, Any] = {}
         while "invite" not in event:
             _, event = children.next_event()
         print(f"invitation  {event['invite'][:60]}…\n", flush=True)
         trainer = ["peer", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
-            children.start(name, *trainer)
+            children.start_peer(name, *trainer)
         _watch(children, options.steps, trainer)
-    finally:
-        children.stop()
 
 
 def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
@@ -195,9 +182,9 @@ def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
             print(f"{name:>9}  {text}", flush=True)
         if event["event"] == "finished":
             digests[name] = event["parameters"]
-        if event["event"] == "step" and event["step"] >= steps // 2 and "dave" not in children.processes:
-            children.processes["carol"].kill()
-            children.start("dave", *trainer)
+        if event["event"] == "step" and event["step"] >= steps // 2 and "dave" not in children.by_name:
+            children.by_name["carol"].process.kill()
+            children.start_peer("dave", *trainer)
             print("    --- carol is killed, dave joins ---", flush=True)
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")

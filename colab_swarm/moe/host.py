@@ -20,7 +20,7 @@ from torch import nn
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices
 from colab_swarm.errors import PeerError, StateError
-from colab_swarm.events import ExpertHosted, ExpertLost, Fault
+from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, HostPlan, check_fit, plan_host
@@ -153,7 +153,7 @@ class ExpertHost:
             logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
         self.experts.clear()
         for uid in uids:
-            self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
+            self._services.events.emit(Notice(_now(), f"no longer hosting {uid}: this host stopped"))
 
     async def _fill(self, count: int) -> None:
         if len(self.experts) < count and (saved := await self._saves.saved(self.grid)):
@@ -222,7 +222,8 @@ class ExpertHost:
         lost = [uid for uid in rivals if self.experts.pop(uid, None)]
         for uid in lost:
             self._server.remove(uid)
-            self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
+            text = f"no longer hosting {uid}: another peer claimed it earlier"
+            self._services.events.emit(Notice(_now(), text))
         if lost:
             await self._directory.withdraw(self.grid, lost)
         experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}

@@ -73,8 +73,7 @@ mean_absence_s)` they come and go. Tests use `SimNetwork` and `run_virtual` dire
 | what | module |
 |---|---|
 | virtual time, threads that take turns | `colab_swarm.sim.runtime` |
-| the network, its peers and their connections | `colab_swarm.sim.network` |
-| scripted faults | `colab_swarm.sim.faults` |
+| the network, its peers, their connections and scripted faults | `colab_swarm.sim.network` |
 | profiles of networks and of churn | `colab_swarm.sim.profiles` |
 | preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.workunits.preemption` |
 | `cs.simulate`, interactive runs | `colab_swarm.swarm.simulation` |
@@ -86,8 +85,7 @@ units and tunnels need real peers. Figures of a simulation are predictions: adap
 example, gain 1.81 times in simulation where the linear program predicts 1.92.
 """
 
-from colab_swarm.sim.faults import ScriptedFault
-from colab_swarm.sim.network import SimNetwork, SimPeers
+from colab_swarm.sim.network import ScriptedFault, SimNetwork, SimPeers
 from colab_swarm.sim.profiles import (
     DEDLOC16,
     HOME,

@@ -14,8 +14,9 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer
@@ -28,7 +29,6 @@ from colab_swarm.net.mux import Handler, ServiceTable
 from colab_swarm.net.node import Linker, Node
 from colab_swarm.net.peers import LinkStatistics, M, Message, PeerId, Role, short
 from colab_swarm.net.websocket import HIGH_WATER_BYTES
-from colab_swarm.sim.faults import Script, ScriptedFault, Trap
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
 
 EPOCH = 1_750_000_000.0  # wall-clock time at virtual second 0
@@ -180,9 +180,9 @@ class SimLink(Link):
         """Fire the faults that wait for this message; return True if one has broken the link."""
         was_open, network = self._wire.open, self._network
         sender = network.by_id[self.peer].name
-        for trap in [trap for trap in network.traps if trap.matches(message, sender, self._own.name)]:
+        for trap in [trap for trap in network.traps if trap[0](message, sender, self._own.name)]:
             network.traps.remove(trap)
-            trap.fire()
+            trap[1]()
         return was_open and not self._wire.open
 
 
@@ -286,6 +286,58 @@ class SimPeers(Node):
         self.linker.kill(reason)
 
 
+@dataclass(frozen=True)
+class ScriptedFault:
+    """A fault that happened, or is scheduled, at ``at`` (virtual seconds). ``name`` is a method of `Script`."""
+
+    at: float
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class Script:
+    """The faults that can be scripted; ``schedule(name, *arguments)`` decides when each one happens."""
+
+    def __init__(self, schedule: Callable[..., object]) -> None:
+        self._schedule = schedule
+
+    def crash(self, peer: str) -> None:
+        """Kill the peer's process: its links break, other peers notice after a moment, and nobody can dial it."""
+        self._schedule("crash", peer)
+
+    def restart(self, peer: str) -> None:
+        """Make a crashed peer dialable again, with the handlers it had and no link."""
+        self._schedule("restart", peer)
+
+    def partition(self, *groups: set[str]) -> None:
+        """Let nothing pass between peers of different groups; peers in no group reach everyone."""
+        self._schedule("partition", *groups)
+
+    def heal(self) -> None:
+        """End the partition."""
+        self._schedule("heal")
+
+    def slow(self, peer: str, factor: float) -> None:
+        """Make the peer's connection ``factor`` times slower than its profile, in rate and latency."""
+        self._schedule("slow", peer, factor)
+
+    def skew(self, peer: str, seconds: float) -> None:
+        """Set the peer's wall clock ``seconds`` ahead."""
+        self._schedule("skew", peer, seconds)
+
+    def lose(self, rate: float) -> None:
+        """Let this share of all messages need a retransmission."""
+        self._schedule("lose", rate)
+
+    def latency(self, factor: float) -> None:
+        """Multiply the latency of the network's profile."""
+        self._schedule("latency", factor)
+
+    def bandwidth(self, factor: float) -> None:
+        """Multiply the bandwidths of the network's profile."""
+        self._schedule("bandwidth", factor)
+
+
 class SimNetwork:
     """Peers, the connections between them and scripted faults. Make it inside `run_virtual`.
 
@@ -293,7 +345,7 @@ class SimNetwork:
         loss: share of packets that need a retransmission.
         latency_factor, width: multiply the profile's latency and bandwidths.
         fired, coming: scripted faults that happened, and those scheduled by `at`.
-        traps: faults that wait for a message.
+        traps: faults that wait for a message: whether it is the one, and what then happens.
         by_name, by_id, by_address: the peers, up or not.
         on_fault: called when a fault happens.
     """
@@ -304,7 +356,7 @@ class SimNetwork:
         self.loss, self.latency_factor, self.width = profile.loss, 1.0, 1.0
         self.fired: list[ScriptedFault] = []
         self.coming: list[ScriptedFault] = []
-        self.traps: list[Trap] = []
+        self.traps: list[tuple[Callable[[Message, str, str], bool], Callable[[], None]]] = []
         self.on_fault: Callable[[ScriptedFault], object] = lambda fault: None
         self.by_name: dict[str, SimPeers] = {}
         self.by_id: dict[PeerId, SimPeers] = {}
@@ -391,7 +443,13 @@ class SimNetwork:
         """
 
         def set_trap(name: str, *arguments: Any) -> None:
-            self.traps.append(Trap(predicate, sender, receiver, nth, partial(self.fire, name, *arguments)))
+            numbers = count(1)
+
+            def is_nth(message: Message, near: str, far: str) -> bool:
+                matches = sender in (None, near) and receiver in (None, far) and predicate(message)
+                return matches and next(numbers) == nth
+
+            self.traps.append((is_nth, partial(self.fire, name, *arguments)))
 
         return Script(set_trap)
 

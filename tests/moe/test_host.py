@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from colab_swarm.errors import ExpertError
-from colab_swarm.events import ExpertHosted, ExpertLost, Fault
+from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.directory import DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock, plan_host
 from colab_swarm.moe.grid import Grid
@@ -100,7 +100,7 @@ async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: R
     carol, _ = await run.host("carol", 1, capacity=2)
     train(hosting, 6)
     await hosting.close()
-    assert [event.reason for event in bob.events(ExpertLost)] == ["this host stopped"]  # type: ignore[attr-defined]
+    assert [event.text for event in bob.events(Notice)] == [f"no longer hosting {uid}: this host stopped"]  # type: ignore[attr-defined]
     await asyncio.sleep(45)
     assert hosted(carol)[-1] == (uid, 6, True)  # sooner than a record expires
     await hosting.close()
@@ -138,8 +138,8 @@ async def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(run:
     await asyncio.sleep(300)
     assert [fault.name for fault in run.network.fired] == ["partition", "heal"]
     assert hers.experts.keys() == {"ffn.0.1"} and not his.experts
-    lost = [*alice.events(ExpertLost), *bob.events(ExpertLost)]
-    assert [event.reason for event in lost] == ["another peer claimed it earlier"]  # type: ignore[attr-defined]
+    lost = [*alice.events(Notice), *bob.events(Notice)]
+    assert [event.text for event in lost] == ["no longer hosting ffn.0.1: another peer claimed it earlier"]  # type: ignore[attr-defined]
 
 
 async def test_a_full_disk_is_reported_once_and_the_host_continues(run: Run, tmp_path: Path) -> None:
