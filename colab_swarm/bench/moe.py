@@ -324,6 +324,7 @@ def _serve(
     rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
     experts = [Expert(uid, torch.nn.Identity() if nop else FeedForward(dim), rule, (dim,)) for uid in uids]
     for expert in experts:
+        expert.forward(torch.zeros(2, dim))  # on this thread, as a host does before: OpenMP spins less then
         server.add(expert)
     return server, experts
 
