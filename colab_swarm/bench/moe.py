@@ -263,6 +263,7 @@ async def _serve(
     rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
     for uid in uids:
         expert = Expert(uid, torch.nn.Identity() if nop else FeedForward(dim), rule, (dim,))
+        expert.forward(torch.zeros(2, dim))  # on this thread, as a host does before: OpenMP spins less then
         server.add(expert)
     inputs, rates = torch.randn(alone, dim), []
     for _ in range(4 if alone else 0):

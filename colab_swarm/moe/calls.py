@@ -423,8 +423,7 @@ class ExpertServer:
     """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
 
     ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls
-    get a busy answer, and admitted ones wait. What you run on ``device`` runs between two batches;
-    after `close` it raises RuntimeError.
+    get a busy answer, and admitted ones wait. What you run on ``device`` runs between two batches.
     """
 
     def __init__(

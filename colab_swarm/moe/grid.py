@@ -241,11 +241,10 @@ def beam_search(
 ) -> tuple[list[list[Index]], list[Index]]:
     """Find the ``k`` best live experts of each sample, best first, and the prefixes to look up before this is valid.
 
-    After each dimension the search keeps the ``k`` best live prefixes. It skips a prefix that is
-    announced as live but has no live child, in favour of the next best. Ties go to the smaller
-    index. NaN is the worst score. ``scores`` are an array (N, sides[i]) for each dimension i; an
-    expert's score is the sum over its indices. ``children`` returns the live next indices of a
-    prefix as a mask (M,), read-only; None: not looked up yet.
+    After each dimension the search keeps the ``k`` best live prefixes, without those that turn out to
+    have no live child. Ties go to the smaller index; NaN is the worst score. ``scores`` are an array
+    (N, sides[i]) for each dimension i; an expert's score is the sum over its indices. ``children``
+    returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     barren: dict[Index, set[int]] = {}

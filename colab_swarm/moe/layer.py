@@ -154,8 +154,7 @@ class MixtureOfExperts(nn.Module):
     """``y = sum_f w_f f(x)`` over the k best live experts, ``w`` the softmax of their priorities (eq. 1).
 
     Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and
-    dtype. Its own parameters are those of the gating; experts learn when ``backward()`` runs
-    through it. Deep copies share the connection to the experts and the statistics.
+    dtype. Experts learn when ``backward()`` runs through it. Deep copies share the statistics.
 
     Args:
         k: experts called per sample.

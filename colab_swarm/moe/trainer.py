@@ -80,7 +80,7 @@ class AsyncTrainer(Generic[Batch]):
     """Applies the gradients of many batches to one model, each as soon as it is ready.
 
     A batch is retried when a peer fails. `fit` raises the peer's error only if no batch succeeds
-    for ``patience_s``. It raises exceptions of your own code at once.
+    for ``patience_s``, and exceptions of your own code at once.
 
     Args:
         loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``.
@@ -90,8 +90,7 @@ class AsyncTrainer(Generic[Batch]):
             latency: duration of a batch, waits included, divided by its computing time.
         max_grad_norm: clip gradients of a batch to this 2-norm.
         progress: print progress twice a second.
-        on_update: called after each update, while no other thread uses model and optimizer: call
-            ``scheduler.step()`` or save here.
+        on_update: called after each update, while no other thread uses model and optimizer.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Tensors on the wire and on disk: codecs, error feedback, flat vectors, states as files.
 
-## The problem
-
 Gradients of millions of values cross slow links, are summed by peers without PyTorch, and come from strangers. So
 every codec knows its encoded size in advance, decodes in pieces, and rejects invalid input. Nothing is pickled.
 

@@ -417,14 +417,9 @@ class ErrorFeedback:
     """The residual of one peer: what compression cut off one vector is sent with the next.
 
     ``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018;
-    Elastic Consistency, section 5.2). So the sum of the sent vectors stays within one residual of
-    the sum of the true ones. Without it, topk and onebit are biased, and training converges
-    elsewhere.
-
-    A vector may be sent in pieces, and sending may fail. The residual changes only in `settle`, so
-    a checkpoint taken meanwhile, or a failed round, keeps that of the last vector that arrived.
-    Raises StateError if ``state``, a `state_dict` to resume from, does not hold ``numel`` finite
-    values.
+    Elastic Consistency, section 5.2). A vector may be sent in pieces, and sending may fail: the
+    residual changes only in `settle`. Raises StateError if ``state``, a `state_dict` to resume
+    from, does not hold ``numel`` finite values.
     """
 
     def __init__(self, numel: int, state: Mapping[str, Any] | None = None) -> None:

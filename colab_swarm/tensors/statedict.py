@@ -59,11 +59,10 @@ _TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     """Split a state into named tensors and a skeleton, as JSON.
 
-    Tensors are detached, on the CPU and contiguous. Those that were already share the state's
-    memory: clone them if they must not change. Tensors with the same memory (tied weights) get one
-    name. A name is the path to the tensor, such as ``optimizer/state/0/exp_avg``. Raises TypeError
-    for an unsupported type, ValueError for over `MAX_DEPTH` levels, `MAX_NODES` parts, or an integer
-    that Python does not print.
+    Tensors are detached, on the CPU and contiguous; those that were already share the state's
+    memory. Tied weights get one name: the path to the tensor, such as ``optimizer/state/0/exp_avg``.
+    Raises TypeError for an unsupported type, ValueError for over `MAX_DEPTH` levels, `MAX_NODES`
+    parts, or an integer that Python does not print.
     """
     walk = _Walk({})
     skeleton = walk.split(state, "", 0)
@@ -79,8 +78,7 @@ def copied(state: Any) -> Any:
 def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
     """Return the state that `flatten` split; tensors are not copied.
 
-    Raises StateError if the skeleton is too large or invalid, or does not name exactly these
-    tensors.
+    Raises StateError if the skeleton is too large or invalid, or names other tensors.
     """
     if len(skeleton) > MAX_SKELETON_BYTES:
         raise StateError(f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed")
@@ -244,8 +242,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: byte
 def write_file(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, sync: bool = False) -> None:
     """Write a file under another name and rename it; make its folder if needed. ``sync``: it survives a power cut.
 
-    Raises StateError if the disk is full or cannot be written: an old file stays, and no partial
-    one.
+    Raises StateError if the disk refuses it: an old file stays, and no partial one.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -273,8 +270,7 @@ def write_file(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, s
 def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
     """Return the tensors of a file, in its order and in new memory, and the skeleton.
 
-    Raises FileNotFoundError without a file, StateError if it is truncated, damaged or no
-    checkpoint.
+    Raises FileNotFoundError, or StateError if it is truncated, damaged or no checkpoint.
     """
     if not path.exists():
         raise FileNotFoundError(f"no checkpoint at {path}")

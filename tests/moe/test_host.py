@@ -90,7 +90,12 @@ async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None
     run._entry = None  # no other peer is left, and no record of it
     again, _ = await run.host("alice", 2)
     assert sorted(hosted(again)) == sorted((uid, 4, False) for uid in uids)
-    assert [fault.name for fault in run.network.fired] == ["crash"]
+    run.network.now().crash("alice")
+    run._entry = None
+    (other, *_) = {GRID.uid(index) for index in GRID} - {*uids}
+    third, _ = await run.host("alice", 3, uids=(other,))  # no others, though they are saved here
+    assert hosted(third) == [(other, 0, False)]
+    assert [fault.name for fault in run.network.fired] == ["crash", "crash"]
 
 
 async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: Run) -> None:
