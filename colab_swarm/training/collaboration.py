@@ -491,20 +491,20 @@ class CatchUp:
         outdated = b""  # the last root
         failures, since = 0, math.inf  # of one branch's donors
         for attempt in range(BRANCHES * ATTEMPTS):
-            branch, snapshot = await collaboration.refresh(), None
+            branch, root = await collaboration.refresh(), b""
             donors = sorted(branch.peers - {collaboration.progress.me})
-            if not donors and (self._has_state or not reasons):
-                return None
             if not donors:
+                if self._has_state or not reasons:
+                    return None
                 break
             since = min(since, loop_now())
             try:
                 snapshot = await collaboration.download(donors)
+                root = snapshot.manifest.root
                 async with self._between_rounds:
                     return await self._complete(snapshot)
             except StateError as error:
                 reasons[str(error)] = None
-            root = b"" if snapshot is None else snapshot.manifest.root
             if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
                 failures += 1
                 if failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:
