@@ -171,7 +171,7 @@ class AllReduce:
         self.final = [asyncio.Event() for _ in group.members]
         self.recovering = [asyncio.Lock() for _ in group.members]
         self.lost: set[int] = set()  # reducers, before all of their means arrived
-        self.exchanged_at: float | None = None  # when the last of the other reducers was done or lost
+        self.exchange_s: float | None = None  # until the last of the other reducers was done or lost
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
         self._encoding = encoding = encoding or UploadEncoding()

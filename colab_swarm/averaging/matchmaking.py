@@ -64,9 +64,8 @@ class PrefixRouter:
     ) -> None:
         """Answer calls to ``prefix``, if not served yet; the first one's ``role`` counts for all."""
 
-        async def answer(peer: PeerId, message: Any) -> Message:
-            reply: Message = await self._find(kind, message.prefix)(peer, message)
-            return reply
+        async def answer(peer: PeerId, message: Any) -> Any:
+            return await self._find(kind, message.prefix)(peer, message)
 
         if self._register(prefix, kind, handler):
             self.peers.serve(kind, answer, role=role)

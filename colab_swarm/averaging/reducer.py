@@ -9,8 +9,7 @@
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
 
-State: a bit per member. ``_expected``: members that still owe chunks; ``_delivered[chunk]``:
-members in its sum.
+State, as sets of members: ``_expected`` still owe chunks; ``_delivered[chunk]`` are in its sum.
 """
 
 from collections.abc import Collection, Sequence
@@ -83,9 +82,9 @@ class SpanReducer:
         self._weights = [weight / total for weight in weights]
         self._sums = [sums[chunk.start - origin : chunk.stop - origin] for chunk in chunks]
         self._scratch = np.empty(max((chunk.numel for chunk in chunks), default=0), np.float32)
-        self._delivered = [0] * len(chunks)
-        self._everyone = sum(1 << member for member, weight in enumerate(weights) if weight > 0)
-        self._expected = self._everyone
+        self._delivered: list[set[int]] = [set() for _ in chunks]
+        self._everyone = frozenset(member for member, weight in enumerate(weights) if weight > 0)
+        self._expected = set(self._everyone)
         self.unfinished = set(range(len(chunks)))
 
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
@@ -93,8 +92,7 @@ class SpanReducer:
 
         Raises ValueError, and changes nothing, if the contribution is invalid: `drop` the member.
         """
-        bit = 1 << member
-        if not self._expected & bit:
+        if member not in self._expected:
             return False
         if not 0 <= chunk < len(self._sums):
             raise ValueError(f"chunk {chunk} of {len(self._sums)} does not exist")
@@ -102,7 +100,7 @@ class SpanReducer:
             raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self._sums[chunk])} expected")
         if not all_finite(values):
             raise ValueError(f"chunk {chunk} has values that are not finite")
-        if self._delivered[chunk] & bit:
+        if member in self._delivered[chunk]:
             return False
         sums, weight = self._sums[chunk], self._weights[member]
         if self._delivered[chunk]:
@@ -111,12 +109,12 @@ class SpanReducer:
             np.add(sums, scaled, out=sums)
         else:
             np.multiply(values, weight, out=sums)
-        self._delivered[chunk] |= bit
+        self._delivered[chunk].add(member)
         return self._finished(chunk)
 
     def drop(self, member: int) -> list[int]:
         """Expect nothing more of a member that is lost or done; returns the chunks finished by that."""
-        self._expected &= ~(1 << member)
+        self._expected.discard(member)
         return self.finished()
 
     def mean(self, chunk: int) -> Floats | None:
@@ -125,20 +123,16 @@ class SpanReducer:
         return self._sums[chunk] if self._delivered[chunk] and all_finite(self._sums[chunk]) else None
 
     def missing(self, chunk: int) -> tuple[int, ...]:
-        absent = self._everyone & ~self._delivered[chunk]
-        return tuple(_members(absent)) if absent else ()
+        return tuple(sorted(self._everyone - self._delivered[chunk]))
 
     def awaited(self) -> list[int]:
-        owing = 0
-        for chunk in self.unfinished:
-            owing |= self._expected & ~self._delivered[chunk]
-        return _members(owing)
+        return sorted({m for chunk in self.unfinished for m in self._expected - self._delivered[chunk]})
 
     def check_invariants(self) -> None:
         """Assert, for tests, that an unfinished chunk still expects a member."""
         for chunk, delivered in enumerate(self._delivered):
-            assert not delivered & ~self._everyone
-            assert chunk not in self.unfinished or self._expected & ~delivered
+            assert delivered <= self._everyone
+            assert chunk not in self.unfinished or self._expected - delivered
 
     def finished(self) -> list[int]:
         """Return the chunks that have just finished; at first all, if all weights are 0."""
@@ -146,14 +140,10 @@ class SpanReducer:
 
     def _finished(self, chunk: int) -> bool:
         delivered = self._delivered[chunk]
-        if self._expected & ~delivered:
+        if self._expected - delivered:
             return False
         self.unfinished.discard(chunk)
         if delivered and delivered != self._everyone:
-            present = sum(self._weights[member] for member in _members(delivered))
+            present = sum(self._weights[member] for member in sorted(delivered))
             np.divide(self._sums[chunk], present, out=self._sums[chunk])
         return True
-
-
-def _members(bits: int) -> list[int]:
-    return [member for member in range(bits.bit_length()) if bits >> member & 1]

@@ -300,7 +300,19 @@ class Averager:
             if group.terms.prefix in self._finished:
                 self._forget(self._finished[group.terms.prefix])
             self._finished[group.terms.prefix] = exchange
-        result = _result(exchange, asyncio.get_running_loop().time())
+        seconds, incomplete = loop_now() - exchange.began_at, exchange.ledger.incomplete()
+        members, spans = enumerate(group.members), group.spans()
+        result = RoundResult(
+            group=group,
+            contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
+            spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.lost)),
+            kept_local=exchange.ledger.kept_local(),
+            sent_bytes=exchange.sent_bytes,
+            received_bytes=exchange.received_bytes,
+            seconds=seconds,
+            exchange_s=seconds if exchange.exchange_s is None else exchange.exchange_s,
+            members=exchange.trace.members(incomplete),
+        )
         logger.info("%s", result)
         self.on_round(result)
         return result
@@ -381,25 +393,8 @@ class Averager:
 async def _obtain(exchange: AllReduce, reducer: int) -> None:
     if exchange.ledger.chunks[reducer]:
         await exchange.talk_to(reducer)
-        exchange.exchanged_at = asyncio.get_running_loop().time()
+        exchange.exchange_s = loop_now() - exchange.began_at
         if reducer in exchange.lost:
             await recover(exchange, reducer)
     exchange.settled[reducer].set()
     exchange.final[reducer].set()
-
-
-def _result(exchange: AllReduce, ended_at: float) -> RoundResult:
-    group, incomplete, spans = exchange.group, exchange.ledger.incomplete(), exchange.group.spans()
-    exchanged_at = ended_at if exchange.exchanged_at is None else exchange.exchanged_at
-    members = enumerate(group.members)
-    return RoundResult(
-        group=group,
-        contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
-        spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.lost)),
-        kept_local=exchange.ledger.kept_local(),
-        sent_bytes=exchange.sent_bytes,
-        received_bytes=exchange.received_bytes,
-        seconds=ended_at - exchange.began_at,
-        exchange_s=exchanged_at - exchange.began_at,
-        members=exchange.trace.members(incomplete),
-    )

@@ -121,7 +121,7 @@ class Emulation:
         self.members = [Member(scene, index, start) for index in range(scene.peers)]
         self.distances: dict[tuple[int, int], float] = {}
         self.moments, self.measured = Meter(1, scene.peers), 0.0
-        self._gradients: dict[int, dict[int, Floats]] = defaultdict(dict)  # by step and peer
+        self._gradients: dict[int, dict[int, dict[int, Floats]]] = defaultdict(dict)  # as in `Closed.arrived`
         self._gamma = max(map(self._codec.gamma, scene.sizes))
         self.ratios: list[float] = []
         self.fired: list[int] = []
@@ -155,12 +155,11 @@ class Emulation:
                     self.distances[peer, step] = distance
                     recent[peer].add(distance**2)
             self.measured = max(one.value for one in recent) ** 0.5
-            arrived: dict[int, dict[int, Floats]] = {}
-            for peer, values in self._gradients.pop(step, {}).items():
-                arrived[peer] = {0: values}
-                self.moments.on_norms(peer, step, float(np.dot(values, values)), 0.0)
-                exact -= scene.alpha / scene.peers * values.astype(np.float64)
-            self.moments.on_closed(Closed(step, [], arrived, (), frozenset()))
+            gradients = self._gradients.pop(step, {})
+            for peer, buckets in gradients.items():
+                self.moments.on_norms(peer, step, float(np.dot(buckets[0], buckets[0])), 0.0)
+                exact -= scene.alpha / scene.peers * buckets[0].astype(np.float64)
+            self.moments.on_closed(Closed(step, [], gradients, (), frozenset()))
             crashed = sum(crash.step < step for crash in scene.crashes.values())
             if bound := self.members[0].scheduler.bound(
                 self.moments.facts(gamma=self._gamma, crashed=crashed)
@@ -181,7 +180,7 @@ class Emulation:
         member.feedback.begin()
         gradient = self._gradient(peer, step, member.parameters)
         if not scene.momentum and not scene.decay:
-            self._gradients[step][peer] = gradient
+            self._gradients[step][peer] = {0: gradient}
         bucket_s = scene.backward_s(peer, step) / len(scene.sizes)
         for bucket in range(len(scene.sizes)):
             self._at(self._now + bucket_s * (bucket + 1), self._produce, peer, step, bucket, gradient)

@@ -3,15 +3,17 @@
 import asyncio
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from colab_swarm.averaging.group import chunk_values
 from colab_swarm.elastic.ledger import Meter
 from colab_swarm.elastic.steps import (
     ElasticSettings,
@@ -51,11 +53,9 @@ class Buckets:
     ) -> None:
         self._on_full = on_full
         self._lock = threading.Lock()  # a model on several devices gets gradients on several threads
-        self._starts: dict[torch.Tensor, int] = {}
-        numel = 0
-        for parameter in reversed(parameters):
-            self._starts[parameter] = numel
-            numel += parameter.numel()
+        ends = list(accumulate(parameter.numel() for parameter in reversed(parameters)))
+        numel = ends.pop()
+        self._starts = dict(zip(reversed(parameters), [0, *ends], strict=True))
         self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
         self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
         self._hooks = [
@@ -68,10 +68,7 @@ class Buckets:
         self.vector: Floats = np.empty(sum(self.sizes), np.float32)  # the gradient so far
         self._tensor = torch.from_numpy(self.vector)
         self._absent = dict.fromkeys(self._starts)  # in order
-        self._open_parts = [0] * len(self.sizes)
-        for parameter in self._starts:
-            for bucket in self._overlapping(parameter):
-                self._open_parts[bucket] += 1
+        self._open_parts = Counter(chain.from_iterable(map(self._overlapping, self._starts)))
 
     def flush(self) -> None:
         """End backward: parameters without a gradient get a zero one."""
@@ -145,7 +142,8 @@ class ElasticOptimizer(WrappedOptimizer):
         self._runtime, self._inner, self._settings, self._events = runtime, optimizer, settings, events
         self._pace, self._closed = pace, False
         self._replica = Replica(UpdateRule(optimizer))
-        self._buckets = Buckets(self._replica.model, most=settings.bucket_values, on_full=self._on_full)
+        most = chunk_values(settings.compression)  # an encoded bucket is one packet on a peer link
+        self._buckets = Buckets(self._replica.model, most=most, on_full=self._on_full)
         self._codec, sizes = codec_of(settings.compression), self._buckets.sizes
         lossy = any(self._codec.gamma(numel) for numel in sizes)
         self._feedback = ErrorFeedback(sum(sizes)) if settings.error_feedback and lossy else None

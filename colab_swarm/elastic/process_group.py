@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from colab_swarm.averaging.group import chunk_values
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import StateError
@@ -66,7 +67,7 @@ async def _enter_ranks(
     except RuntimeError as error:
         text = f"a rank is missing; its own output says why. Restart all ranks. ({error})"
         raise StateError(text) from error
-    largest = codec_of(settings.compression).encoded_bytes(settings.bucket_values)
+    largest = codec_of(settings.compression).encoded_bytes(chunk_values(settings.compression))
     yield ProcessGroupExchange(events, largest_bytes=largest)
 
 

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import msgspec
 
-from colab_swarm.averaging.group import chunk_values
 from colab_swarm.averaging.matchmaking import wait_until
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
@@ -52,10 +51,6 @@ class ElasticSettings:
         if not self.wait_s > 0:
             raise ValueError(f"wait_s={self.wait_s}: pass seconds, such as 300")
         codec_of(self.compression)
-
-    @property
-    def bucket_values(self) -> int:
-        return chunk_values(self.compression)  # an encoded bucket is one packet on a peer link
 
 
 @dataclass(frozen=True)

@@ -154,12 +154,10 @@ class Collaboration:
                 logger.info("progress not exchanged: %s", error)
 
     def _period_s(self) -> float:
-        eta_s = self.progress.seconds_to_batch(loop_now())
         if self._called is not None:  # the round is forming
             return 5.0
-        if eta_s == math.inf:  # no peer has reported a speed yet
-            return 1.0
-        return min(max(eta_s / 4, 0.25), MAX_REPORT_S)
+        eta_s = self.progress.seconds_to_batch(loop_now())  # infinite: no peer has reported a speed yet
+        return 1.0 if eta_s == math.inf else min(max(eta_s / 4, 0.25), MAX_REPORT_S)
 
     async def _exchange(self) -> None:
         await self._publish(ttl_s=4 * max(self._period_s(), 15.0))
@@ -355,15 +353,15 @@ class Collaboration:
 
     async def _watch(self, candidates: Sequence[PeerId]) -> None:
         await asyncio.sleep(LATE_S)
-        peers, linked = self.services.peers, self.services.peers.linked()
-        asked = [peer for peer in candidates if peer in linked]
-        pings = (peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S) for peer in asked)
-        answers = await asyncio.gather(*pings, return_exceptions=True)
-        for peer, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, PeerTimeout):  # a lost link has an event of its own
+        linked = self.services.peers.linked()
+        await asyncio.gather(*(self._ping(peer) for peer in candidates if peer in linked))
+
+    async def _ping(self, peer: PeerId) -> None:
+        with suppress(PeerError):  # a lost link has an event of its own
+            try:
+                await self.services.peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S)
+            except PeerTimeout:
                 self.services.events.emit(PeerSilent(loop_now(), peer.hex(), ANSWER_S))
-            elif isinstance(answer, BaseException) and not isinstance(answer, PeerError):
-                raise answer
 
     def _update_plan(self, result: RoundResult) -> None:
         if self._policy is None or len(result.group.members) < 2:
@@ -458,8 +456,9 @@ class Collaboration:
             snapshot = await self._states.download(list(self.progress.assistants))
         manifest, now = snapshot.manifest, loop_now()
         names = tuple(donor.hex() for donor in snapshot.donors)
-        event = StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
-        self.services.events.emit(event)
+        self.services.events.emit(
+            StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
+        )
         return snapshot
 
 
@@ -489,20 +488,20 @@ class CatchUp:
         outdated = b""  # the last root
         failures, since = 0, math.inf  # of one branch's donors
         for attempt in range(BRANCHES * ATTEMPTS):
-            branch, snapshot = await collaboration.refresh(), None
+            branch, root = await collaboration.refresh(), b""
             donors = sorted(branch.peers - {collaboration.progress.me})
-            if not donors and (self._has_state or not reasons):
-                return None
             if not donors:
+                if self._has_state or not reasons:
+                    return None
                 break
             since = min(since, loop_now())
             try:
                 snapshot = await collaboration.download(donors)
+                root = snapshot.manifest.root
                 async with self._between_rounds:
                     return await self._complete(snapshot)
             except StateError as error:
                 reasons[str(error)] = None
-            root = b"" if snapshot is None else snapshot.manifest.root
             if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
                 failures += 1
                 if failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:

@@ -23,8 +23,7 @@ class _Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self.param_groups
-        work = [(w, group) for group in groups for w in group["params"] if w.grad is not None]
+        work = [(w, group) for group in self.param_groups for w in group["params"] if w.grad is not None]
         if any(weight.grad.is_sparse for weight, _ in work):
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding"

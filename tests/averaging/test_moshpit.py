@@ -234,19 +234,6 @@ def test_one_pass_gives_everyone_the_exact_weighted_mean(count: int, group_size:
     assert np.allclose(list(values.values()), mean, atol=1e-9)
 
 
-@given(SIZES, st.integers(2, 70))
-def test_the_lines_of_an_axis_are_a_partition_and_two_axes_cross_in_a_cell(
-    count: int, group_size: int
-) -> None:
-    g = grid(count, group_size)
-    for axis in range(len(g.sides)):
-        assert sorted(itertools.chain(*lines(g, axis))) == sorted(g.cells)
-    for one, other in itertools.combinations(range(len(g.sides)), 2):
-        for peer in g.cells:
-            shared = set(g.line(peer, one)) & set(g.line(peer, other))
-            assert {g.cells[mate] for mate in shared} == {g.cells[peer]}
-
-
 @given(st.integers(1, 5000), st.integers(1, 14))
 def test_a_grid_has_no_empty_cell_and_equal_sides(count: int, rounds: int) -> None:
     sides = plan_sides(count, rounds)

@@ -41,26 +41,24 @@ def train(
 
 
 @pytest.mark.parametrize(
-    "scheduler", [Synchronous(), NormBounded(1.0), VarianceBounded(10.0), CrashTolerant(1, 10.0)], ids=repr
+    ("peers", "scheduler"),
+    [
+        *(
+            (2, one)
+            for one in (Synchronous(), NormBounded(1.0), VarianceBounded(10.0), CrashTolerant(1, 10.0))
+        ),
+        pytest.param(5, Synchronous(), marks=pytest.mark.slow),
+    ],
+    ids=repr,
 )
-def test_two_members_that_wait_equal_one_process_with_both_batches(scheduler: Scheduler) -> None:
-    with simulation() as sim:
-        results = sim.run(lambda swarm: train(swarm, scheduler=scheduler))
-    assert len(results) == 2
+def test_members_that_wait_equal_one_process_with_all_batches(peers: int, scheduler: Scheduler) -> None:
+    with simulation(peers, "lan" if peers == 2 else "home") as sim:
+        results = sim.run(lambda swarm: train(swarm, peers, scheduler=scheduler))
+    assert len(results) == peers
     for parameters, steps_done in results.values():
-        torch.testing.assert_close(parameters, reference(STEPS), rtol=0, atol=1e-5)
-        assert [one.step for one in steps_done] == list(range(STEPS)) and not any(
-            one.missing for one in steps_done
-        )
-
-
-@pytest.mark.slow
-def test_five_members_equal_one_process() -> None:
-    with simulation(5, "home") as sim:
-        results = sim.run(lambda swarm: train(swarm, 5, steps=20, scheduler=Synchronous()))
-    assert len(results) == 5
-    for parameters, _ in results.values():
-        torch.testing.assert_close(parameters, reference(20, 5), rtol=0, atol=1e-5)
+        torch.testing.assert_close(parameters, reference(STEPS, peers), rtol=0, atol=1e-5)
+        assert [one.step for one in steps_done] == list(range(STEPS))
+        assert not any(one.missing for one in steps_done)
 
 
 @pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)], ids=repr)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import RoundRefused, RoundTerms
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
@@ -14,7 +13,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.collaboration import CatchUp, Collaboration
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
-from tests.training.toy import alone, join_training, model, take
+from tests.training.toy import join_training, model, take
 
 ME = PeerId(bytes(16))
 CHECKPOINT = 10
@@ -73,34 +72,6 @@ def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:
         StateError, match="could not catch up with the swarm: it does not stand in yet; the swarm"
     ):
         run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())
-
-
-def test_only_a_call_ends_the_waiting_for_it_and_following_its_round_takes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def refuse(*_: object) -> None:
-        raise RoundRefused("unreachable", "scripted")
-
-    async def follow(joiner: Collaboration) -> None:
-        waiting = asyncio.create_task(joiner.wait_called())
-        for _ in range(2):  # as a record or a broken link does
-            await asyncio.sleep(1)
-            joiner._wake.set()
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        own = joiner.progress.own
-        terms = RoundTerms("run/model", own.step, own.lineage, 1, b"", "float32", "float32")
-        assert joiner._on_called(terms, peer(1)) is not None
-        async with asyncio.timeout(1):
-            await waiting
-            await joiner.wait_called()  # nothing has taken the call yet
-        assert await joiner.follow_round() == {}
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1):
-                await joiner.wait_called()
-
-    monkeypatch.setattr(Collaboration, "_round", refuse)
-    alone(lambda swarm: swarm.runtime.call(follow(join_training(swarm, model()).collaboration)))
 
 
 def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: pytest.MonkeyPatch) -> None:

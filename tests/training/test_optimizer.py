@@ -275,24 +275,6 @@ def test_a_state_that_cannot_be_loaded_raises_and_the_peer_catches_up_later(
     assert len(refused) > 1 and len(lineages(results)) == 1
 
 
-def test_a_saved_run_continues_identically(tmp_path: Path) -> None:
-    def train(swarm: Swarm) -> torch.Tensor:
-        optimizer = join_training(swarm, net := model())
-        for step in range(6):
-            if step == 3 and swarm.name == "bob":
-                optimizer.save(tmp_path / "saved")
-                optimizer = join_training(swarm, net := model(seed=9))
-                optimizer.load(tmp_path / "saved")
-                assert optimizer.global_step == 3
-            take(optimizer, net, step)
-        return parameters_of(net)
-
-    with simulation(1) as uninterrupted, simulation(1) as interrupted:
-        interrupted.swarms["alice"].name = "bob"
-        straight, resumed = uninterrupted.run(train)["alice"], interrupted.run(train)["alice"]
-    assert torch.equal(straight, resumed)
-
-
 def test_an_update_waits_until_a_save_by_another_thread_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
