@@ -368,13 +368,8 @@ class Circuits:
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
         self.seen_at[relay.id] = ticket.seen
-        websocket = await self._show(relay.id, ticket.token, receiver)
-        try:
-            await receiver.opened.wait()  # the relay's message: the other end is connected
-        except BaseException:
-            websocket.abort("no circuit")
-            raise
-        return websocket
+        receiver.held = True  # until the other end is connected
+        return await self._show(relay.id, ticket.token, receiver)
 
     async def _show(self, relay: PeerId, token: bytes, receiver: HandshakeReceiver) -> WebSocket:
         websocket = await self._node.linker.connect(self._entries(relay)[0], receiver)

@@ -234,9 +234,6 @@ class Tunnel:
         self._watching = asyncio.create_task(self._watch())
         return self
 
-    def __repr__(self) -> str:
-        return f"Tunnel({self._settings.kind}, {self.address or 'lost'})"
-
     async def close(self) -> None:
         """Close the tunnel; return when its processes have ended. Idempotent."""
         if self._watching is not None:
