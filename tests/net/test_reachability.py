@@ -82,6 +82,7 @@ async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only()
 
 async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "VERIFIERS", 1)
+    monkeypatch.setattr(reachability, "DIAL_BACK_GAP_S", 0.0)
     async with (
         peers("alice", "bob", "carol") as (alice, bob, carol),
         watched(alice, bob, carol) as (watch, *_),
@@ -90,8 +91,10 @@ async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.Monkey
             await alice.call(other.id, Echo(), Echo, timeout_s=5)
         seen = {bob.id: "127.0.0.1", carol.id: "203.0.113.9"}
         monkeypatch.setattr(alice, "path_to", lambda peer: Path(remote=(seen[peer], 1)))
-        await watch.verify()
-        assert set(watch._policy.reports) == {carol.id}
+        for _ in range(8):
+            watch._policy.reports.clear()
+            await watch.verify()
+            assert set(watch._policy.reports) == {carol.id}
 
 
 async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
