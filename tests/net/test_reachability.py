@@ -21,7 +21,7 @@ from colab_swarm.net.reachability import (
     ReachabilityWatch,
 )
 from colab_swarm.net.relay import Relay
-from tests.net.swarm import Echo, candidates, peers
+from tests.net.swarm import Echo, candidates, peers, until
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
 ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)
@@ -68,6 +68,21 @@ async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() ->
             assert "blocks it" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
             assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
             assert alice.contact.addresses == watch.current.addresses and not alice.contact.direct
+
+
+async def test_places_at_relays_are_kept_while_the_peer_cannot_be_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reachability, "CHECK_EVERY_S", 0.01)
+    async with peers("alice", "carol") as (alice, carol):
+        Relay(carol)
+        async with watched(alice, carol, relays=(carol,)) as (watch, _):
+            port, alice.port = alice.port, 1  # no peer listens there
+            await alice.call(carol.id, Echo(), Echo, timeout_s=5)
+            await watch.start()
+            await until(lambda: watch.current.level is ReachabilityLevel.RELAYED)
+            alice.port = port
+            await until(lambda: watch.current.level is ReachabilityLevel.LAN and not watch._policy.places)
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:
