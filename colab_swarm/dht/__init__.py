@@ -28,7 +28,7 @@ caching along the path (section 2.5) is left out: progress written each second m
 
 ## How it works
 
-- **Contacts.** 256 k-buckets of 20 contacts. A contact that still answers stays; new peers wait as replacements. Peers
+- **Contacts.** 256 k-buckets of 20 contacts. A contact that still answers stays; a full bucket takes no new one. Peers
   that cannot be dialled look up and store, but are never queried.
 - **Lookup.** Up to 3 queries at once, without a barrier between rounds. A slow peer frees its place until it answers.
 - **Store.** At the 5 peers nearest to the key; readers hear 3. So a reader sees every write that missed at most two of
@@ -47,9 +47,9 @@ caching along the path (section 2.5) is left out: progress written each second m
 
 ## Failures
 
-A peer that does not answer twice in a row (once, if a replacement waits) leaves its bucket. One of
-the lost peers is queried again every 30 s, and every 2 s by a peer without any contact. A peer's
-failure raises nothing: `store` returns how many peers hold the record, `get` the values found.
+A peer that does not answer twice in a row leaves its bucket. One of the lost peers is queried again every 30 s, and
+every 2 s by a peer without any contact. A peer's failure raises nothing: `store` returns how many peers hold the
+record, `get` the values found.
 
 **Security.** A holder can drop or hide records, and a member that makes many ids near a key can hold all its replicas.
 So do not store secrets, and trust only signed records. No peer can forge another's signed record or

@@ -177,7 +177,6 @@ class Path:
     local: HostPort | None = None
     remote: HostPort | None = None
     address: str = ""  # the dial address that worked, empty where this end did not dial
-    caller_host: str = ""  # IP address at which the relay sees the caller, empty if the relay does not say
 
     @property
     def seen_host(self) -> str:

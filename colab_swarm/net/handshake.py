@@ -144,7 +144,7 @@ class HandshakeReceiver:
             nothing yet. If it raises a `PeerError`, the other end receives no further message.
 
     Attributes:
-        opened: set by the first message, or the end of the connection.
+        held: whether the first message only says that the handshake may begin, as a relay's does.
         link: the result.
     """
 
@@ -159,18 +159,21 @@ class HandshakeReceiver:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._carrier: WebSocket | None = None
-        self.opened = asyncio.Event()
+        self.held = False
         self.link: asyncio.Future[Link] = self._loop.create_future()
 
     def use(self, carrier: WebSocket) -> None:
         """Run the handshake over this carrier; the end that dialled sends first."""
         self._carrier = carrier
-        if self._introduction.dialled:
+        if self._introduction.dialled and not self.held:
             self._send(self._introduction.start())
 
     def on_message(self, data: memoryview) -> None:
-        self.opened.set()
         if self.link.done() or self._carrier is None:
+            return
+        if self.held:
+            self.held = False
+            self._send(self._introduction.start())
             return
         rtt_s = self._loop.time() - self._sent_at
         try:
@@ -188,7 +191,6 @@ class HandshakeReceiver:
         """Do nothing: handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
-        self.opened.set()
         if not self.link.done():
             self._fail(PeerLost(reason))
 

@@ -160,9 +160,7 @@ async def _listen(zeroconf: Zeroconf, seconds: float) -> list[LanSwarm]:
     names: dict[str, None] = {}
 
     def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        if state_change is ServiceStateChange.Removed:
-            names.pop(name, None)
-        elif len(names) < MAX_SERVICES:
+        if state_change is not ServiceStateChange.Removed and len(names) < MAX_SERVICES:
             names[name] = None
 
     browser = AsyncServiceBrowser(zeroconf, SERVICE, handlers=[on_change])

@@ -33,6 +33,7 @@ GUEST_S = 60.0
 """How long a peer without a membership may stay linked to the authority to request one."""
 HUB_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
+AGAIN = "join again with an invitation"
 _TOKEN = re.compile(r"[!-~]{1,512}")
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
@@ -86,9 +87,7 @@ class Membership(Signed, frozen=True):
     def decode(cls, data: bytes) -> "Membership":
         """Decode what a peer showed; raise `NotAdmitted` if it is empty or garbled."""
         _require(bool(data), "no membership: join with an invitation")
-        _require(
-            len(data) <= MAX_MEMBERSHIP_BYTES, "the membership is too long: join again with a new invitation"
-        )
+        _require(len(data) <= MAX_MEMBERSHIP_BYTES, f"the membership is too long: {AGAIN}")
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
@@ -102,29 +101,20 @@ class Membership(Signed, frozen=True):
     def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
         """Raise `NotAdmitted` unless run, owner, signatures and limits are right; it may have ended."""
         grant, signer = self.grant, authority
-        _require(self.key == key, "the membership is another peer's: join again with an invitation")
+        _require(self.key == key, f"the membership is another peer's: {AGAIN}")
         _require(
-            self.run_id == run_id == (grant or self).run_id,
-            "the membership is of another run: join with an invitation to this one",
+            self.run_id == run_id == (grant or self).run_id, f"the membership is of another run: {AGAIN}"
         )
-        _require(
-            Role.GUEST < self.role < Role.AUTHORITY,
-            "the role of the membership cannot be granted: join again with an invitation",
-        )
+        _require(Role.GUEST < self.role < Role.AUTHORITY, f"its role cannot be granted: {AGAIN}")
         if grant is not None:
             signer = grant.key
             _require(
                 grant.is_signed_by(authority),
-                "the invitation was not signed by this run's authority: ask for another",
+                "an invitation not signed by this run's authority: ask for another",
             )
             in_time = self.issued_at <= grant.join_until and self.expires_at <= grant.member_until
-            _require(
-                in_time and self.role <= grant.role,
-                "the membership is more than its invitation allows: ask for another one",
-            )
-        _require(
-            self.is_signed_by(signer), "the membership's signature is wrong: join again with an invitation"
-        )
+            _require(in_time and self.role <= grant.role, "more than its invitation allows: ask for another")
+        _require(self.is_signed_by(signer), f"the membership's signature is wrong: {AGAIN}")
 
 
 def _require(good: bool, text: str) -> None:
@@ -225,10 +215,7 @@ class MembershipAdmission:
         since, seen = self._guests.pop(public_key, (now, now))
         if abs(now - seen) > GUEST_S:
             since = now  # it left and came back
-        _require(
-            abs(now - since) <= GUEST_S,
-            "no membership was requested in a minute: join again with an invitation",
-        )
+        _require(abs(now - since) <= GUEST_S, f"no membership was requested in a minute: {AGAIN}")
         if len(self._guests) >= MAX_GUESTS:
             self._guests = {key: at for key, at in self._guests.items() if abs(now - at[1]) <= GUEST_S}
         _require(len(self._guests) < MAX_GUESTS, "too many peers request a membership: try again in a minute")

@@ -476,10 +476,6 @@ class Node:
             raise
         return node
 
-    def __repr__(self) -> str:
-        where = self.contact.addresses[0] if self.contact.addresses else "client mode"
-        return f"Node({short(self.id)}, {where}, {len(self.linker.table)} links)"
-
     @property
     def contact(self) -> Contact:
         return Contact(self.id, self.linker.addresses)

@@ -295,13 +295,12 @@ class ReachabilityWatch:
         while True:
             await asyncio.sleep(CHECK_EVERY_S * self._rng.uniform(0.8, 1.2))
             listening = self._trusted or self._node.listening()
-            moved = listening != self._policy.listening
-            if moved:
-                self._policy.listening = listening
+            if listening != self._policy.listening:
+                self._policy.listening, self._verified_at = listening, float("-inf")
                 self._policy.reports.clear()  # the evidence about the old addresses is void
             tried = self._policy.reports.keys()
             few = len(tried) < VERIFIERS and self._node.linked() - tried
-            if moved or few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
+            if few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
                 await self.verify()
             if self._circuits is not None:
                 (self._circuits.stop if self._policy.dialable else self._circuits.start)()

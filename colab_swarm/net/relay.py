@@ -55,8 +55,7 @@ OFFERS_AT_ONCE = 32
 NEARER = 0.7  # a relay replaces another if its round trip is shorter by this factor
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-Host = Annotated[str, msgspec.Meta(max_length=64)]
-Seen = tuple[Host, int]
+Seen = tuple[Annotated[str, msgspec.Meta(max_length=64)], int]
 
 
 class Reserve(Message, frozen=True):
@@ -83,11 +82,10 @@ class CircuitTicket(Message, frozen=True):
 
 
 class CircuitOffer(Message, frozen=True):
-    """``peer``, which the relay sees at ``seen_host``, calls: show ``token`` at the relay's port."""
+    """``peer`` calls: show ``token`` at the relay's port."""
 
     peer: Id
     token: Token
-    seen_host: Host = ""
 
 
 @dataclass(frozen=True)
@@ -231,8 +229,7 @@ class Relay:
         refuse_if(not reachable, f"{short(called)} holds no place here")
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
-        path = self._node.path_to(peer) or Path()
-        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs, path.seen_host)))
+        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs)))
         return CircuitTicket(mine, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
@@ -371,13 +368,8 @@ class Circuits:
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
         self.seen_at[relay.id] = ticket.seen
-        websocket = await self._show(relay.id, ticket.token, receiver)
-        try:
-            await receiver.opened.wait()  # the relay's message: the other end is connected
-        except BaseException:
-            websocket.abort("no circuit")
-            raise
-        return websocket
+        receiver.held = True  # until the other end is connected
+        return await self._show(relay.id, ticket.token, receiver)
 
     async def _show(self, relay: PeerId, token: bytes, receiver: HandshakeReceiver) -> WebSocket:
         websocket = await self._node.linker.connect(self._entries(relay)[0], receiver)
@@ -406,7 +398,7 @@ class Circuits:
         return Ack()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
-        path = Path(LinkType.RELAYED, relay=relay, caller_host=offer.seen_host)
+        path = Path(LinkType.RELAYED, relay=relay)
         try:
             await self._node.linker.shake_hands(
                 partial(self._show, relay, offer.token), expected=None, path=path

@@ -57,23 +57,16 @@ _TOO_MANY = (
     "your ngrok account runs as many agents or tunnels as its plan allows: stop another one "
     "(https://dashboard.ngrok.com/agents), perhaps in a notebook you forgot"
 )
-_OUTDATED = (
-    "the ngrok agent is too old: delete the file so that a new one is downloaded, or run `ngrok update`"
-)
 ADVICE = {
     "105": f"this is not an ngrok token: {_TOKEN}",
     "106": f"ngrok does not know this token: {_TOKEN}",
     "107": f"ngrok does not accept this token (mistyped, or reset): {_TOKEN}",
     "108": _TOO_MANY,
-    "120": _OUTDATED,
-    "121": _OUTDATED,
     "324": _TOO_MANY,
     "334": "your ngrok address is in use by another agent: stop the notebook that ran before, and try again",
     "720": _SPENT,
     "725": _SPENT,
     "726": _SPENT,
-    "727": "the monthly requests of your ngrok plan are used up: use a relay or tunnel='cloudflared' instead",
-    "734": "too many requests in a minute for your ngrok plan: it works again in a minute",
     "4018": f"ngrok needs an account (free) and its token: {_TOKEN}",
     "4027": _SPENT,
     "8013": "ngrok wants a card on file for TCP tunnels, even free ones: use the http tunnel, which needs none",
@@ -233,9 +226,6 @@ class Tunnel:
         self._set_address(await self._connect())
         self._watching = asyncio.create_task(self._watch())
         return self
-
-    def __repr__(self) -> str:
-        return f"Tunnel({self._settings.kind}, {self.address or 'lost'})"
 
     async def close(self) -> None:
         """Close the tunnel; return when its processes have ended. Idempotent."""

@@ -1,7 +1,7 @@
-"""Replaces relayed links by direct ones: the other end dials back, or both ends punch a hole through their NATs.
+"""Replaces relayed links by direct ones: both ends punch a hole through their NATs.
 
     asking end                               answering end
-    Upgrade(endpoints)                   ->  dials the asking end's direct addresses, if there are any
+    Upgrade(endpoints)                   ->
                                          <-  Upgrade(endpoints)
     Upgrade(round trip)                  ->  (half a round trip from now)
     punches                                  punches
@@ -10,7 +10,7 @@ Endpoints are those of each end's own connection to the relay: as the relay sees
 the peer's own network, for two peers behind one NAT. The asking end sends the first handshake
 message on every connection that opens. An end that punches with another peer answers that it is
 busy. The link table prefers the new link, and both ends leave the relayed one when its streams are
-over. Only the host at which the relay sees the asking end is dialled (`addresses.may_dial_back`).
+over.
 
 **TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the local
 port of their connection to the relay, to the address at which the relay saw the other end:
@@ -34,16 +34,14 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import pairwise
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerUnreachable
-from colab_swarm.net.addresses import VisitLimit, ip_of, is_local, is_loopback, may_dial_back
+from colab_swarm.net.addresses import VisitLimit, ip_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
-from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, refuse_if, short
@@ -53,7 +51,6 @@ logger = logging.getLogger(__name__)
 MAX_TARGETS = 8
 PUNCH_S = 4.0  # duration of one attempt
 TALK_TIMEOUT_S = 10.0
-DIAL_BACK_S = 3.0
 TRIES = 3
 ASKS = 40  # tries, and answers that the other end is busy
 PAUSE_S = (0.5, 3.0)
@@ -210,8 +207,8 @@ class Upgrades:
         port, endpoints = self._endpoints(link)
         async with link.open_stream(Upgrade(endpoints)) as stream:
             answer, _ = await stream.receive(Upgrade)
-            if answer.busy or not self._relayed(link.peer):  # or it dialled back
-                return answer.busy
+            if answer.busy:
+                return True
             rtt_s = min(link.rtt_s or 0.0, PUNCH_S)
             await stream.send(Upgrade(rtt_s=rtt_s))
         await self._punch(link.peer, port, answer.endpoints, rtt_s, answering=False)
@@ -231,8 +228,6 @@ class Upgrades:
         try:
             async with self._punching, asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
                 port, endpoints = self._endpoints(link)
-                if await self._dial_back(stream.peer, self._seen(link.remote.path)):
-                    endpoints = ()
                 await stream.send(Upgrade(endpoints))
                 begin, _ = await stream.receive(Upgrade)
                 await self._punch(stream.peer, port, opening.endpoints, begin.rtt_s, answering=True)
@@ -242,23 +237,6 @@ class Upgrades:
             if not self._relayed(stream.peer):
                 self._failures.forgive(stream.peer)
         self._on_end(stream.peer, "the holes did not meet" if self._relayed(stream.peer) else None)
-
-    def _seen(self, path: Path) -> str:
-        # a relay may say anything: a private address counts only if we see the relay at one ourselves
-        to_relay = None if path.relay is None else self._node.path_to(path.relay)
-        relay_host, host = "" if to_relay is None else to_relay.seen_host, path.caller_host
-        outside = is_local(host) and not is_local(relay_host)
-        return "" if outside or (is_loopback(host) and not is_loopback(relay_host)) else host
-
-    async def _dial_back(self, peer: PeerId, seen: str) -> bool:
-        direct = [one for one in self._node.contact_of(peer).addresses if may_dial_back(one, seen)]
-        try:
-            async with asyncio.timeout(DIAL_BACK_S):
-                await dial_any(direct[:MAX_TARGETS], partial(self._node.linker.dial_direct, peer))
-        except (PeerError, TimeoutError) as error:
-            logger.info("no way back to %s: %s", short(peer), error)
-            return False
-        return True
 
     def _endpoints(self, link: Link) -> tuple[int, tuple[Endpoint, ...]]:
         relay = link.remote.path.relay

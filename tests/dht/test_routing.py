@@ -111,3 +111,5 @@ def test_only_quiet_buckets_are_refreshed_with_an_id_of_their_range(table: Routi
     table.saw(contact(0x0001), 500.0)
     targets = table.refresh_targets(600.0, older_than_s=600.0, rng=random.Random(0))
     assert [common_bits(ME, target) for target in targets] == [0]
+    targets = table.refresh_targets(2000.0, older_than_s=600.0, rng=random.Random(0))
+    assert [common_bits(ME, target) for target in targets] == [0, 15]

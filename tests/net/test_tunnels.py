@@ -223,7 +223,7 @@ async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
     settings = TunnelSettings("ngrok", auth_token=TOKEN, check_s=0.05)
     monkeypatch.setattr("pyngrok.conf.DEFAULT_NGROK_PATH", agents.install("ngrok", folder))
     async with tunnel(settings) as opened:
-        assert repr(opened).startswith("Tunnel(ngrok, ws://127.0.0.1:")
+        assert str(opened.address).startswith("ws://127.0.0.1:")
     monkeypatch.setattr("pyngrok.conf.DEFAULT_NGROK_PATH", str(folder / "bin" / "ngrok"))
     with pytest.raises(TunnelError, match=r"Kaggle: Settings, Internet on.* downloading"):
         async with tunnel(settings):
