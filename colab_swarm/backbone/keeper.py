@@ -103,7 +103,9 @@ class LossCurve:
         for peer, record in records.items():
             self._report(peer, record, branch.step)
         points = []
-        for step in sorted(step for step in self._reported if step < branch.step):
+        for step in sorted(self._reported):
+            if step >= branch.step:
+                break
             reported = self._reported.pop(step).values()
             most = median(weight for _, weight in reported)
             loss = weighted_median([(loss, min(weight, most) or 1.0) for loss, weight in reported])

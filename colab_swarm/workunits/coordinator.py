@@ -139,9 +139,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._held = contextlib.ExitStack()  # lock and store, until `stop`
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
-        """Return a link that lets volunteers in for ``hours``; those who used it stay a week
-        longer. With an allowlist they
-        join the swarm first. A peer that joined passes its own invitation on.
+        """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
+
+        With an allowlist they join the swarm first. A peer that joined passes its own invitation on.
         """
         if self._access.invitation is not None:
             return shown(self.url, self._access.invitation)
@@ -203,8 +203,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             host, self.url = options.get("host", ""), options.get("url", "")
             port = await self._listen(host, options.get("port", 0))
             if tunnel is not None:
-                follow, events = self._set_url, EventLog()
-                self._tunnel = Tunnel(tunnel, port, on_change=follow, events=events, sent_bytes=float)
+                self._tunnel = Tunnel(
+                    tunnel, port, on_change=self._set_url, events=EventLog(), sent_bytes=float
+                )
                 self._set_url((await self._tunnel.open()).address)
             elif not self.url:
                 found = reachable_addresses(host or "0.0.0.0", port)
@@ -263,7 +264,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
-        counts |= Counter("waiting" if unit.mark in MARKS.values() else unit.mark for unit in units)
+        waiting = dict.fromkeys(MARKS.values(), "waiting")  # again
+        counts |= Counter(waiting.get(unit.mark, unit.mark) for unit in units)
         stale = [unit.staleness for unit in units if unit.staleness is not None]
         rows, latest = tuple(subset.rows for subset in self.card.subsets), state.assimilated_at
         running = latest and now > latest[0] and not state.finished

@@ -6,13 +6,9 @@ which training tolerates. One script changes log, queue and version together, so
 lost and no unit is assimilated twice. Vectors and blobs are lists of pieces of 128 KiB: both sides
 reuse memory for pieces of this size.
 
-    colab-swarm:JOB:log         encoded entries
-    colab-swarm:JOB:queue       assignments whose results wait, oldest first
-    colab-swarm:JOB:accepted    assignment -> encoded entry, of those that wait
-    colab-swarm:JOB:held        assignment -> end of a parameter server's lease
-    colab-swarm:JOB:version, colab-swarm:JOB:parameters
-    colab-swarm:JOB:blob:NAME
-    colab-swarm:JOB:new:RANDOM  parameters that are not in force yet
+Under ``colab-swarm:JOB:`` are ``log``, encoded entries; ``queue``, assignments whose results wait,
+oldest first; by assignment of those, ``accepted``, encoded entries, and ``held``, ends of leases;
+``version``, ``parameters``, ``blob:NAME``; ``new:RANDOM``, parameters that are not in force yet.
 
 SQL: strong consistency. An assimilation locks the parameters' row until the new ones are written:
 no update is ever lost, parameter servers wait for one another. Vectors and blobs are rows of 1 MiB,
