@@ -115,13 +115,13 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self.schema, plan = Schema.of(model := job.first_model()), job.plan
         subsets = lay_out(job, folder / "data")
         store.begin(self.schema.flatten(model))
-        measuring = f"job = job.with_plan(seed={plan.seed}, validation_samples={plan.validation_samples})\n"
-        (folder / "job.py").write_text(f"{job.code}\n{measuring}", encoding="utf-8")  # for server processes
+        measured = f"seed={plan.seed}, validation_samples={plan.validation_samples}"  # by server processes
+        (folder / "job.py").write_text(f"{job.code}\njob = job.with_plan({measured})\n", encoding="utf-8")
         self.card = JobCard(
             run_id=access.run_id,
             name=job.name,
             key=token.identity.public_key,
-            membership=token.membership,
+            membership=token.membership(),
             code=job.code,
             local_epochs=plan.local_epochs,
             batch_size=plan.batch_size,
@@ -402,12 +402,11 @@ class ParameterServer(threading.Thread):
 
     def run(self) -> None:
         """Serve until stopped. Store errors are retried."""
-        rng, wait_s = random.Random(), 0.0
-        waits_s = backoff(rng, *RETRY_S)
+        waits_s, wait_s = backoff(random.Random(), *RETRY_S), 0.0
         while not self._end.wait(wait_s):
             try:
                 wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
-                waits_s = backoff(rng, *RETRY_S)
+                waits_s = backoff(random.Random(), *RETRY_S)
             except StoreError as error:
                 wait_s = next(waits_s)
                 logger.warning("%s retries the store in %.1f s: %s", self.name, wait_s, error)

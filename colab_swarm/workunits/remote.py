@@ -134,11 +134,10 @@ class RedisStore(ParameterStore):
                 if isinstance(entry, Accepted):
                     step.rpush(self._key("queue"), entry.assignment)
                     step.hset(self._key("accepted"), entry.assignment, data)
+            for name in (*(put or {}), *drop):
+                step.unlink(self._key("blob", name))
             for name, blob in (put or {}).items():
-                step.unlink(self._key("blob", name))
                 _push(step, self._key("blob", name), blob)
-            for name in drop:
-                step.unlink(self._key("blob", name))
             step.execute()
 
     @REDIS

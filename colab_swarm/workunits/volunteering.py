@@ -227,15 +227,14 @@ class Volunteer:
         self._in_hand.clear()
 
     async def _serve(self, slot: int) -> None:
-        rng = random.Random()
-        waits_s = backoff(rng, *AFTER_REFUSAL_S)
+        waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if (held := await self._next(slot)) is None:
                 continue
             pause_s = 0.0
             try:
                 await self._train(held)
-                waits_s = backoff(rng, *AFTER_REFUSAL_S)
+                waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
             except CallRefused as error:
                 self._seen.refused, self._seen.refusal = self._seen.refused + 1, str(error)
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
