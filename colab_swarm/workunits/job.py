@@ -69,9 +69,8 @@ class Rows:
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
     def sample(self, count: int, *, seed: int) -> "Rows":
-        if count >= len(self):
-            return self
-        return self.take(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
+        rng, size = np.random.default_rng(seed), min(count, len(self))
+        return self.take(np.sort(rng.choice(len(self), size, replace=False)))
 
     def cut(self, subsets: int, *, seed: int) -> "list[Rows]":
         """Split all samples into ``subsets`` parts whose sizes differ by one at most."""

@@ -387,10 +387,8 @@ def open_volunteer(
         held.callback(lambda: runtime.call(client.aclose()))
         card = runtime.call(_card_of(client))
         job = job or _trusted(card, own, trust_code=trust_code)
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        volunteer = Volunteer(
-            client, job, card, own, units=units, name=name, device=torch.device(kind), gate=gate
-        )
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        volunteer = Volunteer(client, job, card, own, units=units, name=name, device=chosen, gate=gate)
         runtime.call(volunteer.begin())
         volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
