@@ -36,7 +36,6 @@ from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
 from colab_swarm.training.progress import WATCHING, Branch, Progress, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
-from colab_swarm.trust.access import repeat
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,9 @@ class LossCurve:
         for peer, record in records.items():
             self._report(peer, record, branch.step)
         points = []
-        for step in sorted(step for step in self._reported if step < branch.step):
+        for step in sorted(self._reported):
+            if step >= branch.step:
+                break
             reported = self._reported.pop(step).values()
             most = median(weight for _, weight in reported)
             loss = weighted_median([(loss, min(weight, most) or 1.0) for loss, weight in reported])
@@ -329,8 +330,7 @@ class Keeper:
         return KeptModel(self.vault.checkpoints, self.standing_in, *hub)
 
     def start(self) -> None:
-        what, services = f"keeping {self._prefix}", self._services
-        self._task = asyncio.create_task(repeat(self._keep, LOOK_S, services.events, what, services.rng))
+        self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
 
     async def stop(self) -> None:
         for task in (self._task, self._saving):
@@ -347,10 +347,15 @@ class Keeper:
                 await self._publish(self.stored, GONE_S)
 
     async def _keep(self) -> None:
-        try:
-            await self.look()
-        except PeerError as error:
-            logger.info("records of %s not read: %s", self._prefix, error)
+        while True:
+            try:
+                await self.look()
+            except PeerError as error:
+                logger.info("records of %s not read: %s", self._prefix, error)
+            except Exception as error:  # the others' run must not end by our fault
+                logger.exception("keeping %s failed", self._prefix)
+                self._services.events.emit(Fault(_now(), f"keeping {self._prefix}", str(error)))
+            await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Read the peers' records; stand in or save a checkpoint if due."""

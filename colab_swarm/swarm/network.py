@@ -291,7 +291,7 @@ class NetworkSession:
         from colab_swarm.workunits.messages import Token
 
         admission = self.access.admission
-        return Token(self.node, b"" if admission is None else lambda: admission.membership)
+        return Token(self.node, bytes if admission is None else lambda: admission.membership)
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:

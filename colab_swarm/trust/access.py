@@ -375,13 +375,13 @@ class RunAccess:
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
             return cls(run_id, access)
-        book = AuthorityBook(run_id, key_file)
-        known = book.saved.run_id.rpartition("-")[0]
+        book = AuthorityBook.of(run_id, key_file)
+        known = book.run_id.rpartition("-")[0]
         if known != name:
             raise ValueError(f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
         key = identity.public_key
-        admission = MembershipAdmission(book.saved.run_id, authority=key, own=key)
-        return cls(book.saved.run_id, access, admission, book=book, allow=allow)
+        admission = MembershipAdmission(book.run_id, authority=key, own=key)
+        return cls(book.run_id, access, admission, book=book, allow=allow)
 
     @classmethod
     def by(

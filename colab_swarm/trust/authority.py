@@ -58,14 +58,6 @@ class ShareRevoked(Message, frozen=True):
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
-class Saved(msgspec.Struct):
-    """The authority's memory: uses of invitations, and the newest encoded list of revocations."""
-
-    run_id: str
-    used: dict[str, tuple[float, list[str]]] = {}  # an invitation's end and peers, by key
-    revocations: bytes = b""
-
-
 def write_private(path: Path, data: bytes) -> None:
     """Write a file that only its owner can read, completely or not at all."""
     aside = path.with_name(f"{path.name}.new")
@@ -76,37 +68,43 @@ def write_private(path: Path, data: bytes) -> None:
     aside.replace(path)
 
 
-class AuthorityBook:
-    """The authority's memory, in a file beside the key file, if any; ValueError if damaged."""
+class AuthorityBook(msgspec.Struct):
+    """The authority's memory: uses of invitations, and the newest encoded list of revocations."""
 
-    def __init__(self, run_id: str, key_file: str | Path | None = None) -> None:
-        self._path = None if key_file is None else Path(f"{key_file}.authority")
-        self.saved = Saved(run_id)  # after a restart, with the run_id of before
-        if self._path is not None:
-            try:
-                self.saved = msgspec.json.decode(self._path.read_bytes(), type=Saved)
-            except FileNotFoundError:
-                self.save()
-            except msgspec.MsgspecError as error:
-                raise ValueError(
-                    f"{self._path} cannot be read ({error}); move it away to create a new run"
-                ) from error
+    run_id: str
+    used: dict[str, tuple[float, list[str]]] = {}  # an invitation's end and peers, by key
+    revocations: bytes = b""
+    path: str = ""  # of its file, beside the key file, if any
+
+    @classmethod
+    def of(cls, run_id: str, key_file: str | Path | None = None) -> "AuthorityBook":
+        """Return the book beside the key file, with the run_id of before, or a new one; ValueError if damaged."""
+        path = "" if key_file is None else f"{key_file}.authority"
+        book = cls(run_id, path=path)
+        try:
+            if path:
+                book = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+                book.path = path  # files may move
+        except FileNotFoundError:
+            book.save()
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{path} cannot be read ({error}); move it away to create a new run") from error
+        return book
 
     def save(self) -> None:
-        if self._path is not None:
-            write_private(self._path, msgspec.json.encode(self.saved))
+        if self.path:
+            write_private(Path(self.path), msgspec.json.encode(self))
 
     def use(self, grant: Grant, peer: PeerId, *, now: float) -> bool:
         """Count that a peer joins with a grant; return False if it is used up. A peer may join again for free."""
         if not grant.uses:
             return True
-        _, peers = self.saved.used.setdefault(grant.key.hex(), (grant.join_until, []))
+        _, peers = self.used.setdefault(grant.key.hex(), (grant.join_until, []))
         if peer.hex() not in peers:
             if len(peers) >= grant.uses:
                 return False
             peers.append(peer.hex())
-            used = self.saved.used.items()
-            self.saved.used = {key: one for key, one in used if one[0] + SLACK_S >= now}
+            self.used = {key: one for key, one in self.used.items() if one[0] + SLACK_S >= now}
             self.save()
         return True
 
@@ -153,8 +151,8 @@ class Authority:
         self._allow, self._readmit = allow, readmit
         self._tokens = asyncio.Semaphore(TOKENS_AT_ONCE)
         self._asking: set[PeerId] = set()
-        if book.saved.revocations:
-            admission.learn(book.saved.revocations)
+        if book.revocations:
+            admission.learn(book.revocations)
         peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
@@ -171,8 +169,8 @@ class Authority:
         if subject == self._peers.id:
             raise ValueError("this is the authority itself; to end the run, leave it")
         revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)
-        self._book.saved.revocations = revocations.encode()
-        self._admission.learn(self._book.saved.revocations)
+        self._book.revocations = revocations.encode()
+        self._admission.learn(self._book.revocations)
         self._book.save()
 
     async def _on_request(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:

@@ -1,9 +1,8 @@
 """What a volunteer talks and keeps: requests to the coordinator, data and units in hand on disk.
 
-A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes
-transferred before a connection broke are not transferred again. Only a refusal of the coordinator
-itself, a `Problem`, ends a call: with `CallRefused`, whose code is the problem's. A proxy's error
-page is retried like any network error. Files are never pickles.
+A call retries until it succeeds. Bytes transferred before a connection broke are not transferred
+again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with `CallRefused`, whose
+code is the problem's. A proxy's error page is retried like any network error.
 """
 
 import asyncio

@@ -115,13 +115,13 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self.schema, plan = Schema.of(model := job.first_model()), job.plan
         subsets = lay_out(job, folder / "data")
         store.begin(self.schema.flatten(model))
-        measuring = f"job = job.with_plan(seed={plan.seed}, validation_samples={plan.validation_samples})\n"
-        (folder / "job.py").write_text(f"{job.code}\n{measuring}", encoding="utf-8")  # for server processes
+        measured = f"seed={plan.seed}, validation_samples={plan.validation_samples}"  # by server processes
+        (folder / "job.py").write_text(f"{job.code}\njob = job.with_plan({measured})\n", encoding="utf-8")
         self.card = JobCard(
             run_id=access.run_id,
             name=job.name,
             key=token.identity.public_key,
-            membership=token.membership,
+            membership=token.membership(),
             code=job.code,
             local_epochs=plan.local_epochs,
             batch_size=plan.batch_size,
@@ -139,9 +139,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._held = contextlib.ExitStack()  # lock and store, until `stop`
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
-        """Return a link that lets volunteers in for ``hours``; those who used it stay a week
-        longer. With an allowlist they
-        join the swarm first. A peer that joined passes its own invitation on.
+        """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
+
+        With an allowlist they join the swarm first. A peer that joined passes its own invitation on.
         """
         if self._access.invitation is not None:
             return shown(self.url, self._access.invitation)
@@ -203,8 +203,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             host, self.url = options.get("host", ""), options.get("url", "")
             port = await self._listen(host, options.get("port", 0))
             if tunnel is not None:
-                follow, events = self._set_url, EventLog()
-                self._tunnel = Tunnel(tunnel, port, on_change=follow, events=events, sent_bytes=float)
+                self._tunnel = Tunnel(
+                    tunnel, port, on_change=self._set_url, events=EventLog(), sent_bytes=float
+                )
                 self._set_url((await self._tunnel.open()).address)
             elif not self.url:
                 found = reachable_addresses(host or "0.0.0.0", port)
@@ -263,7 +264,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
-        counts |= Counter("waiting" if unit.mark in MARKS.values() else unit.mark for unit in units)
+        waiting = dict.fromkeys(MARKS.values(), "waiting")  # again
+        counts |= Counter(waiting.get(unit.mark, unit.mark) for unit in units)
         stale = [unit.staleness for unit in units if unit.staleness is not None]
         rows, latest = tuple(subset.rows for subset in self.card.subsets), state.assimilated_at
         running = latest and now > latest[0] and not state.finished
@@ -400,12 +402,11 @@ class ParameterServer(threading.Thread):
 
     def run(self) -> None:
         """Serve until stopped. Store errors are retried."""
-        rng, wait_s = random.Random(), 0.0
-        waits_s = backoff(rng, *RETRY_S)
+        waits_s, wait_s = backoff(random.Random(), *RETRY_S), 0.0
         while not self._end.wait(wait_s):
             try:
                 wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
-                waits_s = backoff(rng, *RETRY_S)
+                waits_s = backoff(random.Random(), *RETRY_S)
             except StoreError as error:
                 wait_s = next(waits_s)
                 logger.warning("%s retries the store in %.1f s: %s", self.name, wait_s, error)

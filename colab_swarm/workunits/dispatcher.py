@@ -1,16 +1,14 @@
 """The coordinator's decisions, which volunteer trains which unit, and the log they are written to.
 
 A decision is a list of entries. It takes effect when they are applied, after they are in the
-store's log. So decisions read `JobState` and change nothing. The rules:
+store's log: the coordinator may be killed at any moment. Decisions are made one at a time, and read
+`JobState` without changing it. The rules:
 
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first.
   The one that failed it gets it again only after the others had time to take it.
 - Replicas of a unit go to different volunteers. It is accepted once a majority of
   ``plan.replication`` agrees; until then one more replica is assigned.
-
-Decisions are made one at a time: read the new entries of the log, decide, append. What is not in
-the log has not happened, so a coordinator may be killed at any moment.
 """
 
 import asyncio
@@ -165,14 +163,13 @@ class Dispatcher:
         late = replica.fate == "expired" and self._missing(unit) > 0 and not unit.is_with(volunteer)
         if replica.fate == "out" or late:
             return None
-        why = {
-            "returned": "its result is here already",
-            "accepted": "its result is here already",
+        reasons = {
             "rejected": "its result was refused before",
             "given back": "you gave it back",
             "superseded": "enough other results agree",
             "expired": f"its deadline passed {now - replica.given.deadline:.0f} s ago and another volunteer has it",
-        }[replica.fate]
+        }
+        why = reasons.get(replica.fate, "its result is here already")
         return "stale", f"unit {replica.given.unit} is not awaited from you: {why}; ask for other units"
 
     def awaits(self, assignment: str, *, now: float) -> bool:

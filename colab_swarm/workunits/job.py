@@ -69,9 +69,8 @@ class Rows:
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
     def sample(self, count: int, *, seed: int) -> "Rows":
-        if count >= len(self):
-            return self
-        return self.take(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
+        rng, size = np.random.default_rng(seed), min(count, len(self))
+        return self.take(np.sort(rng.choice(len(self), size, replace=False)))
 
     def cut(self, subsets: int, *, seed: int) -> "list[Rows]":
         """Split all samples into ``subsets`` parts whose sizes differ by one at most."""
@@ -142,6 +141,8 @@ def _array(values: Any) -> Array:
     return array.astype(np.float32 if native == np.float64 else native, copy=False)
 
 
+OPTIONAL = "subsets", "deadline_s", "target_accuracy"  # in a plan, and limits of what is no whole number
+LIMITS = {"tolerance": math.inf, "max_change": math.inf, "deadline_s": math.inf, "target_accuracy": 1.0}
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
@@ -187,17 +188,14 @@ class WorkPlan:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "alpha" or (value is None and name in {"subsets", "deadline_s", "target_accuracy"}):
+            if name == "alpha" or (value is None and name in OPTIONAL):
                 continue
-            least = 0 if name == "seed" else 1
-            if name in {"tolerance", "max_change", "deadline_s"}:
-                if not value > 0:
-                    raise ValueError(f"{name}={value}: it must be over 0")
-            elif name == "target_accuracy":
-                if not 0 < value <= 1:
-                    raise ValueError(f"{name}={value}: a share between 0 and 1")
-            elif not (isinstance(value, int) and value >= least):
-                raise ValueError(f"{name}={value}: it must be a whole number of at least {least}")
+            if name in LIMITS:
+                valid, rule = 0 < value <= LIMITS[name], f"over 0, and at most {LIMITS[name]}"
+            else:
+                valid, rule = isinstance(value, int) and value >= (name != "seed"), "a whole number over 0"
+            if not valid:
+                raise ValueError(f"{name}={value}: it must be {rule}")
         for epoch in {*range(1, min(self.max_epochs, 1000)), self.max_epochs}:  # alpha may be a function
             self.alpha_of(epoch)
 

@@ -155,21 +155,15 @@ class SignedRequest(Signed, frozen=True):
 
 
 class Token:
-    """Sign the requests of a peer with its key. ``membership`` is empty in an open run, or a
-    function returns the newest.
-    """
+    """Sign the requests of a peer with its key. ``membership`` returns its newest, empty in an open run."""
 
-    def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
-        self.identity, self._membership = identity, membership
-
-    @property
-    def membership(self) -> bytes:
-        return self._membership if isinstance(self._membership, bytes) else self._membership()
+    def __init__(self, identity: Identity | Peers, membership: Callable[[], bytes] = bytes) -> None:
+        self.identity, self.membership = identity, membership
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
         """Return the header's value; ``now``: seconds since the epoch, by the coordinator's clock."""
         digest, key = sha256(body).digest(), self.identity.public_key
-        unsigned = SignedRequest(key, self.membership, method, target, digest, os.urandom(16), now)
+        unsigned = SignedRequest(key, self.membership(), method, target, digest, os.urandom(16), now)
         return SCHEME + base64.urlsafe_b64encode(unsigned.signed(self.identity.sign).encode()).decode()
 
 
@@ -241,4 +235,4 @@ def token_by(invite: Invite, identity: Identity) -> Token:
             "then swarm.volunteer()"
         )
     mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
-    return Token(identity, mine.encode())
+    return Token(identity, mine.encode)

@@ -1,9 +1,8 @@
 """The time and price of a job on preemptible instances: the real dispatcher on virtual time.
 
 The VC-ASGD paper (section IV): of n units that a slot trains in sequence, a share p is lost with
-its instance, and each loss costs the timeout t_o. So the job takes ``n t_e + n p t_o``. Reality is
-worse where p is large or epochs are short: the paper's 40 epochs of 50 units on 10 slots lose 2.6
-times as much as the formula says at p = 0.05.
+its instance, and each loss costs the timeout t_o. So the job takes ``n t_e + n p t_o``; more where
+p is large or epochs are short.
 """
 
 import asyncio

@@ -6,13 +6,9 @@ which training tolerates. One script changes log, queue and version together, so
 lost and no unit is assimilated twice. Vectors and blobs are lists of pieces of 128 KiB: both sides
 reuse memory for pieces of this size.
 
-    colab-swarm:JOB:log         encoded entries
-    colab-swarm:JOB:queue       assignments whose results wait, oldest first
-    colab-swarm:JOB:accepted    assignment -> encoded entry, of those that wait
-    colab-swarm:JOB:held        assignment -> end of a parameter server's lease
-    colab-swarm:JOB:version, colab-swarm:JOB:parameters
-    colab-swarm:JOB:blob:NAME
-    colab-swarm:JOB:new:RANDOM  parameters that are not in force yet
+Under ``colab-swarm:JOB:`` are ``log``, encoded entries; ``queue``, assignments whose results wait,
+oldest first; by assignment of those, ``accepted``, encoded entries, and ``held``, ends of leases;
+``version``, ``parameters``, ``blob:NAME``; ``new:RANDOM``, parameters that are not in force yet.
 
 SQL: strong consistency. An assimilation locks the parameters' row until the new ones are written:
 no update is ever lost, parameter servers wait for one another. Vectors and blobs are rows of 1 MiB,
@@ -78,9 +74,25 @@ return 0
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def _explained(kind: type[Exception], where: str, server: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        reason = str(getattr(error, "orig", None) or error).strip()
+        raise StoreError(
+            f"{where}: {reason}. Check that {server} runs, that address, database, user and password are right, and "
+            "that it has space left"
+        ) from error
+
+
+REDIS = _explained(RedisError, "Redis", "redis-server")  # a decorator
+
+
 class RedisStore(ParameterStore):
     """A job's state in the Redis server at ``url``."""
 
+    @REDIS
     def __init__(self, url: str, job: str) -> None:
         super().__init__(url, job)
         self._redis = Redis.from_url(
@@ -92,57 +104,57 @@ class RedisStore(ParameterStore):
         )
         self._claim = self._redis.register_script(CLAIM)
         self._assimilate = self._redis.register_script(ASSIMILATE)
-        with _explained(RedisError, "Redis", "redis-server"):
-            self._redis.ping()
+        self._redis.ping()
 
+    @REDIS
     def begin(self, first: Floats) -> None:
-        with _explained(RedisError, "Redis", "redis-server"):
-            if not self._redis.info("persistence").get("aof_enabled"):
-                logger.warning(
-                    "this Redis server holds jobs in memory: if it stops, job %r is lost; "
-                    "`redis-cli config set appendonly yes` saves it to disk",
-                    self._job,
-                )
-            new = self._upload(first)
-            with self._redis.pipeline(transaction=True) as step:
-                step.renamenx(new, self._key("parameters"))
-                step.persist(self._key("parameters"))
-                begun, _ = step.execute()
-            if not begun:
-                self._redis.unlink(new)
+        if not self._redis.info("persistence").get("aof_enabled"):
+            logger.warning(
+                "this Redis server holds jobs in memory: if it stops, job %r is lost; "
+                "`redis-cli config set appendonly yes` saves it to disk",
+                self._job,
+            )
+        new = self._upload(first)
+        with self._redis.pipeline(transaction=True) as step:
+            step.renamenx(new, self._key("parameters"))
+            step.persist(self._key("parameters"))
+            begun, _ = step.execute()
+        if not begun:
+            self._redis.unlink(new)
         self._check_size(first)
 
+    @REDIS
     def append(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        with _explained(RedisError, "Redis", "redis-server"), self._redis.pipeline(transaction=True) as step:
+        with self._redis.pipeline(transaction=True) as step:
             for entry in entries:
                 data = encode_entry(entry)
                 step.rpush(self._key("log"), data)
                 if isinstance(entry, Accepted):
                     step.rpush(self._key("queue"), entry.assignment)
                     step.hset(self._key("accepted"), entry.assignment, data)
+            for name in (*(put or {}), *drop):
+                step.unlink(self._key("blob", name))
             for name, blob in (put or {}).items():
-                step.unlink(self._key("blob", name))
                 _push(step, self._key("blob", name), blob)
-            for name in drop:
-                step.unlink(self._key("blob", name))
             step.execute()
 
+    @REDIS
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        with _explained(RedisError, "Redis", "redis-server"):
-            found: Any = self._redis.lrange(self._key("log"), after, -1)
+        found: Any = self._redis.lrange(self._key("log"), after, -1)
         return [(position, decode_entry(data)) for position, data in enumerate(found, after + 1)]
 
+    @REDIS
     def blob(self, name: str) -> bytes:
-        with _explained(RedisError, "Redis", "redis-server"):
-            pieces: Any = self._redis.lrange(self._key("blob", name), 0, -1)
+        pieces: Any = self._redis.lrange(self._key("blob", name), 0, -1)
         if not pieces:
             raise KeyError(name)
         return b"".join(pieces)
 
+    @REDIS
     def parameters(self) -> Parameters:
-        with _explained(RedisError, "Redis", "redis-server"), self._redis.pipeline(transaction=True) as step:
+        with self._redis.pipeline(transaction=True) as step:
             step.get(self._key("version"))
             step.lrange(self._key("parameters"), 0, -1)
             version, pieces = step.execute()
@@ -150,23 +162,23 @@ class RedisStore(ParameterStore):
             raise self._not_begun()
         return Parameters(int(version or 0), np.frombuffer(b"".join(pieces), "<f4"))
 
+    @REDIS
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
         keys = [self._key("queue"), self._key("held"), self._key("accepted")]
-        with _explained(RedisError, "Redis", "redis-server"):
-            found: Any = self._claim(keys=keys, args=[now, now + lease_s])
+        found: Any = self._claim(keys=keys, args=[now, now + lease_s])
         return None if found is None else cast(Accepted, decode_entry(found))
 
+    @REDIS
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         began, old = time.perf_counter(), self.parameters()
-        with _explained(RedisError, "Redis", "redis-server"):
-            keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
-            keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
-            version, found = old.version, 1
-            while found > 0:
-                entry = assimilated(accepted, version + 1, server=server, now=now, began=began)
-                args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
-                found = int(cast(int, self._assimilate(keys=keys, args=args)))
-                version = found or version + 1
+        keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
+        keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
+        version, found = old.version, 1
+        while found > 0:
+            entry = assimilated(accepted, version + 1, server=server, now=now, began=began)
+            args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
+            found = int(cast(int, self._assimilate(keys=keys, args=args)))
+            version = found or version + 1
         return None if found < 0 else version
 
     def close(self) -> None:
@@ -183,18 +195,6 @@ class RedisStore(ParameterStore):
             pipeline.expire(key, NEW_S)
             pipeline.execute()
         return key
-
-
-@contextmanager
-def _explained(kind: type[Exception], where: str, server: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        reason = str(getattr(error, "orig", None) or error).strip()
-        raise StoreError(
-            f"{where}: {reason}. Check that {server} runs, that address, database, user and password are right, and "
-            "that it has space left"
-        ) from error
 
 
 def _push(pipeline: Any, key: str, data: bytes | memoryview) -> None:

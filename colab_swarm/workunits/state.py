@@ -1,16 +1,13 @@
 r"""The log of a job: its entries, and the state of units, volunteers and epochs that they add up to.
 
-The log is the job's only state. A coordinator that was killed reads it from the start and knows
-what it knew. The coordinator writes all entries but `Assimilated` and `Measured`, which the
-parameter servers write.
+A coordinator that was killed reads the log from the start and knows what it knew. It writes all
+entries but `Assimilated` and `Measured`, which the parameter servers write.
 
     Assigned -> Accepted -> Assimilated -> Measured               then EpochEnded, and at last Finished
        |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
        |  \-> Rejected                                    invalid result: the unit goes to another volunteer
        |---> Expired                                      its deadline passed: likewise
        \---> GaveBack                                     the volunteer returned it untrained: likewise
-
-Times are seconds since the epoch, so they stay comparable after a restart.
 
 Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an
 exponential average that starts at 0.1 and forgets within some ten units. A volunteer that is often
@@ -38,7 +35,7 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    at: float  # time of the entry
+    at: float  # seconds since the epoch, comparable after a restart
 
 
 class AssignmentEntry(Entry, frozen=True):

@@ -299,8 +299,7 @@ class SqliteStore(TableStore):
 
     def _row(self, connection: sqlite3.Connection, name: str) -> int | None:
         query = "SELECT rowid FROM swarm_blobs WHERE job = :job AND name = :name"
-        found = self._run(connection, query, name=name).fetchone()
-        return None if found is None else found[0]
+        return next(self._run(connection, query, name=name), (None,))[0]
 
     def _data(self, connection: sqlite3.Connection, name: str) -> bytes | None:
         if (row := self._row(connection, name)) is None:

@@ -226,15 +226,14 @@ class Volunteer:
         self._in_hand.clear()
 
     async def _serve(self, slot: int) -> None:
-        rng = random.Random()
-        waits_s = backoff(rng, *AFTER_REFUSAL_S)
+        waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if (held := await self._next(slot)) is None:
                 continue
             pause_s = 0.0
             try:
                 await self._train(held)
-                waits_s = backoff(rng, *AFTER_REFUSAL_S)
+                waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
             except CallRefused as error:
                 self._seen.refused, self._seen.refusal = self._seen.refused + 1, str(error)
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
@@ -387,10 +386,8 @@ def open_volunteer(
         held.callback(lambda: runtime.call(client.aclose()))
         card = runtime.call(_card_of(client))
         job = job or _trusted(card, own, trust_code=trust_code)
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        volunteer = Volunteer(
-            client, job, card, own, units=units, name=name, device=torch.device(kind), gate=gate
-        )
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        volunteer = Volunteer(client, job, card, own, units=units, name=name, device=chosen, gate=gate)
         runtime.call(volunteer.begin())
         volunteer._held = held.pop_all()
     _volunteers.add(volunteer)

@@ -1,8 +1,7 @@
 """The coordinator over HTTP: requests of `colab_swarm.workunits.messages`, and a public status page.
 
-A request is refused as early as possible: by its token, by the size it announces, by the assignment
-it names. Only then is the body read. Nothing of a request becomes a path of the file system: data
-are looked up in the job's card, uploads by a pattern.
+A request is refused as early as possible: by its token, the size it announces, the assignment it
+names. Only then is the body read. Nothing of a request becomes a path but assignments, by a pattern.
 """
 
 import asyncio
@@ -54,15 +53,7 @@ IDLE_S = 75.0  # time limit for a silent connection, and for the head of a reque
 SENT_BYTES = 64 << 10
 BUSY_S, BROKEN_S = 1, 5  # seconds after which to retry
 FAREWELL_S = 2.0  # for draining a refused body, and for transfers when the server closes
-STATUSES = {
-    "token": 401,
-    "banned": 403,
-    "unknown": 404,
-    "stale": 410,
-    "size": 413,
-    "invalid": 422,
-    "busy": 503,
-}
+STATUSES = dict(token=401, banned=403, unknown=404, stale=410, size=413, invalid=422, busy=503)
 VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)  # its id in hex
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 

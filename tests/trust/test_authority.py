@@ -304,12 +304,12 @@ def test_uses_are_counted_by_peer_and_coming_again_is_free() -> None:
 
 
 def test_the_book_survives_a_restart(tmp_path: Path) -> None:
-    book = AuthorityBook(RUN, tmp_path / "me.key")
+    book = AuthorityBook.of(RUN, tmp_path / "me.key")
     book.use(grant(1), ALICE, now=NOW)
-    book.saved.revocations = b"list"
+    book.revocations = b"list"
     book.save()
-    again = AuthorityBook("my-run-another", tmp_path / "me.key")
-    assert again.saved.run_id == RUN and again.saved.revocations == b"list"
+    again = AuthorityBook.of("my-run-another", tmp_path / "me.key")
+    assert again.run_id == RUN and again.revocations == b"list"
     assert not again.use(grant(1), BOB, now=NOW) and again.use(grant(1), ALICE, now=NOW)
     assert [path.name for path in tmp_path.iterdir()] == ["me.key.authority"]
     assert os.name != "posix" or (tmp_path / "me.key.authority").stat().st_mode & 0o077 == 0
@@ -319,12 +319,12 @@ def test_invitations_that_ended_are_forgotten() -> None:
     book = AuthorityBook(RUN)
     book.use(grant(1), ALICE, now=NOW)
     book.use(grant(1, key=b"l", until=NOW + 8000), ALICE, now=NOW + 7200)
-    assert list(book.saved.used) == [(b"l" * 32).hex()]
+    assert list(book.used) == [(b"l" * 32).hex()]
 
 
 def test_a_damaged_book_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "me.key.authority"
     path.write_bytes(b"{")
     with pytest.raises(ValueError, match="move it away to create a new run"):
-        AuthorityBook(RUN, tmp_path / "me.key")
+        AuthorityBook.of(RUN, tmp_path / "me.key")
     assert path.read_bytes() == b"{"

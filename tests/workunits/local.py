@@ -84,7 +84,7 @@ class Stranger:
 
     def __init__(self, scene: Scene, membership: bytes = b"") -> None:
         self._scene = scene
-        self.token = Token(Identity(), membership)
+        self.token = Token(Identity(), lambda: membership)
 
     async def send(
         self, method: str, path: str, body: bytes = b"", *, now: float | None = None, **headers: str

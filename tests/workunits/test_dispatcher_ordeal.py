@@ -42,8 +42,6 @@ class Ordeal(Desk):
         self.held: dict[str, list[Assigned]] = {volunteer: [] for volunteer in MISBEHAVIOUR}
         self.sent: dict[str, list[Assigned]] = {volunteer: [] for volunteer in MISBEHAVIOUR}
         self.queue: list[Accepted] = []
-        for volunteer in MISBEHAVIOUR:
-            self.core.state._seen(volunteer, self.now)
 
     def commit(self, *entries: AnyEntry) -> list[AnyEntry]:
         self.done.update(type(entry).__name__ for entry in entries)
