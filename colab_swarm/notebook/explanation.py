@@ -75,14 +75,14 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     if isinstance(error, BaseException):
         with suppress(Exception):  # an error class whose __str__ fails
             said = plain(str(error), MAX_CHARS)
-    title = f"{kind.__name__}: {said}" if said else kind.__name__
+    title = ": ".join(filter(None, (kind.__name__, said)))
     for base in kind.__mro__:  # our errors say it; a subclass may inherit its advice
         if found := DOCUMENTED.search(inspect.cleandoc(base.__doc__ or "")):
             return Explanation(title, *(" ".join(part.split()).removesuffix(".") for part in found.groups()))
-    return Explanation(title, *(_known(kind, error, said) or _unknown(error)))
+    return Explanation(title, *_advice(kind, error, said))
 
 
-def _known(kind: type[BaseException], error: object, said: str) -> Advice | None:
+def _advice(kind: type[BaseException], error: object, said: str) -> Advice:
     if "out of memory" in said:
         return MEMORY
     if isinstance(error, ModuleNotFoundError):
@@ -91,7 +91,8 @@ def _known(kind: type[BaseException], error: object, said: str) -> Advice | None
         package = f'"colab-swarm[{extra}]"' if extra else name
         part = f"; it belongs to the extra {extra!r} of colab-swarm" if extra else ""
         return f"{name} is not installed{part}", f"%pip install {package}, then run the cell again"
-    return COMMON.get(getattr(error, "errno", None)) or COMMON.get(kind.__name__)
+    known = COMMON.get(getattr(error, "errno", None)) or COMMON.get(kind.__name__)
+    return known or _unknown(error)
 
 
 def extra_of(module: str) -> str | None:

@@ -60,11 +60,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 msgspec.convert(record.expires_at, Moment)
         except UNDECODABLE as error:
             raise ValueError(f"a voucher is not a record: {error}") from error
-        writers = {record.owner for record in records}
-        if len(writers) < len(records):
-            raise ValueError("a peer vouches twice")
-        if self.key in writers:
-            raise ValueError("the peer vouches for itself")
+        if len({self.key, *(record.owner for record in records)}) <= len(records):
+            raise ValueError("a peer vouches twice, or the peer vouches for itself")
         proven = total(self.run_id, id_of(self.key), self.authority, records)
         if proven != self.given:
             raise ValueError(

@@ -406,7 +406,7 @@ class InteractiveRun:
     def _pass_time(self) -> str:
         simulation, idle = self._simulation, False
         while not self._stopping:
-            began, wait_s = time.monotonic(), None
+            began, wait_s, look_s = time.monotonic(), None, 0.0
             while self._injected:
                 self._act(*self._injected.popleft())
                 idle = False
@@ -418,7 +418,8 @@ class InteractiveRun:
                 if simulation.time > self._until - 1e-6:
                     return "finished"
                 wait_s = max(0.0, began + SLICE_S / max(self.speed, MIN_SPEED) - time.monotonic())
-            if wait_s is None or time.monotonic() - self._looked_at > LOOK_S:
+                look_s = LOOK_S
+            if time.monotonic() - self._looked_at >= look_s:
                 self._look()
             self._wake.wait(wait_s)
             self._wake.clear()
