@@ -370,9 +370,12 @@ class Tunnel:
             passed = sum(used_bytes >= share * quota_bytes for share in WARN_AT)
             if passed > self._warned:
                 self._warned = passed
-                self._notice(
-                    f"tunnel: {used_bytes / 1e6:.0f} MB sent, {used_bytes / quota_bytes:.0%} of the plan's "
-                    f"{quota_bytes / 1e6:.0f} MB a month"
+                self._events.emit(
+                    Notice(
+                        self._loop.time(),
+                        f"tunnel: {used_bytes / 1e6:.0f} MB sent, {used_bytes / quota_bytes:.0%} of the plan's "
+                        f"{quota_bytes / 1e6:.0f} MB a month",
+                    )
                 )
 
     async def _reconnect(self) -> str:
@@ -382,13 +385,14 @@ class Tunnel:
                 return await self._connect()
             except TunnelError as error:
                 logger.info("no tunnel yet: %s", error)
-                self._notice(f"tunnel lost: {error}")
+                self._events.emit(Notice(self._loop.time(), f"tunnel lost: {error}"))
             await asyncio.sleep(back_off_s)
             back_off_s = min(2 * back_off_s, MAX_BACK_OFF_S)
 
     def _set_address(self, address: str | None, lost: str = "") -> None:
         self.address = address
-        self._notice(f"tunnel lost: {lost}" if address is None else f"tunnel open at {address}")
-
-    def _notice(self, text: str) -> None:
-        self._events.emit(Notice(self._loop.time(), text))
+        self._events.emit(
+            Notice(
+                self._loop.time(), f"tunnel lost: {lost}" if address is None else f"tunnel open at {address}"
+            )
+        )
