@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,16 +40,6 @@ def test_topk_loses_accuracy_without_error_feedback() -> None:
     elastic.compressions(report, seeds=1)
     found = report.figures
     assert found["topk_feedback_drop"] < 1 < found["topk_alone_drop"]
-
-
-def test_accuracy_is_drawn_over_beta(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report = BenchReport("elastic", True)
-    for name in [*(f"beta_{beta:g}" for beta in elastic.BETAS), "variance"]:
-        report.add(f"accuracy_mlp_{name}", 90.0)
-        report.add(f"distance_mlp_{name}", 0.1)
-    elastic.plot(report, str(tmp_path / "beta.png"))
-    assert (tmp_path / "beta.png").read_bytes().startswith(b"\x89PNG")
 
 
 needs_root = pytest.mark.skipif(elastic.missing() is not None, reason=str(elastic.missing()))
