@@ -1,8 +1,8 @@
 """Reproduce every performance claim: ``python -m colab_swarm.bench NAME``.
 
-`python -m colab_swarm.bench all` (or `make bench`) runs every benchmark. `--quick` takes under a minute each and is
-rougher, `--json FILE` writes the figures, `--plot PNG` draws those that the papers draw, and `averaging --vs hivemind
---python PATH` compares with hivemind in an environment of its own.
+`all` (or `make bench`) runs every benchmark. `--quick` takes under a minute each and is rougher, `--json FILE` writes
+the figures, `--plot PNG` draws those that the papers draw, and `averaging --vs hivemind --python PATH` compares with
+hivemind in an environment of its own.
 
 The figures below are from two cores of a shared virtual machine, over loopback, with encryption.
 Those of hivemind are of version 1.1.12 on the same kind of machine, those of a paper as published.

@@ -213,11 +213,6 @@ BATCH, BEST = 64, 4
 PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
 
 
-def _directory(peer: CallPeer, dht: DHT) -> Directory:
-    services = RunServices(cast(Peers, peer), dht, EventLog(), random.Random(peer.name), "bench")
-    return Directory(services, DirectorySettings(ttl_s=3600.0))
-
-
 async def _search(directory: Directory, seed: int) -> tuple[float, float]:
     rng = np.random.default_rng(seed)
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
@@ -238,7 +233,10 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
     dhts = found_each_other(peers, rng)
     known = {peer.id: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
     network.linked = lambda one, other: other.id in known[one.id] or one.id in known[other.id]
-    directories = [_directory(peer, dht) for peer, dht in zip(peers, dhts, strict=True)]
+    directories = []
+    for peer, dht in zip(peers, dhts, strict=True):
+        services = RunServices(cast(Peers, peer), dht, EventLog(), random.Random(peer.name), "bench")
+        directories.append(Directory(services, DirectorySettings(ttl_s=3600.0)))
     uids, hosts = [GRID.uid(index) for index in GRID], min(HOSTS, size // 2)
     share = -(-len(uids) // hosts)
     for_host = [dict.fromkeys(uids[i * share : (i + 1) * share], ((1024,), 0)) for i in range(hosts)]

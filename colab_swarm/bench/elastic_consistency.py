@@ -29,7 +29,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate, count, pairwise
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter, Recent
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
-from colab_swarm.workunits.job import Array, Job
+from colab_swarm.workunits.job import Array
 
 NOTICED_S = 0.5
 Gradient = Callable[[int, int, Floats], Floats]  # (peer, step, parameters) -> gradient
@@ -272,7 +272,8 @@ class ConsistencyTask:
     """Digits as gradients over one flat vector, the last layer first."""
 
     def __init__(self, seed: int, model: Model = "mlp") -> None:
-        job, self._train, self._test = _load(model)
+        job = classification_job(model=model)
+        self._train, self._test = tensors(job.data()), tensors(job.validation())
         self._model, self._seed = job.with_plan(seed=seed).first_model(), seed
         self._parameters = list(self._model.parameters())[::-1]
         self.start: Floats = parameters_to_vector(self._parameters).detach().numpy()
@@ -292,12 +293,6 @@ class ConsistencyTask:
         vector_to_parameters(torch.from_numpy(parameters), self._parameters)
         guesses = [self._model.eval()(part).argmax(1) for part in torch.split(inputs, 1000)]
         return 100 * float((torch.cat(guesses) == labels).float().mean())
-
-
-@lru_cache(maxsize=1)
-def _load(model: Model) -> tuple[Job, Part, Part]:
-    job = classification_job(model=model)
-    return job, tensors(job.data()), tensors(job.validation())
 
 
 def tensors(part: Sequence[Array]) -> Part:

@@ -275,7 +275,7 @@ async def _serve(
 
 DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
 BATCH, LR = 4, 1e-3
-TEST_SAMPLES = 360
+TEST_SAMPLES = 360  # the first ones
 
 
 @dataclass(frozen=True)
@@ -294,15 +294,6 @@ class ConvergenceScene:
 DELAYS = {"low": (16, 0.1, 0.0), "failures": (16, 0.1, 0.1), "high": (64, 1.0, 0.0)}
 """Trainers, mean delay of a batch in seconds, and share of calls that fail."""
 MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8), "e1024": (32, 32)}
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    """Return all digits, shuffled always the same way; the first `TEST_SAMPLES` are for tests."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
 
 
 class Experts:
@@ -377,10 +368,15 @@ class Mixing:
 
 class ConvergenceEmulation:
     def __init__(self, scene: ConvergenceScene, seed: int) -> None:
+        from sklearn.datasets import load_digits
+
         torch.manual_seed(seed)
         self._scene, self._rng = scene, random.Random(seed)
         self._chance = torch.Generator().manual_seed(seed)
-        self._inputs, self._labels = digits()
+        pixels, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # always the same
+        self._inputs = torch.tensor(pixels, dtype=torch.float32)[order] / 16
+        self._labels = torch.tensor(labels)[order]
         self._trunk, self._experts = Trunk(scene.sides), math.prod(scene.sides)
         self._trunk.gates.requires_grad_(not scene.faithful)
         self._layers = [Experts(self._experts) for _ in self._trunk.gates]

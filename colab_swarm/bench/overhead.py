@@ -382,26 +382,22 @@ class Watched:
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Show so many views; return the kernel's growth in MB and a view's processor seconds."""
+        from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
+
         gc.collect()
         before, began, pretending_s = memory_mib(*OWN_MEMORY), time.process_time(), 0.0
         for _ in range(times):
             since = time.thread_time()
-            self._pretend_round()
+            self._step += 1
+            now, samples, part = time.monotonic(), 4.0 * MEMBERS, (0.1, 0.2)
+            peers = tuple(f"{member:02x}" * 32 for member in range(MEMBERS))
+            members = tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers)
+            received = peers, samples, 0, 0, 1000, 1000, 0.5
+            event = RoundFinished(now, self._step, MEMBERS, *received, averaging_s=0.3, members=members)
+            self._swarm.events.emit(event)
+            self._swarm.events.emit(StepFinished(now, self._step, samples, 1 + 1 / self._step))
             pretending_s += time.thread_time() - since
             self.panel.refresh()
         spent_s = time.process_time() - began - pretending_s
         gc.collect()
         return (memory_mib(*OWN_MEMORY) - before) * 1024**2 / 1e6, spent_s / times
-
-    def _pretend_round(self) -> None:
-        from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
-
-        self._step += 1
-        now, samples, part = time.monotonic(), 4.0 * MEMBERS, (0.1, 0.2)
-        peers = tuple(f"{member:02x}" * 32 for member in range(MEMBERS))
-        members = tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers)
-        round_finished = RoundFinished(
-            now, self._step, MEMBERS, peers, samples, 0, 0, 1000, 1000, 0.5, averaging_s=0.3, members=members
-        )
-        self._swarm.events.emit(round_finished)
-        self._swarm.events.emit(StepFinished(now, self._step, samples, 1 + 1 / self._step))

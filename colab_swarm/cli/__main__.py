@@ -32,6 +32,7 @@ SIZES = ("tiny", "base", "large", "xlarge")
 STATUS_EVERY_S = 5.0
 LOOK_S = 0.2
 DEMO_S = 600.0  # time limit
+DEMO_SHOWS = ("training", "step", "state", "finished", "ended")
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
 
 
@@ -98,9 +99,12 @@ def _report(options: Options, event: str, text: str = "", /, **facts: Any) -> No
     if options.json_lines:
         print(json.dumps({"event": event, **facts}), flush=True)
         return
-    shown = {name: f"{fact:.4g}" if isinstance(fact, float) else fact for name, fact in facts.items()}
-    known = (f"{name} {fact}" for name, fact in shown.items() if fact is not None)
-    print(text or f"{event:>9}  {'  '.join(known)}", flush=True)
+    print(text or f"{event:>9}  {_shown(facts)}", flush=True)
+
+
+def _shown(facts: dict[str, Any]) -> str:
+    rounded = {name: f"{fact:.4g}" if isinstance(fact, float) else fact for name, fact in facts.items()}
+    return "  ".join(f"{name} {fact}" for name, fact in rounded.items() if fact is not None)
 
 
 def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
@@ -178,31 +182,18 @@ def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
     digests: dict[str, str] = {}
     while not digests.keys() >= set(SURVIVORS):
         name, event = children.next_event()
-        if text := _describe(event):
-            print(f"{name:>9}  {text}", flush=True)
-        if event["event"] == "finished":
+        kind = event.pop("event")
+        if kind in DEMO_SHOWS:
+            print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
+        if kind == "finished":
             digests[name] = event["parameters"]
-        if event["event"] == "step" and event["step"] >= steps // 2 and "dave" not in children.by_name:
+        if kind == "step" and event["step"] >= steps // 2 and "dave" not in children.by_name:
             children.by_name["carol"].process.kill()
             children.start_peer("dave", *trainer)
             print("    --- carol is killed, dave joins ---", flush=True)
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")
     print(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}", flush=True)
-
-
-def _describe(event: dict[str, Any]) -> str | None:
-    match event["event"]:
-        case "step":
-            loss = "" if event["loss"] is None else f"loss {event['loss']:.3f}"
-            speed = f"{event['samples']:.0f} samples, swarm {event['swarm_samples_per_s']:.0f}/s"
-            return f"step {event['step']:>3}  {loss}  {speed}"
-        case "state":
-            size = f"{event['bytes'] / 1e6:.1f} MB from {event['donors']} donors"
-            return f"received the state of step {event['step']}: {size}"
-        case "training" | "finished" | "ended" as kind:
-            return str(kind)
-    return None
 
 
 def _bench(options: Options) -> None:

@@ -222,8 +222,9 @@ class ExpertHost:
         lost = [uid for uid in rivals if self.experts.pop(uid, None)]
         for uid in lost:
             self._server.remove(uid)
-            text = f"no longer hosting {uid}: another peer claimed it earlier"
-            self._services.events.emit(Notice(_now(), text))
+            self._services.events.emit(
+                Notice(_now(), f"no longer hosting {uid}: another peer claimed it earlier")
+            )
         if lost:
             await self._directory.withdraw(self.grid, lost)
         experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}

@@ -144,8 +144,7 @@ async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
     for warn_at in (clock.leaves_at - WARN_BEFORE_S, clock.leaves_at):
         await asyncio.sleep(warn_at - loop.time())
         left_s = max(0.0, clock.began_at + clock.limit_s - loop.time())
-        text = f"this session ends in {left_s / 60:.0f} min: {clock.reason}"
-        events.emit(Notice(loop.time(), text))
+        events.emit(Notice(loop.time(), f"this session ends in {left_s / 60:.0f} min: {clock.reason}"))
 
 
 def session_age_s(proc: Path = Path("/proc")) -> float:

@@ -58,25 +58,8 @@ costs 0.2 s, or a round trip if that is longer.
         simulation.run(train)                    # train(swarm) is an ordinary function, run for each peer
 
 Peers are called alice, bob, carol, dave, erin, frank, grace, heidi. With `churn=ChurnProfile(mean_session_s,
-mean_absence_s)` they come and go. Tests use `SimNetwork` and `run_virtual` directly:
-
-    async def main() -> None:
-        network = SimNetwork(HOME, seed=1)
-        alice, bob = network.peer("alice"), network.peer("bob")
-        network.introduce()
-        network.at(12.0).crash("bob")
-
-    run_virtual(main())
-
-## Modules
-
-| what | module |
-|---|---|
-| virtual time, threads that take turns | `colab_swarm.sim.runtime` |
-| the network, its peers, their connections and scripted faults | `colab_swarm.sim.network` |
-| profiles of networks and of churn | `colab_swarm.sim.profiles` |
-| preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.workunits.preemption` |
-| `cs.simulate`, interactive runs | `colab_swarm.swarm.simulation` |
+mean_absence_s)` they come and go. Tests use `SimNetwork` (`colab_swarm.sim.network`) and `run_virtual`
+(`colab_swarm.sim.runtime`) directly.
 
 ## Limits
 

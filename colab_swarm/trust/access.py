@@ -136,13 +136,18 @@ class RunMember:
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
                 why = self._words_of(error)
                 reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
-                text = f"membership ends in {max(0.0, left_s) / 3600:.1f} h: {reason}"
-                self._events.emit(Notice(self._loop.time(), text))
+                self._events.emit(
+                    Notice(self._loop.time(), f"membership ends in {max(0.0, left_s) / 3600:.1f} h: {reason}")
+                )
             return
         self._absent.forgive("authority")
         self._unaware = set(self._peers.linked())
-        hours = (renewed.expires_at - self._peers.time()) / 3600
-        self._events.emit(Notice(self._loop.time(), f"membership renewed for {hours:.1f} h"))
+        self._events.emit(
+            Notice(
+                self._loop.time(),
+                f"membership renewed for {(renewed.expires_at - self._peers.time()) / 3600:.1f} h",
+            )
+        )
 
     async def _request(self, proof: bytes) -> Membership:
         authority = id_of(self._admission.authority)
@@ -229,8 +234,7 @@ class RevocationWatch:
             logger.warning("%s shares %s", "the DHT" if source is None else short(source), error)
             return
         count = len(set(self._admission.revoked.subjects) - before)
-        text = f"the authority revoked {count} peers or invitations"
-        self._events.emit(Notice(self._loop.time(), text))
+        self._events.emit(Notice(self._loop.time(), f"the authority revoked {count} peers or invitations"))
         self._pass_on(but=source)
 
     async def _store(self) -> None:

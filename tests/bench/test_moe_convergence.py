@@ -1,11 +1,9 @@
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 
 from colab_swarm.bench import moe as bench
-from colab_swarm.bench.harness import BenchReport
 from colab_swarm.bench.moe import DIM, ConvergenceEmulation, ConvergenceScene, Experts
 from colab_swarm.sim import run_virtual
 
@@ -45,11 +43,3 @@ def test_the_published_rules_leave_the_gating_as_it_is(sides: tuple[int, ...], f
     same = [torch.equal(a, b) for a, b in zip(gates, emulation._trunk.gates.parameters(), strict=True)]
     assert all(same) if faithful else not any(same)
     assert not torch.equal(stem, emulation._trunk.stem.weight)
-
-
-def test_the_curves_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    curve = [0.1, 0.5]
-    report = BenchReport("moe-convergence", True, curves={"ffn_low": [curve], "e16_high": [curve, curve]})
-    bench.plot_convergence(report, str(tmp_path / "curves.png"))
-    assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -60,19 +60,14 @@ async def test_a_restarted_peer_answers_again() -> None:
     assert await alice.call(bob.id, Ask(3), Tell, timeout_s=5) == Tell(6)
 
 
-async def test_a_crashed_name_comes_back_as_a_new_process_with_the_same_identity() -> None:
-    network, _, bob = pair()
+async def test_a_crashed_peers_own_calls_fail_and_its_name_comes_back_as_a_new_process() -> None:
+    network, alice, bob = pair()
     with pytest.raises(ValueError, match="already up"):
-        network.peer("bob")
-    network.now().crash("bob")
-    assert network.peer("bob").id == bob.id
-
-
-async def test_a_crashed_peers_own_calls_fail() -> None:
+        network.peer("alice")
+    network.now().crash("alice")
     with pytest.raises(PeerLost, match="alice is down"):
-        network, alice, bob = pair()
-        network.now().crash("alice")
         await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+    assert network.peer("alice").id == alice.id
 
 
 async def test_a_partition_is_silence_and_its_messages_arrive_when_it_heals() -> None:
