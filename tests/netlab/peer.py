@@ -76,11 +76,11 @@ async def send(node: Node, peer: PeerId, size: int) -> dict[str, Any]:
 
 
 async def path(node: Node, peer: PeerId, way: str, seconds: float) -> dict[str, Any]:
-    """Call the peer, then wait until the link to it runs that way (any if empty): first and last path seen."""
+    """Call the peer, then wait until the link to it runs one of the ways (any if empty): first and last path seen."""
     began_at = time.monotonic()
     await node.call(peer, Echo("hello"), Echo, timeout_s=seconds)
     first, linked_s = str(node.path_to(peer)), time.monotonic() - began_at
-    while (now := node.path_to(peer)) is None or way not in ("", now.way.value):
+    while (now := node.path_to(peer)) is None or (way and now.way.value not in way):
         if time.monotonic() - began_at > seconds:
             break
         await asyncio.sleep(LOOK_EVERY_S)

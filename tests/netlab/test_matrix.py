@@ -26,9 +26,9 @@ def test_two_peers_are_linked_and_a_tensor_passes(pair: tuple[str, str]) -> None
             sent = alice.send(bob, TENSOR_BYTES)
             back = bob.send(alice, TENSOR_BYTES // 16)
         assert met.linked_s < FIRST_LINK_S and sent["intact"] and back["intact"]
-        if met.way == way:
+        if met.way in way:
             break
-    assert met.way == way
+    assert met.way in way
 
 
 @pytest.mark.slow
