@@ -79,7 +79,7 @@ class Trace:
         self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
 
     def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
-        """Return the traces; means of other reducers may lack the ``incomplete``, and only these know why."""
+        """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
         total = sum(member.share for member in self._group.members) or 1.0
         return tuple(
             MemberTrace(
@@ -157,7 +157,8 @@ class AllReduce:
         if me is None:
             raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
-        self.ledger, self.trace, self.began_at = SpanLedger(group, values), Trace(group, now=now), now
+        self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
+        self.began_at = now
         span = group.spans()[me]
         if not collects:
             spare = values[span.start : span.stop]
@@ -171,7 +172,7 @@ class AllReduce:
         self.final = [asyncio.Event() for _ in group.members]
         self.recovering = [asyncio.Lock() for _ in group.members]
         self.lost: set[int] = set()  # reducers, before all of their means arrived
-        self.exchange_s: float | None = None  # until the last of the other reducers was done or lost
+        self.exchange_s: float | None = None  # until the last other reducer was done or lost
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
         self._encoding = encoding = encoding or UploadEncoding()

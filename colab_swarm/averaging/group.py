@@ -170,7 +170,7 @@ class Joined(Message, frozen=True):
 
 
 class JoinEta(Message, frozen=True):
-    """Seconds until the called peer joins, None if it declines; ``group``: the step's group, if formed."""
+    """Seconds until the called peer joins, None if it declines, and the step's group, if formed."""
 
     ready_in_s: float | None = None
     group: Group | None = None

@@ -302,7 +302,7 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
 
 @dataclass
 class RoundMeter:
-    """Duration of rounds and failures per second of one peer, as measured; chooses the size of groups. Pure."""
+    """Chooses the size of groups by measured times of rounds and failures per second. Pure."""
 
     overhead_s: float = 0.2  # of finding a group of any size; without failures: no timeouts
     transfer_s: float = 0.8  # in a large group; a member of m moves (m - 1) / m of it
@@ -394,8 +394,8 @@ class MoshpitAverager:
         The result shows the failures of peers, which are never raised.
 
         Args:
-            values: tensor, array or list of real, finite numbers, as many for all; not changed. The mean is
-                of the same kind and shape.
+            values: tensor, array or list of real, finite numbers, as many for all; not changed.
+                The mean is of the same kind and shape.
             weight: 0 (only receive), or between 1e-4 and 1e6.
             group_size: vote for this size; None: for the size that the measurements suggest.
 
@@ -527,7 +527,7 @@ class ArrayAverages:
     async def average(
         self, values: Any, *, weight: float, group_size: int | None, name: str, compression: str = "float32"
     ) -> tuple[Any, MoshpitResult]:
-        """See `MoshpitAverager.average`; raises ValueError too if the name has another ``compression``."""
+        """See `MoshpitAverager.average`; a name keeps its ``compression``, else ValueError."""
         if name not in self._averagers:
             self._averagers[name] = self._make(f"{self._run_id}/average/{name}", compression)
         averager = self._averagers[name]

@@ -31,7 +31,7 @@ class SpanLedger:
         self._placed: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
 
     def chunk(self, reducer: int, index: int) -> Span:
-        """Return the place of chunk ``index`` of a reducer's span; raises ValueError if there is none."""
+        """Return the place of a chunk of a reducer's span; raises ValueError if there is none."""
         if not 0 <= reducer < len(self.chunks) or not 0 <= index < len(self.chunks[reducer]):
             raise ValueError(f"there is no chunk {index} of span {reducer}")
         return self.chunks[reducer][index]
@@ -113,7 +113,7 @@ class SpanReducer:
         return self._finished(chunk)
 
     def drop(self, member: int) -> list[int]:
-        """Expect nothing more of a member that is lost or done; returns the chunks finished by that."""
+        """Expect nothing more of a member; returns the chunks finished by that."""
         self._expected.discard(member)
         return self.finished()
 

@@ -52,7 +52,7 @@ class RecallSpan(Message, frozen=True):
 
 
 async def recover(round_: AllReduce, reducer: int) -> None:
-    """Get the missing chunks of a lost reducer's span, as far as any member can give or recompute them."""
+    """Get the missing chunks of a lost reducer's span, as far as members can give them."""
     count = len(round_.group.members)
     following = [(reducer + step) % count for step in range(1, count)]
     # the live reducers, starting after the lost one

@@ -36,7 +36,7 @@ PRECISION = 1e-7
 
 
 def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None) -> SharePlan:
-    """Return the fastest round, or that of given ``shares``; an unknown bandwidth is taken as the median.
+    """Return the fastest round, or that of given ``shares``; an unknown bandwidth is the median.
 
     Raises ValueError if no peer reduces, or no bandwidth is known.
     """
@@ -52,7 +52,7 @@ class _Loads:
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         terms = tickets[0].terms
-        up, down = encoded_bytes(terms.codec, terms.numel), encoded_bytes(terms.mean_codec, terms.numel)
+        up, down = (encoded_bytes(one, terms.numel) for one in (terms.codec, terms.mean_codec))
         facts = [(ticket.weight > 0, not ticket.assists, ticket.reduces) for ticket in tickets]
         c, w, self._reduces = np.array(facts, np.float64).T
         if not self._reduces.any():
@@ -73,7 +73,7 @@ class _Loads:
         return few if self.seconds(few).max() <= (1 + PRECISION) * self.seconds(shares).max() else shares
 
     def _fill(self) -> Array:
-        """Return the shares of the least time, then the least for all peers that no fixed part binds."""
+        """Return the shares of the least time, then the least for all that no fixed part binds."""
         longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)

@@ -73,7 +73,7 @@ over `torch.distributed` with gloo, unencrypted.
     )
     for batch in batches:
         loss_of(model, batch).backward()      # gradients are sent during the backward pass
-        optimizer.step()                      # continues at 80 % of the norm; the rest is added in the next step
+        optimizer.step()                      # continues at 80 % of the norm; adds the rest in the next step
     swarm.consistency_meter()
 
 `compression="topk:0.01"` or `"onebit"` send fewer bytes. Tutorial 08 shows how much may be missing.

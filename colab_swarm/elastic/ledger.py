@@ -50,7 +50,7 @@ class Late:
 @dataclass(frozen=True)
 class Closed:
     step: int
-    gradients: list[Floats]  # per bucket, what to apply: the mean over peers, with stand-ins and corrections
+    gradients: list[Floats]  # per bucket: the mean over peers, with stand-ins and corrections
     arrived: dict[int, dict[int, Floats]]  # buckets of this step by peer, including the peer's own
     late: tuple[Late, ...]  # buckets of earlier steps that arrived during this one, corrected here
     missing: frozenset[Missing]  # (peer, step, bucket) still owed by peers that are not lost
@@ -71,12 +71,12 @@ class GradientLedger:
         # By (peer, step) of open steps: buckets, and the squared norm of all of them.
         self._gradients: dict[tuple[int, int], dict[int, Floats]] = defaultdict(dict)
         self._squares: dict[tuple[int, int], float] = defaultdict(float)
-        self._owed: dict[tuple[int, int], set[int]] = {}  # (peer, step) of closed steps: missing buckets
+        self._owed: dict[tuple[int, int], set[int]] = {}  # (peer, step): missing buckets
         self._stood_in: dict[int, dict[int, Floats]] = {}  # own buckets of closed steps with debts
         self._ready_since = 0.0
 
     def on_own(self, step: int, bucket: int, values: Floats, *, now: float) -> None:
-        """Add a bucket of this peer's gradient, as the others decode it: all peers apply the same values.
+        """Add a bucket of this peer's gradient, as the others decode it: all apply the same.
 
         Raises `ValueError` if the step is not open, or the bucket unknown or a duplicate.
         """
@@ -229,7 +229,7 @@ class _View:
 
 
 class Meter:
-    """A peer's own distance: exact, but for residuals, once everything missing has arrived. Estimates M and sigma.
+    """A peer's own distance, exact but for residuals once everything has arrived, and M and sigma.
 
     Only the norms of residuals are known; they count as if all had the same direction. What a lost
     peer still owed no longer counts.

@@ -52,7 +52,7 @@ class Buckets:
         self, parameters: Sequence[torch.Tensor], *, most: int, on_full: Callable[[int, Floats], None]
     ) -> None:
         self._on_full = on_full
-        self._lock = threading.Lock()  # a model on several devices gets gradients on several threads
+        self._lock = threading.Lock()  # gradients of several devices come on several threads
         ends = list(accumulate(parameter.numel() for parameter in reversed(parameters)))
         numel = ends.pop()
         self._starts = dict(zip(reversed(parameters), [0, *ends], strict=True))
@@ -186,7 +186,7 @@ class ElasticOptimizer(WrappedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float = 0.0
     ) -> ElasticStep:
-        """Wait until the scheduler lets this member continue, apply what has arrived, and zero the gradients.
+        """Wait until the scheduler lets this member continue, apply what arrived, zero the gradients.
 
         An interrupt leaves the step open: call `step` again, without another ``backward()``. Only a
         simulation uses ``samples``, for the time of the next batch. No ``closure`` is supported.
@@ -255,7 +255,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares), arrived, payload)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and what this member owes: residuals and late corrections."""
+        """Return the wrapped optimizer's state, and what this member owes: residuals, corrections."""
         corrections = torch.from_numpy(self._runtime.call(self._corrections()))
         residual = {} if self._feedback is None else self._feedback.state_dict()
         return {"optimizer": self._inner.state_dict(), "corrections": corrections, **residual}

@@ -214,7 +214,7 @@ GAIN = 0.05  # change of beta after a step whose squared distance is off by the 
 MARGIN = 0.7
 """Mean squared distance to aim at, as a share of the target's square, so that averages of few steps stay below it."""
 MOST = 2.0
-"""Limit of the integrated beta. Beyond 1, it makes many steps wait after one with a large distance."""
+"""Limit of the integrated beta. Beyond 1, many steps wait after one with a large distance."""
 
 
 @dataclass(eq=False)

@@ -71,7 +71,7 @@ class ElasticStep:
 
     @property
     def passed(self) -> bool:
-        """Whether the inconsistency is above its bound by more than the uncertainty of a mean over few steps."""
+        """Whether the inconsistency is above its bound, beyond the uncertainty of few steps."""
         return self.bound is not None and self.inconsistency > EXCESS * self.bound > 0
 
 
@@ -101,7 +101,7 @@ logger = logging.getLogger(__name__)
 
 
 class PieceExchange(ABC):
-    """One member's connections to the others; ``names`` are those of all. Used on the runtime's loop."""
+    """One member's connections to the others, on the runtime's loop; ``names`` are all members'."""
 
     steps: "ElasticSteps"
 
@@ -121,7 +121,7 @@ class PieceExchange(ABC):
         """Queue a bucket for all other members. The payload must not change any more."""
 
     def lose(self, index: int, reason: str) -> None:
-        """Exchange nothing more with a member, which left, was lost or sent what no honest one would."""
+        """Exchange nothing more with a member that left, was lost or was not honest."""
         if index not in self.lost:
             self.lost[index] = reason
             now = asyncio.get_running_loop().time()

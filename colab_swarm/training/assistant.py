@@ -33,7 +33,7 @@ MAX_COLLABORATIONS = 16
 MAX_ROUNDS = 4  # of one collaboration at once
 UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4
-"""The vectors of this round and of the last, with a reserve; a model too large for that is refused."""
+"""This round's and the last one's, with a reserve; a model too large for that is refused."""
 MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 

@@ -156,7 +156,7 @@ class Collaboration:
     def _period_s(self) -> float:
         if self._called is not None:  # the round is forming
             return 5.0
-        eta_s = self.progress.seconds_to_batch(loop_now())  # infinite: no peer has reported a speed yet
+        eta_s = self.progress.seconds_to_batch(loop_now())  # infinite: no speed is known yet
         return 1.0 if eta_s == math.inf else min(max(eta_s / 4, 0.25), MAX_REPORT_S)
 
     async def _exchange(self) -> None:
@@ -188,7 +188,7 @@ class Collaboration:
             self._moved.set()
 
     async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
-        """Count a micro-batch and return what to do next; ``dropped`` says why its gradient does not count."""
+        """Count a micro-batch and return what to do next; ``dropped``: why it does not count."""
         if self.services.pace is not None:
             await asyncio.sleep(self.services.pace(samples))
         await self.on_gate()

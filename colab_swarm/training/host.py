@@ -128,7 +128,7 @@ class HostOptimizer:
         if dist.get_rank() == LEAD:
             try:
                 result, lead = act(), self._leading()
-                # Tensor versions show updates between the swarm's steps or after them, the lineage all others.
+                # Tensor versions show updates between the swarm's steps, the lineage all others.
                 version = (lead.lineage, [parameter._version for parameter in self._parameters])
                 own = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
                 self._sent = version

@@ -23,7 +23,7 @@ class _Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(w, group) for group in self.param_groups for w in group["params"] if w.grad is not None]
+        work = [(w, one) for one in self.param_groups for w in one["params"] if w.grad is not None]
         if any(weight.grad.is_sparse for weight, _ in work):
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding"

@@ -122,7 +122,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @property
     def lineage(self) -> bytes:
-        """Digest chain that names the branch of the parameters: equal lineages mean equal parameters."""
+        """Digest chain of the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
 
     @torch.no_grad()
@@ -239,7 +239,7 @@ class SwarmOptimizer(WrappedOptimizer):
         await self.collaboration.stop()
 
     def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the trainer's next call hand over, close and raise ``why``; close an idle one instead."""
+        """Let the trainer's next call hand over, close and raise ``why``."""
         self._why, self._hand_over_s = why, hand_over_s
 
     def _save_progress(self) -> None:

@@ -237,8 +237,9 @@ class Progress:
             return Branch(self.own.step, self.own.lineage, frozenset())
         active = [r for r in trainers.values() if not r.absent] or list(trainers.values())
         voters = [r for r in active if r.reduces] or active
-        step = statistics.median_high(r.step for r in voters)  # the highest that half of them have reached
-        lineage = statistics.mode(r.lineage for r in voters if r.step == step)  # the first of equals
+        # The highest step that half of them have reached; of equal lineages the first.
+        step = statistics.median_high(r.step for r in voters)
+        lineage = statistics.mode(r.lineage for r in voters if r.step == step)
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
         return Branch(step, lineage, frozenset(on_it))
 
@@ -264,7 +265,7 @@ class Progress:
 
     def samples(self, now: float) -> float:
         """Return the samples of all peers on the own branch for the next step."""
-        own, others = self.own, list(self._others.items())  # a copy: panels call this from another thread
+        own, others = self.own, list(self._others.items())  # a copy: panels call this too
         return sum(
             (
                 r.samples

@@ -204,8 +204,8 @@ class WrappedOptimizer(Optimizer):
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters that the optimizer trains, in order; raises ValueError if there are none."""
-    found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    """Return the optimizer's trained parameters, in order; raises ValueError without any."""
+    found = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not found:
         raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
     return found
@@ -300,7 +300,7 @@ class Gradients:
     def add(self, samples: float, loss: float | None) -> str | None:
         """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped."""
         gradients = [p.grad for p in self._replica.model if p.grad is not None and p.grad.numel()]
-        largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # it shows a NaN or an infinity
+        largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # shows NaN and infinity
         finite = bool(largest.isfinite())
         for parameter, part in parts(self._replica.model, self._sum) if finite else ():
             if parameter.grad is not None:

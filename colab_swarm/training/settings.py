@@ -114,7 +114,7 @@ ROUNDS = 4  # number of rounds before their best counts: a single round may have
 
 
 class LinkBandwidth:
-    """Measured bandwidth of a peer's links in both directions, within its budget, from links and from rounds.
+    """Bandwidth of a peer in both directions within its budget, as links and rounds measured it.
 
     Rounds are often shorter than the second over which links measure. The best one counts for long.
     """
