@@ -24,6 +24,12 @@ SwarmError
 """
 
 
+def require(condition: object, problem: str, kind: type[Exception] = ValueError) -> None:
+    """Raise ``kind(problem)`` unless ``condition`` is true."""
+    if not condition:
+        raise kind(problem)
+
+
 class SwarmError(Exception):
     """Any error of this package that is not a plain ValueError or TypeError of the caller.
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
@@ -139,13 +139,19 @@ class Group(Message, frozen=True):
     def check(self) -> None:
         """Raise ValueError if no honest organizer would form this group."""
         ids = [member.id for member in self.members]
-        if len(self.round_id) != 16 or ids != sorted(set(ids)):
-            raise ValueError("a group needs a round id of 16 bytes and members sorted by id")
+        require(
+            len(self.round_id) == 16 and ids == sorted(set(ids)),
+            "a group needs a round id of 16 bytes and members sorted by id",
+        )
         Precision(self.terms.codec), Precision(self.terms.mean_codec)
-        if not all(valid_weight(member.weight) for member in self.members):
-            raise ValueError("a member has a weight that is negative, not finite or too large")
-        if len(self.explanation) > MAX_TEXT or not self.explanation.isprintable():
-            raise ValueError("a group's explanation is too long or not printable")
+        require(
+            all(valid_weight(member.weight) for member in self.members),
+            "a member has a weight that is negative, not finite or too large",
+        )
+        require(
+            len(self.explanation) <= MAX_TEXT and self.explanation.isprintable(),
+            "a group's explanation is too long or not printable",
+        )
         self.spans()
 
 
@@ -268,8 +274,7 @@ class GroupFormation:
         if len(joined) < (self.settings.size or 0):
             raise ValueError(f"{len(joined)} of {self.settings.size} peers have joined")
         trainers = [entry for entry in joined if not entry[1][0].assists]
-        if not trainers:
-            raise ValueError("no trainer has joined")
+        require(trainers, "no trainer has joined")
         if len(trainers) == 1:
             joined, plan = trainers, SharePlan((1.0,))
         else:

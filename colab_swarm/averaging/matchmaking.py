@@ -29,7 +29,7 @@ from colab_swarm.averaging.group import (
     valid_weight,
 )
 from colab_swarm.averaging.strategy import adaptive_shares
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId, Peers, Refusal, Role, Stream, short
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,7 @@ class PrefixRouter:
         if self.assistant is not None and prefix in self._handlers.get(kind, {}):
             self.assistant[1](prefix)
         handlers = self._handlers.setdefault(kind, {})
-        if prefix in handlers:
-            raise ValueError(f"this peer takes part in {prefix!r} already: close that first")
+        require(prefix not in handlers, f"this peer takes part in {prefix!r} already: close that first")
         handlers[prefix] = handler
         return len(handlers) == 1
 

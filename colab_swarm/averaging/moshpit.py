@@ -48,7 +48,7 @@ from colab_swarm.averaging.group import (
 from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now, wait_until
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Message, PeerId, short
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
@@ -403,14 +403,16 @@ class MoshpitAverager:
         already.
         """
         flat, restore = flatten(values)
-        if not np.isfinite(flat).all():
-            raise ValueError("values must be finite: there is a NaN, or a value beyond float32")
-        if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-            raise ValueError(f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+        require(np.isfinite(flat).all(), "values must be finite: there is a NaN, or a value beyond float32")
+        require(
+            weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT,
+            f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
+        )
         if group_size is not None and group_size < 2:
             raise ValueError(f"group_size={group_size}: a group has 2 members or more")
-        if self._busy:
-            raise RuntimeError("this peer is averaging these values already: wait for that to end")
+        require(
+            not self._busy, "this peer is averaging these values already: wait for that to end", RuntimeError
+        )
         begun, self._busy = loop_now(), True
         schema = hashlib.sha256(f"{len(flat)} {self.codec}".encode()).digest()[:8]
         try:
@@ -478,8 +480,10 @@ def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
         flat = values.detach().to("cpu", torch.float32).flatten().numpy()
         return flat, lambda mean: torch.from_numpy(mean).reshape(values.shape).to(values)
     array = np.asarray(values)
-    if array.dtype.kind not in "fiub":
-        raise ValueError(f"{array.dtype} cannot be averaged: pass an array or tensor of real numbers")
+    require(
+        array.dtype.kind in "fiub",
+        f"{array.dtype} cannot be averaged: pass an array or tensor of real numbers",
+    )
     kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float32)
     return array.astype(np.float32).ravel(), lambda mean: mean.reshape(array.shape).astype(kind)
 
@@ -531,10 +535,10 @@ class ArrayAverages:
         if name not in self._averagers:
             self._averagers[name] = self._make(f"{self._run_id}/average/{name}", compression)
         averager = self._averagers[name]
-        if averager.codec != compression:
-            raise ValueError(
-                f"{name!r} is averaged as {averager.codec} here: choose another name for {compression}"
-            )
+        require(
+            averager.codec == compression,
+            f"{name!r} is averaged as {averager.codec} here: choose another name for {compression}",
+        )
         return await averager.average(values, weight=weight, group_size=group_size)
 
     async def close(self) -> None:

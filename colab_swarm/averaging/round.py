@@ -31,7 +31,7 @@ from colab_swarm.averaging.exchange import (
 from colab_swarm.averaging.group import Group, RoundRefused, Span
 from colab_swarm.averaging.matchmaking import loop_now, wait_until
 from colab_swarm.averaging.reducer import SpanReducer
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import PeerError, require
 from colab_swarm.events import EventLog, MemberTrace, RoundFinished
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
@@ -75,8 +75,7 @@ async def recover(round_: AllReduce, reducer: int) -> None:
 
 async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
     """Answer a `RecallSpan`; raises ValueError if it names a span or chunks that do not exist."""
-    if not 0 <= opening.reducer < len(round_.group.members):
-        raise ValueError(f"there is no span {opening.reducer}")
+    require(0 <= opening.reducer < len(round_.group.members), f"there is no span {opening.reducer}")
     for index in opening.wanted:
         round_.ledger.chunk(opening.reducer, index)
     if opening.contributions:
@@ -161,13 +160,11 @@ async def _receive(
     async with asyncio.timeout(REDUCER_PATIENCE * round_.settings.patience_s):
         message, payload = await stream.receive(Chunk)
     round_.received_bytes += len(payload)
-    if message.index != index:
-        raise ValueError(f"received chunk {message.index}, expected {index}")
+    require(message.index == index, f"received chunk {message.index}, expected {index}")
     if not len(payload):
         return message, None
     values = codec_of("float32").decode(payload, round_.ledger.chunk(reducer, index).numel)
-    if not all_finite(values):
-        raise ValueError(f"chunk {index} has values that are not finite")
+    require(all_finite(values), f"chunk {index} has values that are not finite")
     return message, values
 
 
@@ -351,8 +348,7 @@ class Averager:
         """Enter the round as ``(round, place of the peer)``; waits: others may get the group first."""
         deadline = loop_now() + self._settings.patience_s
         while round_id not in self._rounds:
-            if loop_now() >= deadline:
-                raise Refusal("no such round here")
+            require(loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)
         exchange = self._rounds[round_id]
         member = exchange.group.index_of(peer)
@@ -371,8 +367,11 @@ class Averager:
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:
             async with self._round_for(opening.round_id, stream.peer) as (exchange, member), stream:
-                if exchange.member(member).weight and self._peers.role_of(stream.peer) < Role.WORKER:
-                    raise Refusal("only a worker may contribute: ask for another invitation")
+                require(
+                    not exchange.member(member).weight or self._peers.role_of(stream.peer) >= Role.WORKER,
+                    "only a worker may contribute: ask for another invitation",
+                    Refusal,
+                )
                 await exchange.serve(stream, member)
         except (PeerError, TimeoutError) as error:
             logger.debug("contribution ended: %s", error)

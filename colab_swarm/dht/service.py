@@ -32,9 +32,9 @@ from colab_swarm.dht.records import (
     owner_of,
 )
 from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
-from colab_swarm.errors import CallRefused, PeerError
+from colab_swarm.errors import CallRefused, PeerError, require
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Role, refuse_if, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Refusal, Role, short
 from colab_swarm.runtime import PauseGate
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
@@ -375,7 +375,9 @@ class DHT:
         return FoundNear(self._nearest_for(caller, message.key, message.asker), records)
 
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
-        refuse_if(len(message.key) != ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(message.key)}")
+        require(
+            len(message.key) == ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(message.key)}", Refusal
+        )
         relays = 0 if self._nearest_to(message.key) else min(message.relays, MAX_RELAYS)
         async for answer in self._fetch(message.key, relays=relays, width=RELAY_WIDTH):
             if answer.records:
@@ -387,8 +389,8 @@ class DHT:
         return Stored(await self._put(self._storage, message.key, message.records), contacts)
 
     def _nearest_for(self, caller: PeerId, target: bytes, asker: Contact) -> tuple[Contact, ...]:
-        refuse_if(len(target) != ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(target)}")
-        refuse_if(asker.id != caller, "the asker's contact is not its own")
+        require(len(target) == ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(target)}", Refusal)
+        require(asker.id == caller, "the asker's contact is not its own", Refusal)
         if is_sound(asker):
             self._peers.learn(asker)
             self._saw(asker)

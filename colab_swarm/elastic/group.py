@@ -14,7 +14,7 @@ from colab_swarm.averaging.group import GroupFormationSettings, GroupMember, Rou
 from colab_swarm.averaging.matchmaking import loop_now, wait_until
 from colab_swarm.averaging.moshpit import Assembly
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
-from colab_swarm.errors import PeerError, StateError
+from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.training.replica import Replica
@@ -88,12 +88,21 @@ class PeerExchange(PieceExchange):
             await self._converse(index, stream)
 
     async def serve(self, opening: ElasticLink, stream: Stream) -> None:
-        if opening != self.opening or stream.peer not in opening.members:
-            raise Refusal("this peer trains in another group: restart all peers")
+        require(
+            opening == self.opening and stream.peer in opening.members,
+            "this peer trains in another group: restart all peers",
+            Refusal,
+        )
         await self._begun.wait()
         index = opening.members.index(stream.peer)
-        if index == self.me or self._opens(index) or index in self._streams or index in self.lost:
-            raise Refusal("there is, or was, a stream already")
+        require(
+            index != self.me
+            and (not self._opens(index))
+            and (index not in self._streams)
+            and (index not in self.lost),
+            "there is, or was, a stream already",
+            Refusal,
+        )
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

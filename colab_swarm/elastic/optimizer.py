@@ -23,7 +23,7 @@ from colab_swarm.elastic.steps import (
     Piece,
     PieceExchange,
 )
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
@@ -94,10 +94,11 @@ class Buckets:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
-            if parameter not in self._absent:
-                raise RuntimeError(
-                    "the gradients of this step are already being sent: call optimizer.step() after each backward()"
-                )
+            require(
+                parameter in self._absent,
+                "the gradients of this step are already being sent: call optimizer.step() after each backward()",
+                RuntimeError,
+            )
             self._take(parameter, parameter.grad)
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -192,10 +193,11 @@ class ElasticOptimizer(WrappedOptimizer):
         simulation uses ``samples``, for the time of the next batch. No ``closure`` is supported.
         """
         self._refuse_closure(closure)
-        if self._closed:
-            raise RuntimeError(
-                "this optimizer has left its group: create a new one with swarm.elastic_optimizer(…)"
-            )
+        require(
+            not self._closed,
+            "this optimizer has left its group: create a new one with swarm.elastic_optimizer(…)",
+            RuntimeError,
+        )
         if self._steps.finished is None:
             uninterrupted(self._buckets.flush)
             self._runtime.call(self._steps.finish(self._pace(samples) if self._pace else 0.0))
@@ -276,10 +278,11 @@ class ElasticOptimizer(WrappedOptimizer):
         """
         saved = torch.as_tensor(state_dict.get("corrections", ()), dtype=torch.float32)
         corrections: Floats = saved.cpu().numpy().copy()
-        if corrections.shape != (sum(self._buckets.sizes),):
-            raise StateError(
-                f"the state has corrections of shape {corrections.shape}: it belongs to another model"
-            )
+        require(
+            corrections.shape == (sum(self._buckets.sizes),),
+            f"the state has corrections of shape {corrections.shape}: it belongs to another model",
+            StateError,
+        )
         if self._feedback is not None:
             self._feedback = ErrorFeedback(len(corrections), state_dict)
         if self._exchange.me == 0:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from colab_swarm.averaging.group import chunk_values
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Buffer
 from colab_swarm.runtime import Runtime
@@ -49,10 +49,11 @@ def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
     Raises `RuntimeError` if there is no process group, and `ValueError` if there are too few or too
     many ranks, or they have different settings.
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "call torch.distributed.init_process_group(…) first; torchrun sets its environment"
-        )
+    require(
+        dist.is_initialized(),
+        "call torch.distributed.init_process_group(…) first; torchrun sets its environment",
+        RuntimeError,
+    )
     settings, events = ElasticSettings("", dist.get_world_size(), **options), EventLog()
     return ElasticOptimizer(Runtime.shared(), optimizer, settings, partial(_enter_ranks, events), events)
 

@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from colab_swarm.errors import require
+
 RESOLUTION_S = 1e-3
 """Least waiting time. Clocks round: a shorter one could end too early, again and again."""
 
@@ -119,12 +121,13 @@ class NormBounded(Scheduler):
     max_delay = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta={self.beta} is out of range: choose 0 (never wait) to 1 (always wait)")
-        if self.measure not in ("l2", "l0"):
-            raise ValueError(
-                f"measure={self.measure!r} is unknown: choose 'l2' (norm) or 'l0' (count of values)"
-            )
+        require(
+            0 <= self.beta <= 1, f"beta={self.beta} is out of range: choose 0 (never wait) to 1 (always wait)"
+        )
+        require(
+            self.measure in ("l2", "l0"),
+            f"measure={self.measure!r} is unknown: choose 'l2' (norm) or 'l0' (count of values)",
+        )
 
     def _enough(self, status: StepStatus) -> bool:
         own, arrived = status.own_norm, status.norms
@@ -165,8 +168,7 @@ class BoundedStaleness(Scheduler):
     tau: int
 
     def __post_init__(self) -> None:
-        if self.tau < 1:
-            raise ValueError(f"tau={self.tau} allows no delay: choose at least 1, or use Synchronous()")
+        require(self.tau >= 1, f"tau={self.tau} allows no delay: choose at least 1, or use Synchronous()")
 
     @property
     def max_delay(self) -> int:
@@ -188,8 +190,7 @@ class CrashTolerant(Scheduler):
     timeout_s: float  # how long to wait for a peer that is not lost
 
     def __post_init__(self) -> None:
-        if self.f < 1:
-            raise ValueError(f"f={self.f} tolerates nothing: choose at least 1, or use Synchronous()")
+        require(self.f >= 1, f"f={self.f} tolerates nothing: choose at least 1, or use Synchronous()")
         _check_timeout(self.timeout_s)
 
     @property
@@ -206,8 +207,7 @@ class CrashTolerant(Scheduler):
 
 
 def _check_timeout(timeout_s: float) -> None:
-    if not timeout_s >= 0:
-        raise ValueError(f"timeout_s={timeout_s} is invalid: choose seconds, 0 or more")
+    require(timeout_s >= 0, f"timeout_s={timeout_s} is invalid: choose seconds, 0 or more")
 
 
 GAIN = 0.05  # change of beta after a step whose squared distance is off by the square of the target
@@ -234,8 +234,10 @@ class AdaptiveBeta(Scheduler):
     max_delay = 1
 
     def __post_init__(self) -> None:
-        if not self.max_inconsistency > 0:
-            raise ValueError(f"max_inconsistency={self.max_inconsistency} allows no delay: use Synchronous()")
+        require(
+            self.max_inconsistency > 0,
+            f"max_inconsistency={self.max_inconsistency} allows no delay: use Synchronous()",
+        )
 
     @property
     def beta(self) -> float:

@@ -18,6 +18,7 @@ import msgspec
 from colab_swarm.averaging.matchmaking import wait_until
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
+from colab_swarm.errors import require
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
@@ -46,10 +47,8 @@ class ElasticSettings:
     wait_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.peers <= MAX_PEERS:
-            raise ValueError(f"peers={self.peers}: an elastic group has 2 to {MAX_PEERS}")
-        if not self.wait_s > 0:
-            raise ValueError(f"wait_s={self.wait_s}: pass seconds, such as 300")
+        require(2 <= self.peers <= MAX_PEERS, f"peers={self.peers}: an elastic group has 2 to {MAX_PEERS}")
+        require(self.wait_s > 0, f"wait_s={self.wait_s}: pass seconds, such as 300")
         codec_of(self.compression)
 
 
@@ -170,15 +169,13 @@ class ElasticSteps:
     def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
         """Add a received bucket; a member that sends what no honest peer would is dropped."""
         try:
-            if not 0 <= piece.bucket < len(self._sizes):
-                raise ValueError(f"there is no bucket {piece.bucket}")
+            require(0 <= piece.bucket < len(self._sizes), f"there is no bucket {piece.bucket}")
             values = self._codec.decode(payload, self._sizes[piece.bucket])
-            if not all_finite(values):
-                raise ValueError(f"bucket {piece.bucket} of step {piece.step} is not finite")
-            if not self.ledger.on_received(peer, piece.step, piece.bucket, values):
-                raise ValueError(
-                    f"bucket {piece.bucket} of step {piece.step} is not due in step {self.ledger.step}"
-                )
+            require(all_finite(values), f"bucket {piece.bucket} of step {piece.step} is not finite")
+            require(
+                self.ledger.on_received(peer, piece.step, piece.bucket, values),
+                f"bucket {piece.bucket} of step {piece.step} is not due in step {self.ledger.step}",
+            )
         except ValueError as error:
             self._exchange.lose(peer, str(error))
             return
@@ -203,8 +200,11 @@ class ElasticSteps:
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):
-            if self._left:
-                raise RuntimeError("this member has left its group while its step was waiting for the others")
+            require(
+                not self._left,
+                "this member has left its group while its step was waiting for the others",
+                RuntimeError,
+            )
             self._changed.clear()
             seconds = self._scheduler.ask_again_s(status)
             await wait_until(None if seconds is None else self._loop.time() + seconds, self._changed)

@@ -22,7 +22,7 @@ from typing import Annotated, Protocol, Self, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import PeerTimeout, ProtocolError
+from colab_swarm.errors import PeerTimeout, ProtocolError, require
 from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, VisitLimit, is_address
 from colab_swarm.net.noise import Keys
 from colab_swarm.net.peers import (
@@ -35,7 +35,6 @@ from colab_swarm.net.peers import (
     Refusal,
     Role,
     Stream,
-    refuse_if,
     short,
 )
 
@@ -82,10 +81,11 @@ class NodeSettings:
     max_calls_per_link: int = 1024
 
     def __post_init__(self) -> None:
-        if len(self.run_id.encode()) > MAX_RUN_ID_BYTES:
-            raise ValueError(f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes")
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
+        require(
+            len(self.run_id.encode()) <= MAX_RUN_ID_BYTES,
+            f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes",
+        )
+        require(0 <= self.port < 1 << 16, f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
         announce = self.announce or ()
         wrong = [address for address in announce if not is_address(address)]
         if wrong:
@@ -98,8 +98,7 @@ class TokenBucket:
     """Keeps a flow at ``rate_bps`` bits per second on average, with bursts of 0.1 s (64 KiB at least)."""
 
     def __init__(self, rate_bps: float, now: float) -> None:
-        if not rate_bps > 0:
-            raise ValueError(f"rate_bps={rate_bps}: a bandwidth limit must be positive")
+        require(rate_bps > 0, f"rate_bps={rate_bps}: a bandwidth limit must be positive")
         self._bytes_per_s = rate_bps / 8
         self._burst_bytes = max(self._bytes_per_s * BURST_S, MIN_BURST_BYTES)
         self._tokens_bytes = self._burst_bytes
@@ -360,10 +359,11 @@ class SpeedTests:
         peers.serve_stream(MeasureSpeed, self._answer)
 
     async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
-        refuse_if(self._busy, "a speed test with another peer is running: wait a moment")
-        refuse_if(
-            not self._tests.admit(stream.peer, asyncio.get_running_loop().time()),
+        require(not self._busy, "a speed test with another peer is running: wait a moment", Refusal)
+        require(
+            self._tests.admit(stream.peer, asyncio.get_running_loop().time()),
             f"one speed test in {PAUSE_S:g} s: wait a moment",
+            Refusal,
         )
         self._busy = True
         try:

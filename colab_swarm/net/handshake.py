@@ -21,7 +21,15 @@ import msgspec
 from aiohttp import ClientError, web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerUnreachable, ProtocolError, WrongPeer
+from colab_swarm.errors import (
+    NotAdmitted,
+    PeerError,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+    WrongPeer,
+    require,
+)
 from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
@@ -124,8 +132,11 @@ class Introduction:
             hello = msgspec.msgpack.decode(payload, type=Hello)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable hello: {error}") from error
-        if not verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + hash_before):
-            raise ProtocolError("a hello with a wrong signature")
+        require(
+            verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + hash_before),
+            "a hello with a wrong signature",
+            ProtocolError,
+        )
         peer = id_of(hello.public_key)
         if peer == self._identity.id:
             raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")

@@ -17,7 +17,7 @@ from typing import Annotated, Self, TypeAlias
 import aiohttp
 import msgspec
 
-from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError
+from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError, require
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
@@ -205,8 +205,11 @@ class MembershipAdmission:
             raise ProtocolError(f"undecodable revocations: {error}") from error
         if found.version <= self.revoked.version:
             return False
-        if found.run_id != self.run_id or not found.is_signed_by(self.authority):
-            raise ProtocolError("revocations that the authority of this run has not signed")
+        require(
+            found.run_id == self.run_id and found.is_signed_by(self.authority),
+            "revocations that the authority of this run has not signed",
+            ProtocolError,
+        )
         self.revoked, self._revoked_ids = found, frozenset(found.subjects)
         return True
 
@@ -270,8 +273,7 @@ async def whoami(token: str) -> Account | None:
             data = b""
             async for piece in response.content.iter_any():
                 data += piece
-                if len(data) > MAX_ANSWER_BYTES:
-                    raise ValueError("the answer is too long")
+                require(len(data) <= MAX_ANSWER_BYTES, "the answer is too long")
             account = msgspec.json.decode(data, type=Account)
     except (aiohttp.ClientError, ValueError, TimeoutError, *UNDECODABLE) as error:
         raise PeerUnreachable(f"{url} does not answer ({type(error).__name__}): try again later") from error

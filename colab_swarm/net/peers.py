@@ -22,7 +22,7 @@ from typing import Any, Generic, NewType, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from colab_swarm.errors import PeerError, PeerLost, ProtocolError
+from colab_swarm.errors import PeerError, PeerLost, ProtocolError, require
 
 PeerId = NewType("PeerId", bytes)
 """SHA-256 of the peer's Ed25519 public key: 32 bytes."""
@@ -89,12 +89,6 @@ class Refusal(Exception):
     """Raised by a handler to answer a call with ``CallRefused(code="refused", text)``."""
 
 
-def refuse_if(bad: object, text: str) -> None:
-    """Raise `Refusal` with ``text`` if ``bad`` is true."""
-    if bad:
-        raise Refusal(text)
-
-
 class StreamEnded(PeerError):
     """The peer ended its side of the stream; no more items follow."""
 
@@ -146,8 +140,7 @@ class Stream:
             limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
             raise ValueError(f"a stream item of {len(body)} + {len(flat)} bytes is over {limit}")
         while True:
-            if self._sent_end:
-                raise ValueError("send after end")
+            require(not self._sent_end, "send after end")
             if self._fault is not None:
                 raise PeerLost(str(self._fault)) from self._fault
             if not self._link.mux.may_send(self.id):

@@ -17,13 +17,13 @@ from typing import Annotated
 
 import msgspec
 
-from colab_swarm.errors import PeerError, TunnelError
+from colab_swarm.errors import PeerError, TunnelError, require
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net.addresses import VisitLimit, host_of, is_local, may_dial_back
 from colab_swarm.net.carrier import Path
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, refuse_if, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Refusal, short
 from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
@@ -256,10 +256,11 @@ class ReachabilityWatch:
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path = self._node.path_to(peer) or Path()
-        refuse_if(path.remote is None, "no direct link shows your address")
-        refuse_if(
-            not self._dial_backs.admit(peer, self._loop.time()),
+        require(path.remote is not None, "no direct link shows your address", Refusal)
+        require(
+            self._dial_backs.admit(peer, self._loop.time()),
             f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago",
+            Refusal,
         )
         seen = path.seen_host
         tried = [address for address in ask.addresses if may_dial_back(address, seen)][:MAX_PROBED]

@@ -23,13 +23,13 @@ from typing import Annotated
 
 import msgspec
 
-from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
+from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable, require
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import host_of, is_local, is_loopback, relay_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket, Traffic
 from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, refuse_if, short
+from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
 logger = logging.getLogger(__name__)
@@ -130,20 +130,22 @@ class RelayState:
 
     def reserve(self, peer: PeerId) -> None:
         full = peer not in self.places and len(self.places) >= self.quota.places
-        refuse_if(full, f"all {self.quota.places} places are taken")
+        require(not full, f"all {self.quota.places} places are taken", Refusal)
         self.places.add(peer)
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
         quota = self.quota
-        refuse_if(len(self.circuits) >= quota.circuits, f"{quota.circuits} circuits are open here")
+        require(len(self.circuits) < quota.circuits, f"{quota.circuits} circuits are open here", Refusal)
         for peer in (caller, called):
-            refuse_if(
-                sum(peer in one.ends for one in self.circuits) >= quota.circuits_per_peer,
+            require(
+                sum(peer in one.ends for one in self.circuits) < quota.circuits_per_peer,
                 f"{quota.circuits_per_peer} circuits of {short(peer)} are open here",
+                Refusal,
             )
-        refuse_if(
-            sum({caller, called} == {*one.ends} for one in self.circuits) >= CIRCUITS_PER_PAIR,
+        require(
+            sum({caller, called} == {*one.ends} for one in self.circuits) < CIRCUITS_PER_PAIR,
             f"{CIRCUITS_PER_PAIR} circuits between the two are open here",
+            Refusal,
         )
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
@@ -224,9 +226,9 @@ class Relay:
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
-        refuse_if(called in (peer, self._node.id), "a circuit must lead to a third peer")
+        require(called not in (peer, self._node.id), "a circuit must lead to a third peer", Refusal)
         reachable = called in self.state.places or self._node.contact_of(called).direct
-        refuse_if(not reachable, f"{short(called)} holds no place here")
+        require(reachable, f"{short(called)} holds no place here", Refusal)
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
         self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs)))
@@ -389,9 +391,10 @@ class Circuits:
             self._node.linker.require_room()
         except PeerLost as error:
             raise Refusal(str(error)) from error
-        refuse_if(
-            self._accepting.count(relay) >= OFFERS_AT_ONCE,
+        require(
+            self._accepting.count(relay) < OFFERS_AT_ONCE,
             f"{OFFERS_AT_ONCE} of your offers are being accepted: wait",
+            Refusal,
         )
         self._accepting.append(relay)
         self._node.linker.spawn(self._accept(relay, offer))

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import aiohttp
 
 from colab_swarm.credentials import require_secret
-from colab_swarm.errors import TunnelError
+from colab_swarm.errors import TunnelError, require
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.addresses import is_address
 
@@ -105,8 +105,10 @@ class TunnelSettings:
     probe_s: float = 180.0  # between requests to the public address, 20,000 a month are free
 
     def __post_init__(self) -> None:
-        if self.kind not in ("ngrok", "cloudflared"):
-            raise ValueError(f"tunnel={self.kind!r} is unknown: take 'ngrok' or 'cloudflared'")
+        require(
+            self.kind in ("ngrok", "cloudflared"),
+            f"tunnel={self.kind!r} is unknown: take 'ngrok' or 'cloudflared'",
+        )
 
 
 def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:

@@ -39,12 +39,12 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import PeerError, PeerUnreachable
+from colab_swarm.errors import PeerError, PeerUnreachable, require
 from colab_swarm.net.addresses import VisitLimit, ip_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, refuse_if, short
+from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
 from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 
 logger = logging.getLogger(__name__)
@@ -221,9 +221,10 @@ class Upgrades:
         if self._punching.locked():
             await stream.send(Upgrade(busy=True))
             return
-        refuse_if(
-            not self._failures.admit(stream.peer, self._loop.time()),
+        require(
+            self._failures.admit(stream.peer, self._loop.time()),
             f"{TRIES} upgrades failed in the last minute",
+            Refusal,
         )
         try:
             async with self._punching, asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
-from colab_swarm.errors import PeerLost, ProtocolError
+from colab_swarm.errors import PeerLost, ProtocolError, require
 from colab_swarm.net.carrier import HostPort, Receiver
 
 SCRATCH_BYTES = 1 << 19
@@ -222,8 +222,11 @@ class WebSocket(asyncio.BufferedProtocol):
         else:
             self._fragments += body
             self._fragmented = not head.final
-            if len(self._fragments) > MAX_MESSAGE_BYTES:
-                raise ProtocolError("a fragmented WebSocket message is oversized")
+            require(
+                len(self._fragments) <= MAX_MESSAGE_BYTES,
+                "a fragmented WebSocket message is oversized",
+                ProtocolError,
+            )
             if head.final:
                 whole, self._fragments = self._fragments, bytearray()
                 self.receiver.on_message(memoryview(whole))

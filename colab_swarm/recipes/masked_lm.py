@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
+from colab_swarm.errors import require
 from colab_swarm.recipes.batches import (
     IGNORED,
     MIN_WINDOW,
@@ -213,8 +214,7 @@ def albert(
         raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
     shape = SIZES[size]
     length = sequence_length or shape.sequence_length
-    if length > MAX_POSITIONS:
-        raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
+    require(length <= MAX_POSITIONS, f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
     batch_size, checkpointing = _fit_this_machine(batch_size, shape, length)
     if tokenizer is None:
         blocks = TextMix(text, seed=seed).until_read(random.Random(seed))  # in the same order at all peers
@@ -301,8 +301,7 @@ def replies(
     model: nn.Module, tokenizer: "PreTrainedTokenizerFast", question: str, before: Weights | None = None
 ) -> list[Reply]:
     """Return a reply for each gap; ``before`` are the weights that the model had at first."""
-    if MASK not in question:
-        raise ValueError(f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
+    require(MASK in question, f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
     now = fill_mask(model, tokenizer, question)
     then = fill_mask(model, tokenizer, question, weights=before) if before else [[] for _ in now]
     texts = [question] if len(now) == 1 else [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
@@ -327,11 +326,11 @@ def fill_mask(
         raise ValueError(f"there is no {MASK} in the text, or not within {first}: {text[:80]!r}")
     scores = token_logits(call(model, weights, **batch))[0].cpu()[masked].float()
     chances, tokens = scores.softmax(-1).topk(min(top, scores.shape[1]))
-    if not chances.isfinite().all():
-        raise ValueError(
-            "the model's scores are no numbers (NaN): its training has diverged, or so has what it was asked about; go "
-            "back to an earlier checkpoint, and train on with a lower learning rate"
-        )
+    require(
+        chances.isfinite().all(),
+        "the model's scores are no numbers (NaN): its training has diverged, or so has what it was asked about; go "
+        "back to an earlier checkpoint, and train on with a lower learning rate",
+    )
     rows = zip(tokens.tolist(), chances.tolist(), strict=True)
     return [[Guess(tokenizer.decode([t]).strip(), p) for t, p in zip(*row, strict=True)] for row in rows]
 
@@ -359,8 +358,7 @@ def masked_loss(
         for start in range(0, len(tokens) - MIN_WINDOW + 1, size):  # a rest of a few is dropped
             one = tokens[start : start + size]
             samples.append(collate([(one[: len(one) // 2], one[len(one) // 2 :], False)]))
-    if not samples:
-        raise ValueError(f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
+    require(samples, f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
     total = count = 0.0
     for start in range(0, len(samples), batch_size):
         rows = samples[start : start + batch_size]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from colab_swarm.errors import require
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -50,8 +52,7 @@ def open_text(text: TextSource) -> list[Shard]:
         shards = [shard for path in text for shard in open_text(path)]
     else:
         shards = [partial(iter, [block]) for block in pack(map(str, text))]
-    if not shards:
-        raise ValueError(f"there is no text in {text!s:.200}")
+    require(shards, f"there is no text in {text!s:.200}")
     return shards
 
 
@@ -79,8 +80,7 @@ def find_files(name: str) -> list[Path]:
     """Return the files of a path, or of a pattern, which must match one; none for other names."""
     paths = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
     files = [Path(path) for path in paths if Path(path).is_file()]
-    if glob.has_magic(name) and not files:
-        raise ValueError(f"no file matches {name!r}")
+    require(not glob.has_magic(name) or files, f"no file matches {name!r}")
     return files
 
 
@@ -196,8 +196,7 @@ def train_tokenizer(
     # else it warns at every fork after a parallel run
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     pieces = list(itertools.islice(blocks, TRAINING_BLOCKS))
-    if not any(piece.strip() for piece in pieces):
-        raise ValueError("there is no text to train a tokenizer on")
+    require(any(piece.strip() for piece in pieces), "there is no text to train a tokenizer on")
     tokenizer = _with_pipeline(Tokenizer(models.Unigram()), language)
     specials = list(SPECIALS.values())
     trainer = trainers.UnigramTrainer(

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer
+from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer, require
 from colab_swarm.events import EventLog
 from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
 from colab_swarm.net.identity import Identity
@@ -382,8 +382,7 @@ class SimNetwork:
         Raises:
             ValueError: that peer is up.
         """
-        if self.is_up(name):
-            raise ValueError(f"{name} is already up")
+        require(not self.is_up(name), f"{name} is already up")
         host = host_profile or self.profile.hosts[len(self.by_name) % len(self.profile.hosts)]
         peer = SimPeers(self, name, host=host, role=role)
         self.by_name[name] = self.by_id[peer.id] = peer

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import msgspec
 from aiohttp import web
 
-from colab_swarm.errors import JoinError
+from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import Invite
 from colab_swarm.markup import count, text
 from colab_swarm.net.addresses import host_of, reachable_addresses
@@ -125,8 +125,10 @@ def join(address: str = "") -> Swarm:
 def call_board(address: str) -> tuple[str, str]:
     """Return the invitation and the name that the board gives this process; raises as `join`."""
     where = urlsplit(f"http://{address.strip()}")
-    if not (where.hostname and where.path in ("", "/")):
-        raise ValueError(f"{address!r} is not the address of a board: it looks like 192.168.1.10:{PORT}")
+    require(
+        where.hostname and where.path in ("", "/"),
+        f"{address!r} is not the address of a board: it looks like 192.168.1.10:{PORT}",
+    )
     who = f"{uuid.getnode():x}-{os.getpid()}"
     try:
         with urlopen(f"http://{where.netloc}/{quote(who)}", timeout=TIMEOUT_S) as answer:

@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 from colab_swarm.invite import Access
 from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId
 from colab_swarm.notebook.platforms import Platform
@@ -100,11 +100,12 @@ def read_saved(folder: Path) -> SavedPeer | None:
         raise _unusable(folder, error) from error
     except (*UNDECODABLE, TypeError) as error:
         raise damaged(folder) from error
-    if not (folder / "identity.key").exists():
-        raise StateError(
-            f"{folder} has lost its identity.key, so no process can come back as this peer: "
-            "join again with an invitation"
-        )
+    require(
+        (folder / "identity.key").exists(),
+        f"{folder} has lost its identity.key, so no process can come back as this peer: "
+        "join again with an invitation",
+        StateError,
+    )
     return saved
 
 
@@ -141,8 +142,11 @@ class PeerStore:
     def __init__(self, folder: Path) -> None:
         self.folder, self.key_file, self._lock = folder, folder / "identity.key", folder / "in-use.json"
         self._writing, self._closed, self._written = threading.Lock(), False, b""  # none after the end
-        if folder in self._here:
-            raise StateError(f"{folder} is in use by a swarm of this process: leave it first")
+        require(
+            folder not in self._here,
+            f"{folder} is in use by a swarm of this process: leave it first",
+            StateError,
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._reserve()

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
-from colab_swarm.errors import JoinError
+from colab_swarm.errors import JoinError, require
 from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
 from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
@@ -84,8 +84,10 @@ class Simulation(AbstractContextManager["Simulation"]):
         The ``name`` of a crashed peer starts a new process of that peer. ``samples_per_s`` is its
         training speed, that of the others if None. ``listen=False``: it cannot be dialled.
         """
-        if at <= self.time and (name in self.swarms or name in self._arriving):
-            raise ValueError(f"{name} is already online: use another name, or crash it first")
+        require(
+            at > self.time or (name not in self.swarms and name not in self._arriving),
+            f"{name} is already online: use another name, or crash it first",
+        )
         if samples_per_s is not None:
             self._speeds[name] = samples_per_s
         if at <= self.time:
@@ -470,8 +472,7 @@ def simulate(
     ``network`` is lan, home, dedloc16, paper_cloud, or your own profile; ``samples_per_s`` the
     training speed of each peer, in virtual time.
     """
-    if peers < 1:
-        raise ValueError(f"peers={peers}: a swarm needs at least one")
+    require(peers >= 1, f"peers={peers}: a swarm needs at least one")
     profile = PROFILES.get(network) if isinstance(network, str) else network
     if profile is None:
         raise ValueError(f"network={network!r} is unknown: choose one of {', '.join(PROFILES)}")

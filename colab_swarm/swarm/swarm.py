@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.averaging.moshpit import ArrayAverages, MoshpitResult
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
-from colab_swarm.errors import JoinError
+from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -549,8 +549,11 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.services.dht.kill()
 
     def _check(self, *, worker: bool = False) -> None:
-        if self.left:
-            raise RuntimeError("this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back")
+        require(
+            not self.left,
+            "this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back",
+            RuntimeError,
+        )
         if worker and self._role < Role.WORKER:
             role = self._role.name.lower()
             raise PermissionError(f"you joined as a {role}: to train, ask for an invitation as worker")

@@ -25,7 +25,7 @@ from colab_swarm.averaging.matchmaking import Matchmaker, loop_now, wait_until
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import PeerError, PeerTimeout, StateError
+from colab_swarm.errors import PeerError, PeerTimeout, StateError, require
 from colab_swarm.events import (
     BatchDropped,
     Fault,
@@ -521,8 +521,11 @@ class CatchUp:
             step, lineage = step + 1, next_lineage(lineage, mean)
         branch = await self._collaboration.refresh()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)
-        if missed or (branch.step == step and branch.lineage != lineage):
-            raise StateError("the swarm moved on during the download")
+        require(
+            not missed and (branch.step != step or branch.lineage == lineage),
+            "the swarm moved on during the download",
+            StateError,
+        )
         await self._collaboration.adopt(step, lineage)
         return snapshot, means
 

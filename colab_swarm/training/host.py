@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
-from colab_swarm.errors import HostError
+from colab_swarm.errors import HostError, require
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import trained_by
 from colab_swarm.training.state import CheckpointFolder
@@ -71,10 +71,10 @@ class HostOptimizer:
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """See `SwarmOptimizer.wait_step`."""
-        if timeout_s >= self._timeout.total_seconds():
-            raise ValueError(
-                f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less"
-            )
+        require(
+            timeout_s < self._timeout.total_seconds(),
+            f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less",
+        )
         return self._follow_lead(lambda: self._leading().wait_step(timeout_s))
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
@@ -192,8 +192,11 @@ def host_optimizer(
     Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or
     another rank has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
+    require(
+        dist.is_initialized(),
+        "call torch.distributed.init_process_group(…) first; torchrun sets what it needs",
+        RuntimeError,
+    )
     if (swarm is None) is (dist.get_rank() == LEAD):
         raise ValueError("only rank 0 talks to the swarm: give it the swarm, and None to all other ranks")
     chosen = {"target_batch_size": target_batch_size, **settings}

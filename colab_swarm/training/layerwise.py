@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colab_swarm.errors import require
+
 EPS = 1e-8
 
 
@@ -24,10 +26,11 @@ class _Layerwise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [(w, one) for one in self.param_groups for w in one["params"] if w.grad is not None]
-        if any(weight.grad.is_sparse for weight, _ in work):
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding"
-            )
+        require(
+            not any((weight.grad.is_sparse for weight, _ in work)),
+            f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding",
+            RuntimeError,
+        )
         for weight, group in work:
             self._step_tensor(weight, weight.grad, group)
         return loss
@@ -59,10 +62,11 @@ class Lamb(_Layerwise):
         clamp: float = 1e4,
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("clamp", clamp)):
-            if not value >= 0 or math.isinf(value):
-                raise ValueError(f"{name}={value} must be a finite number >= 0")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
+            require(value >= 0 and (not math.isinf(value)), f"{name}={value} must be a finite number >= 0")
+        require(
+            len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+            f"betas={betas} must be two numbers in [0, 1)",
+        )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clamp": clamp}
         super().__init__(params, defaults)
 
@@ -116,10 +120,8 @@ class Lars(_Layerwise):
         clip: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("trust", trust)):
-            if not value >= 0 or math.isinf(value):
-                raise ValueError(f"{name}={value} must be a finite number >= 0")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} must be in [0, 1)")
+            require(value >= 0 and (not math.isinf(value)), f"{name}={value} must be a finite number >= 0")
+        require(0 <= momentum < 1, f"momentum={momentum} must be in [0, 1)")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"trust": trust, "clip": clip})
 

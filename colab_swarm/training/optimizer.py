@@ -22,7 +22,7 @@ import torch
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 from colab_swarm.events import Fault
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
@@ -346,10 +346,11 @@ class SwarmOptimizer(WrappedOptimizer):
     def _trainer_call(self) -> Iterator[None]:
         """Hold the lock for a call of the trainer, and explain an interrupt."""
         gate = self._services.gate
-        if gate.closed_by_this_thread:
-            raise RuntimeError(
-                "this peer is paused by the `with` block around this line: train outside of it"
-            )
+        require(
+            not gate.closed_by_this_thread,
+            "this peer is paused by the `with` block around this line: train outside of it",
+            RuntimeError,
+        )
         try:
             if gate.closed:
                 print(

@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.exchange import UploadEncoding
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
@@ -142,8 +142,11 @@ class Replica:
     def load(self, state: Any) -> None:
         """Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model."""
         parameters = _checked_parameters(state, self.parameters)
-        if ("local" in state) != self.rule.local:
-            raise StateError("in this swarm either all peers take local_steps, or none does")
+        require(
+            ("local" in state) == self.rule.local,
+            "in this swarm either all peers take local_steps, or none does",
+            StateError,
+        )
         with self.lock:
             before = self._optimizer.state_dict(), self.rule.optimizer.state_dict()
             try:
@@ -206,8 +209,7 @@ class WrappedOptimizer(Optimizer):
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the optimizer's trained parameters, in order; raises ValueError without any."""
     found = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not found:
-        raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+    require(found, "the optimizer has no parameter that requires a gradient: nothing to train")
     return found
 
 

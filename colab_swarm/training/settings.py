@@ -15,6 +15,7 @@ from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.strategy import encoded_bytes
 from colab_swarm.dht.service import RunServices
+from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
@@ -35,8 +36,10 @@ class TrafficBudget:
 
     def __post_init__(self) -> None:
         given = [limit for limit in (self.gb_per_hour, self.mbit_s) if limit is not None]
-        if not given or not all(0 < limit < math.inf for limit in given):
-            raise ValueError(f"{self}: give gb_per_hour, mbit_s or both, each over 0")
+        require(
+            given and all(0 < limit < math.inf for limit in given),
+            f"{self}: give gb_per_hour, mbit_s or both, each over 0",
+        )
 
 
 @dataclass(frozen=True)
@@ -183,12 +186,13 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         size, steps = self.target_batch_size, self.local_steps
-        if not size > 0:
-            raise ValueError(f"target_batch_size={size}: pass the samples per global step, such as 4096")
+        require(size > 0, f"target_batch_size={size}: pass the samples per global step, such as 4096")
         if not self.mean_compression:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
         Precision(self.compression), Precision(self.mean_compression)
         if steps != "auto" and not (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS):
             raise ValueError(f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'")
-        if steps != 1 and (self.overlap or self.error_feedback):
-            raise ValueError("local_steps go neither with overlap nor with error_feedback: choose one")
+        require(
+            steps == 1 or (not self.overlap and (not self.error_feedback)),
+            "local_steps go neither with overlap nor with error_feedback: choose one",
+        )

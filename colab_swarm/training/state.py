@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
-from colab_swarm.errors import PeerError, StateError
+from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
@@ -205,8 +205,11 @@ def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], bytes]:
     Raises `StateError` if it does not add up, or is not of the step that it claims.
     """
     tensors, skeleton = tensors_in(snapshot.manifest.layout, snapshot.blob)
-    if _step_and_lineage(tensors, skeleton) != (snapshot.manifest.step, snapshot.manifest.subject):
-        raise StateError("the donor's state is not of the step that it claims")
+    require(
+        _step_and_lineage(tensors, skeleton) == (snapshot.manifest.step, snapshot.manifest.subject),
+        "the donor's state is not of the step that it claims",
+        StateError,
+    )
     return tensors, skeleton
 
 
