@@ -119,14 +119,15 @@ def _measure_steps(report: BenchReport, python: str | None) -> None:
     ways: dict[str, list[Any]] = {"": [make_full_steps, "step"]}
     if python is not None:
         ways["hivemind_"] = [[python, Path(__file__).with_name("hivemind_worker.py")]]
-    for peers in STEP_PEERS[:1] if report.quick else STEP_PEERS:
+    sizes = STEP_PEERS[:1] if report.quick else STEP_PEERS
+    for peers in sizes:
         for whose, work in ways.items():
             step_s, allreduce_s, right = _time_steps(work, peers, numel, steps)
             report.add(f"{whose}step_s_{peers}", step_s, "s", f"right at all in {right:.0%} of the steps")
             if not whose:
                 report.add(f"allreduce_s_{peers}", allreduce_s, "s", "the averaging itself")
         if python is not None:
-            suffix = "" if peers == STEP_PEERS[-1] or report.quick else f"_{peers}"
+            suffix = "" if peers == sizes[-1] else f"_{peers}"
             gain = step_s / report.figures[f"step_s_{peers}"]
             report.add(f"step_vs_hivemind{suffix}", gain, "times", "faster per full step")
     if not report.quick:

@@ -27,7 +27,6 @@ import itertools
 import math
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -103,13 +102,12 @@ def run_throughput(report: BenchReport) -> None:
 async def _measure_chain(report: BenchReport, chain: Chain) -> None:
     host, guest = [await start_node() for _ in range(2)]
     rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
-    names = [f"{chain.name}.{index}" for index in range(chain.blocks)]
-    experts = [Expert(name, chain.make(), rule, chain.sample) for name in names]
+    experts = [Expert(f"{chain.name}.{i}", chain.make(), rule, chain.sample) for i in range(chain.blocks)]
     limits = BatchLimits(chain.merged, max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
     server = ExpertServer(host, EventLog(), limits)
     for expert in experts:
         server.add(expert)
-    infos = [ExpertInfo(name, host.contact, chain.sample, 0, 0.0) for name in names]
+    infos = [ExpertInfo(expert.uid, host.contact, chain.sample, 0, 0.0) for expert in experts]
     calls, rates = _calls_of(guest, timeout_s=600.0), dict[str, float]()
     for ms in (0, 200) if report.quick else (0, 50, 100, 150, 200):
         rates[f"{ms}ms"] = await _travelled(chain, calls, infos, ms / 1000)
@@ -464,7 +462,7 @@ def run_convergence(report: BenchReport, faithful: bool = False) -> None:
         report.curves[name] = curves
         # a single evaluation is noisy
         for kind, begin in (("final", -max(1, evaluations // 6)), ("mean", 0)):
-            percent = 100 * statistics.mean(statistics.mean(curve[begin:]) for curve in curves)
+            percent = 100 * float(np.array(curves)[:, begin:].mean())
             report.add(f"{name}_{kind}_accuracy", percent, "%", f"{seeds} seeds")
 
 
