@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import InviteError
+from colab_swarm.errors import InviteError, require
 from colab_swarm.net.addresses import only_local
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import MAX_USES, Grant, Moment, RunId, Signed, in_words
@@ -137,8 +137,7 @@ class Invite(Signed, frozen=True):
             invite = msgspec.msgpack.decode(body[1:], type=cls)
         except UNDECODABLE as error:
             raise InviteError("this invitation cannot be read: ask for a new one") from error
-        if not invite._is_genuine():
-            raise InviteError("this invitation was tampered with: ask for a new one")
+        require(invite._is_genuine(), "this invitation was tampered with: ask for a new one", InviteError)
         late_s = (time.time() if now is None else now) - invite.expires_at
         if late_s > 0:
             raise InviteError(

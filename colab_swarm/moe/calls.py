@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colab_swarm.errors import CallRefused, ExpertError, PeerError, PeerLost
+from colab_swarm.errors import CallRefused, ExpertError, PeerError, PeerLost, require
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
@@ -255,8 +255,7 @@ class Call:
             flat = tensor.reshape(-1)
             for span in spans(flat.size, self.codec):
                 flat[span] = self.codec.decode(next(parts), span.stop - span.start)
-                if not all_finite(flat[span]):
-                    raise ValueError("your tensors hold values that are not finite")
+                require(all_finite(flat[span]), "your tensors hold values that are not finite")
         self.parts.clear()
 
 
@@ -276,8 +275,7 @@ class Batching:
         Raises `ValueError` if the call is empty, or has more bytes than any batch.
         """
         limits, caller = self.limits, call.caller
-        if call.samples < 1:
-            raise ValueError(f"a call of {call.samples} samples: send at least one")
+        require(call.samples >= 1, f"a call of {call.samples} samples: send at least one")
         if call.size_bytes > limits.max_batch_bytes:
             most = f"this host takes {limits.max_batch_bytes / 2**20:.4g} MiB at once"
             raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
@@ -486,11 +484,17 @@ class ExpertServer:
         if uid not in self._served:
             raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
         expert = self._served[uid].expert
-        if len(shape) != len(expert.shape) or not all(
-            side > 0 and expected in (side, ANY_LENGTH)
-            for side, expected in zip(shape, expert.shape, strict=True)
-        ):
-            raise Refusal(f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}")
+        require(
+            len(shape) == len(expert.shape)
+            and all(
+                (
+                    side > 0 and expected in (side, ANY_LENGTH)
+                    for side, expected in zip(shape, expert.shape, strict=True)
+                )
+            ),
+            f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}",
+            Refusal,
+        )
         try:
             codec = codec_of(opening.codec[:SHOWN_CHARS])
         except ValueError as error:

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from colab_swarm.dht.service import RunServices
-from colab_swarm.errors import NoExpertsError
+from colab_swarm.errors import NoExpertsError, require
 from colab_swarm.events import ExpertBanned
 from colab_swarm.moe.grid import (
     CLAIMED,
@@ -267,8 +267,10 @@ class Directory:
         scores do not fit the grid.
         """
         shapes = [s.shape for s in scores]
-        if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
-            raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
+        require(
+            shapes and shapes == [(shapes[0][0], side) for side in grid.sides],
+            f"scores of shapes {shapes} do not fit {grid}: (samples, side) each",
+        )
         found, listings = await self._search(grid, scores, k)
         if not any(found):  # the first, quick reads may have missed them
             await self._cache.get(listings, fresh=True)

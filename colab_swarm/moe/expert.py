@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 from colab_swarm.markup import settings, size
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid
 from colab_swarm.runtime import free_ram_bytes
@@ -313,8 +313,7 @@ def plan_host(
     if count is None and not fit:
         raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
     number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
-    if number < 1:
-        raise ValueError(f"count={count}: host at least one expert")
+    require(number >= 1, f"count={count}: host at least one expert")
     capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
     return replace(plan, count=number, capacity=capacity, arithmetic=why)

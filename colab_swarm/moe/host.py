@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices
-from colab_swarm.errors import PeerError, StateError
+from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
 from colab_swarm.moe.directory import Directory
@@ -213,8 +213,7 @@ class ExpertHost:
         saved = await self._saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
         state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
         check_fit(state, self.plan.model.state)
-        if state.get("step") != place.step:
-            raise StateError("the state is not of the claimed step")
+        require(state.get("step") == place.step, "the state is not of the claimed step", StateError)
         return await self._server.device.run(lambda: self._build(uid, state))
 
     async def _announce(self) -> None:

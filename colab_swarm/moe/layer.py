@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from colab_swarm.errors import ExpertError, NoExpertsError
+from colab_swarm.errors import ExpertError, NoExpertsError, require
 from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
@@ -177,10 +177,8 @@ class MixtureOfExperts(nn.Module):
         sequences: bool = False,
         reject_outliers: float | None = None,
     ) -> None:
-        if not 1 <= k_min <= k:
-            raise ValueError(f"k={k}, k_min={k_min}: call at least one expert, wait for at most k")
-        if not grace_s >= 0:
-            raise ValueError(f"grace_s={grace_s}: give seconds, 0 or more")
+        require(1 <= k_min <= k, f"k={k}, k_min={k_min}: call at least one expert, wait for at most k")
+        require(grace_s >= 0, f"grace_s={grace_s}: give seconds, 0 or more")
         if reject_outliers is not None and not reject_outliers > 1:
             raise ValueError(f"reject_outliers={reject_outliers}: must be over 1; try 5")
         super().__init__()

@@ -25,7 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
-from colab_swarm.errors import CallRefused, PeerError, StateError
+from colab_swarm.errors import CallRefused, PeerError, StateError, require
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
 from colab_swarm.net.peers import (
     UNDECODABLE,
@@ -146,8 +146,11 @@ class ReplicaStore:
         """
         path = self._folder / f"{save.digests[0].hex()[:32]}-{save.owner.hex()[:16]}.save"
         size_bytes = 0 if save.owner == self._me or path in self._saves else save.size_bytes
-        if size_bytes > self.room_bytes:
-            raise StateError(f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed")
+        require(
+            size_bytes <= self.room_bytes,
+            f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed",
+            StateError,
+        )
         coming = save, size_bytes
         self._coming.append(coming)
         try:
@@ -210,8 +213,7 @@ class SavePlace(Message, frozen=True):
     holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
 
     def __post_init__(self) -> None:
-        if not all(map(is_sound, self.holders)):
-            raise ValueError("record of a save with invalid holders")
+        require(all(map(is_sound, self.holders)), "record of a save with invalid holders")
 
 
 class SaveRecord(Message, frozen=True):
@@ -391,8 +393,11 @@ class ExpertSaves:
             raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
         manifest = Manifest.decode(head)
         named = (manifest.subject, manifest.step) == (uid.encode(), place.step)
-        if not named or manifest.size_bytes > limit_bytes:
-            raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
+        require(
+            named and manifest.size_bytes <= limit_bytes,
+            f"a save of {uid} is of another expert or step, or larger than the expert",
+            StateError,
+        )
         download = ChunkDownload(self._peers, manifest, FetchSave)
         await asyncio.to_thread(download.fill, self.store.get)
         await download.run(peer for peer, answer in zip(holders, answers, strict=True) if answer)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from colab_swarm.errors import NoExpertsError, PeerError
+from colab_swarm.errors import NoExpertsError, PeerError, require
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
@@ -105,8 +105,7 @@ class AsyncTrainer(Generic[Batch]):
         progress: bool = True,
         on_update: Callable[[TrainerResult], object] | None = None,
     ) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency={concurrency}: at least one batch must be in flight")
+        require(concurrency >= 1, f"concurrency={concurrency}: at least one batch must be in flight")
         self._model, self._loss, self._optimizer = model, loss, optimizer
         self._concurrency, self._max_grad_norm, self._patience_s = concurrency, max_grad_norm, patience_s
         self._progress, self._on_update = progress, on_update

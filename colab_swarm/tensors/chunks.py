@@ -22,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from colab_swarm.errors import PeerError, StateError
+from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.net.peers import (
     MAX_PAYLOAD_BYTES,
     UNDECODABLE,
@@ -92,8 +92,7 @@ def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes
             finite = np.isfinite(blob[span].view(kind)).all()
         if not finite:
             raise StateError(f"the state holds NaN or infinite values in {name[:80]!r}")
-    if len(tensors) != len(decoded.tensors):
-        raise StateError("the layout of the state names a tensor twice")
+    require(len(tensors) == len(decoded.tensors), "the layout of the state names a tensor twice", StateError)
     return tensors, decoded.skeleton
 
 
@@ -119,12 +118,10 @@ def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
         if kind not in KINDS or any(side < 0 for side in shape):
             raise StateError(f"the state has a tensor of unknown kind {kind[:80]!r}")
         tensor_bytes = math.prod(shape) * KINDS[kind][1]
-        if tensor_bytes > size_bytes - at:
-            raise StateError("the state is shorter than its layout says")
+        require(tensor_bytes <= size_bytes - at, "the state is shorter than its layout says", StateError)
         yield slice(at, at + tensor_bytes)
         at += _room(tensor_bytes)
-    if at != size_bytes:
-        raise StateError("the state is longer than its layout says")
+    require(at == size_bytes, "the state is longer than its layout says", StateError)
 
 
 def digest_of(data: Buffer) -> bytes:
@@ -141,8 +138,7 @@ class Manifest(Message, frozen=True):
     digests: bytes  # of each chunk, joined
 
     def __post_init__(self) -> None:
-        if len(self.digests) != DIGEST_BYTES * self.chunks:
-            raise ValueError("a manifest's sizes do not add up")
+        require(len(self.digests) == DIGEST_BYTES * self.chunks, "a manifest's sizes do not add up")
 
     @classmethod
     def decode(cls, data: Buffer) -> "Manifest":
@@ -191,10 +187,11 @@ class Snapshot:
     @classmethod
     def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> "Snapshot":
         """Hash a packed state (some GB/s: not on the event loop); raises StateError if it is too large."""
-        if blob.nbytes > MAX_STATE_BYTES:
-            raise StateError(
-                f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
-            )
+        require(
+            blob.nbytes <= MAX_STATE_BYTES,
+            f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share",
+            StateError,
+        )
         view, size_bytes = memoryview(blob.data), chunk_bytes(blob.nbytes)
         digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
         snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 
 if TYPE_CHECKING:
     import torch
@@ -98,11 +98,11 @@ class TopK:
     share: float
 
     def __post_init__(self) -> None:
-        if not LEAST_SHARE <= self.share <= LARGEST_SHARE:
-            raise ValueError(
-                f"topk:{self.share:g}: the share of values to send must be {LEAST_SHARE:g} to {LARGEST_SHARE:g}, "
-                "such as topk:0.01"
-            )
+        require(
+            LEAST_SHARE <= self.share <= LARGEST_SHARE,
+            f"topk:{self.share:g}: the share of values to send must be {LEAST_SHARE:g} to {LARGEST_SHARE:g}, "
+            "such as topk:0.01",
+        )
 
     @property
     def name(self) -> str:
@@ -131,8 +131,7 @@ class TopK:
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         encoded = np.frombuffer(_checked(buffer, self.encoded_bytes(numel)), np.uint8)
         values = encoded[: 4 * self.kept(numel)].view(np.float32)
-        if not all_finite(values):
-            raise ValueError("a topk vector has values that are not finite")
+        require(all_finite(values), "a topk vector has values that are not finite")
         kept, (low_bits, low_bytes, high_bits) = self.kept(numel), self._index_sizes(numel)
         lows, highs = np.split(encoded[values.nbytes :], [low_bytes])
         ones = np.flatnonzero(np.unpackbits(highs, count=high_bits))
@@ -141,8 +140,10 @@ class TopK:
         indices = (ones - np.arange(kept)) << low_bits
         low = np.unpackbits(lows, count=kept * low_bits).reshape(kept, low_bits)
         indices |= low @ (1 << np.arange(low_bits))
-        if kept and not ((np.diff(indices) > 0).all() and indices[-1] < numel):
-            raise ValueError("the indices of a topk vector are not ascending, or beyond its end")
+        require(
+            not kept or ((np.diff(indices) > 0).all() and indices[-1] < numel),
+            "the indices of a topk vector are not ascending, or beyond its end",
+        )
         out = _target(numel, scratch)
         out.fill(0.0)
         out[indices] = values
@@ -171,8 +172,7 @@ def _largest(values: Floats, count: int) -> Indices:
     if len(found) < count:  # the sample was not representative
         found = np.arange(len(values))
     sizes = magnitudes[found]
-    if sizes.max() >= _INFINITY:
-        raise ValueError("values that are not finite cannot travel as topk: drop this vector")
+    require(sizes.max() < _INFINITY, "values that are not finite cannot travel as topk: drop this vector")
     least = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
     chosen = sizes > least
     chosen[np.flatnonzero(sizes == least)[: count - np.count_nonzero(chosen)]] = True
@@ -200,8 +200,7 @@ def codec_of(name: str) -> Codec:
     if share is None:
         raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)} or topk:0.01")
     codec = TopK(float(share[1]))
-    if codec.name != name:
-        raise ValueError(f"write codec {name!r} as {codec.name!r}: all peers must use the same name")
+    require(codec.name == name, f"write codec {name!r} as {codec.name!r}: all peers must use the same name")
     return codec
 
 
@@ -346,8 +345,10 @@ class Int8:
         blocks = _blocks(numel)
         _checked(buffer, self.encoded_bytes(numel))
         scales = np.frombuffer(buffer, np.float32, count=blocks)
-        if not bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()):
-            raise ValueError("an int8 block has a scale that is negative, infinite or not a number")
+        require(
+            bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()),
+            "an int8 block has a scale that is negative, infinite or not a number",
+        )
         levels = np.frombuffer(buffer, np.int8, offset=4 * blocks) if numel else np.empty(0, np.int8)
         out = _target(numel, scratch)
         for (here, rows), (_, steps) in zip(_rows(out), _rows(levels), strict=True):
@@ -376,15 +377,16 @@ class OneBit:
             sums = [part(rows, 0).sum(axis=1, dtype=np.float64) for part in (np.maximum, np.minimum)]
             counts = np.maximum([over, rows.shape[1] - over], 1)
             means[here] = (np.array(sums) / counts).T
-        if not all_finite(means):
-            raise ValueError("values that are not finite cannot travel as onebit: drop this vector")
+        require(all_finite(means), "values that are not finite cannot travel as onebit: drop this vector")
         return means.tobytes() + np.packbits(values > 0).tobytes()
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         encoded = np.frombuffer(_checked(buffer, self.encoded_bytes(numel)), np.uint8)
         means = encoded[: 8 * _blocks(numel)].view(np.float32).reshape(-1, 2)
-        if not (all_finite(means) and (means[:, 0] >= 0).all() and (means[:, 1] <= 0).all()):
-            raise ValueError("a onebit block has means that are not finite, or of the wrong sign")
+        require(
+            all_finite(means) and (means[:, 0] >= 0).all() and (means[:, 1] <= 0).all(),
+            "a onebit block has means that are not finite, or of the wrong sign",
+        )
         over = np.unpackbits(encoded[means.nbytes :], count=numel)
         out = _target(numel, scratch)
         for (here, rows), (_, bits) in zip(_rows(out), _rows(over), strict=True):
@@ -431,11 +433,12 @@ class ErrorFeedback:
             residual: Floats = np.asarray(state["residual"], np.float32)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not a state of error feedback: {error!r}") from error
-        if residual.shape != (numel,) or not all_finite(residual):
-            raise StateError(
-                f"error feedback needs {numel} finite values, the state has shape {residual.shape}: "
-                "it belongs to another model"
-            )
+        require(
+            residual.shape == (numel,) and all_finite(residual),
+            f"error feedback needs {numel} finite values, the state has shape {residual.shape}: "
+            "it belongs to another model",
+            StateError,
+        )
         self.residual[:] = residual
 
     def begin(self) -> None:

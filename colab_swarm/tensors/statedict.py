@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +104,10 @@ class _Walk:
 
     def _count(self, depth: int) -> None:
         self._parts += 1
-        if depth > MAX_DEPTH or self._parts > MAX_NODES:
-            raise ValueError(f"state is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts")
+        require(
+            depth <= MAX_DEPTH and self._parts <= MAX_NODES,
+            f"state is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts",
+        )
 
     def split(self, state: Any, path: str, depth: int) -> Any:
         import torch
@@ -277,27 +279,30 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
     try:
         data = np.fromfile(path, np.uint8).data
         size = int.from_bytes(data[:8], "little")
-        if size > min(len(data) - 8, MAX_HEAD_BYTES):
-            raise ValueError("its head is longer than the file")
+        require(size <= min(len(data) - 8, MAX_HEAD_BYTES), "its head is longer than the file")
         head = json.loads(bytes(data[8 : 8 + size]))
         metadata = head.pop("__metadata__", {})
-        if metadata.get("colab_swarm") != VERSION:
-            raise StateError(f"{path} is not a checkpoint of this version of colab_swarm")
+        require(
+            metadata.get("colab_swarm") == VERSION,
+            f"{path} is not a checkpoint of this version of colab_swarm",
+            StateError,
+        )
         tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
         skeleton, expected = metadata["skeleton"].encode(), metadata["sha256"]
         found = digest(tensors, skeleton)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
-    if expected != found:
-        raise StateError(f"{path} is damaged: its contents do not match their checksum")
+    require(expected == found, f"{path} is damaged: its contents do not match their checksum", StateError)
     return tensors, skeleton
 
 
 def _tensor(entry: Any, data: memoryview) -> TensorBytes:
     kind, shape = _TORCH_NAMES[entry["dtype"]], tuple(entry["shape"])
     start, stop = entry["data_offsets"]
-    if not 0 <= start <= stop <= len(data) or stop - start != math.prod(shape) * KINDS[kind][1]:
-        raise ValueError("a tensor is truncated")
+    require(
+        0 <= start <= stop <= len(data) and stop - start == math.prod(shape) * KINDS[kind][1],
+        "a tensor is truncated",
+    )
     return TensorBytes(kind, shape, data[start:stop])
 
 
@@ -314,8 +319,7 @@ class StepFiles:
     """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on."""
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least one checkpoint")
+        require(keep >= 1, f"keep={keep}: keep at least one checkpoint")
         self.path, self.keep = Path(path), keep
 
     def file_of(self, step: int) -> Path:
