@@ -78,8 +78,7 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    seconds = max(0.0, seconds)
-    if seconds < 90:
+    if (seconds := max(0.0, seconds)) < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"

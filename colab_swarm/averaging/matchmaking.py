@@ -110,8 +110,7 @@ class PrefixRouter:
     def _find(self, kind: type[Message], prefix: str) -> Handler:
         if self.assistant is not None and prefix not in self._handlers.get(kind, {}):
             self.assistant[0](prefix)
-        handler = self._handlers.get(kind, {}).get(prefix)
-        if handler is None:
+        if (handler := self._handlers.get(kind, {}).get(prefix)) is None:
             raise Refusal(f"this peer takes no part in {prefix[:80]!r}")
         return handler
 
@@ -300,8 +299,7 @@ class Matchmaker:
         return JoinEta(None, group) if group else JoinEta(self._ready_in_s(terms, peer))
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        ready_in_s = self._on_called(terms, caller)
-        if ready_in_s is not None:
+        if (ready_in_s := self._on_called(terms, caller)) is not None:
             self._callers.setdefault(terms.key, set()).add(caller)
             if len(self._callers) > REMEMBERED_GROUPS:
                 del self._callers[next(iter(self._callers))]
@@ -334,8 +332,7 @@ class Matchmaker:
     def _organize(
         self, terms: RoundTerms, peer: PeerId
     ) -> tuple[GroupFormation, asyncio.Task[Organized]] | Joined:
-        ready_in_s = self._ready_in_s(terms, peer)
-        if ready_in_s is None:
+        if (ready_in_s := self._ready_in_s(terms, peer)) is None:
             if all(step != terms.step for step, _ in self._forming):
                 return Joined(reason="unreachable", text="not at this step")
             text = f"step {terms.step} here is of another lineage: load the state from a peer"

@@ -506,8 +506,7 @@ class _Pass:
         weights = {member.id: member.weight for member in result.group.members}
         given = set(result.contributors)
         holders = [p for p in line if p in given or p == me or weights.get(p) == 0]
-        total = sum(weights[peer] for peer in given)
-        if total:
+        if total := sum(weights[peer] for peer in given):
             self.values, self.weight = values, self.grid.carried(me, holders, total)
         if total and result.kept_local:
             lacking = sum(span.numel for span in result.kept_local)

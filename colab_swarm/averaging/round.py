@@ -351,8 +351,7 @@ class Averager:
             require(loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)
         exchange = self._rounds[round_id]
-        member = exchange.group.index_of(peer)
-        if member is None:
+        if (member := exchange.group.index_of(peer)) is None:
             raise Refusal("the group of this round was formed without you")
         exchange.serving += 1
         exchange.served.clear()

@@ -182,8 +182,7 @@ def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
     digests: dict[str, str] = {}
     while not digests.keys() >= set(SURVIVORS):
         name, event = children.next_event()
-        kind = event.pop("event")
-        if kind in DEMO_SHOWS:
+        if (kind := event.pop("event")) in DEMO_SHOWS:
             print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
         if kind == "finished":
             digests[name] = event["parameters"]

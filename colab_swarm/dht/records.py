@@ -180,8 +180,7 @@ class Storage:
 
     def _signed(self, key: bytes, record: Record) -> bool:
         data = record.signed_bytes(key)
-        digest = hashlib.sha256(data + record.signature).digest()
-        if digest in self.verified:
+        if (digest := hashlib.sha256(data + record.signature).digest()) in self.verified:
             self.verified.move_to_end(digest)
             return True
         if not verify(record.owner, record.signature, data):

@@ -431,8 +431,7 @@ class DHT:
 
     async def _republish(self) -> None:
         for key in list(self._storage):
-            records = self._storage.get(key, now=self._now())
-            if records and self._nearest_to(key):
+            if (records := self._storage.get(key, now=self._now())) and self._nearest_to(key):
                 await self._store(key, records)
 
 

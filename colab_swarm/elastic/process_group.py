@@ -149,8 +149,7 @@ class ProcessGroupExchange(PieceExchange):
                 frame = torch.empty(self._frame_bytes, dtype=torch.uint8)
                 dist.recv(frame, rank, group=self._group)
                 *fields, size_bytes = HEADER.unpack_from(frame.numpy().data)
-                piece = Piece(*fields)
-                if piece == GOODBYE:
+                if (piece := Piece(*fields)) == GOODBYE:
                     self._loop.call_soon_threadsafe(self.lose, rank, "it left")
                     return
                 payload = frame.numpy().data[HEADER.size : HEADER.size + size_bytes]

@@ -542,8 +542,7 @@ class ExpertServer:
         if not calls:
             return []
         key, began = calls[0].key, time.perf_counter()
-        served = self._served.get(key.uid)
-        if served is None:
+        if (served := self._served.get(key.uid)) is None:
             return [(call, _gone(key.uid)) for call in calls]
         try:
             answers = compute(served.expert, calls)

@@ -270,8 +270,7 @@ def _descend(
         side = scores_NM.shape[1]
         alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)  # the last, empty row is that of `_NONE`
         for u, prefix in enumerate(prefixes):
-            mask = children(prefix)
-            if mask is None:
+            if (mask := children(prefix)) is None:
                 unknown.add(prefix)
             alive_UM[u] = True if mask is None else mask
             if prefix in barren:

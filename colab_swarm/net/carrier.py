@@ -87,8 +87,7 @@ class NodeSettings:
         )
         require(0 <= self.port < 1 << 16, f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
         announce = self.announce or ()
-        wrong = [address for address in announce if not is_address(address)]
-        if wrong:
+        if wrong := [address for address in announce if not is_address(address)]:
             raise ValueError(f"{wrong[0]!r} is not an address: ws://HOST:PORT is expected")
         if len(announce) > MAX_ADDRESSES:
             raise ValueError(f"{len(announce)} addresses to announce are over {MAX_ADDRESSES}")

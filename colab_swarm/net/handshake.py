@@ -137,8 +137,7 @@ class Introduction:
             "a hello with a wrong signature",
             ProtocolError,
         )
-        peer = id_of(hello.public_key)
-        if peer == self._identity.id:
+        if (peer := id_of(hello.public_key)) == self._identity.id:
             raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
         if self._expected is not None and peer != self._expected:
             raise WrongPeer(f"peer {short(peer)} answered, {short(self._expected)} was expected")

@@ -97,8 +97,7 @@ def announced(contact: Contact) -> tuple[list[str], int]:
     """
     parts = [urlsplit(address) for address in contact.addresses if relay_of(address) is None]
     found = [(one.port, one.hostname or "") for one in parts if one.scheme == "ws" and one.port]
-    dialled = [(port, host) for port, host in found if _dialled(host)]
-    if not dialled:
+    if not (dialled := [(port, host) for port, host in found if _dialled(host)]):
         return [], 0
     port = dialled[0][0]
     ips = [host for other, host in dialled if other == port]

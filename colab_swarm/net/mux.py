@@ -333,8 +333,7 @@ class Mux:
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
         """Drop the stream both ways. Idempotent."""
-        flow = self.streams.get(id)
-        if flow is not None:
+        if (flow := self.streams.get(id)) is not None:
             self._forget_if_over(id, flow, over=True)
             self.queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
 
@@ -403,8 +402,7 @@ class Mux:
         return True
 
     def _on_item(self, frame: Frame) -> bool:
-        flow = self._flow(frame)
-        if flow is None:
+        if (flow := self._flow(frame)) is None:
             return False
         if flow.got_end or flow.window <= 0:
             fault = "after its end" if flow.got_end else "without credit"
@@ -413,8 +411,7 @@ class Mux:
         return True
 
     def _on_stream_control(self, frame: Frame) -> bool:
-        flow = self._flow(frame)
-        if flow is None:
+        if (flow := self._flow(frame)) is None:
             return False
         if frame.kind is FrameKind.RESET:
             self._forget_if_over(frame.id, flow, over=True)
@@ -432,8 +429,7 @@ class Mux:
         return True
 
     def _flow(self, frame: Frame) -> Flow | None:
-        flow = self.streams.get(frame.id)
-        if flow is None:
+        if (flow := self.streams.get(frame.id)) is None:
             self._require_known(frame.id)
         return flow
 

@@ -142,8 +142,7 @@ class Linker:
                         self.spawn(self._dial(peer, awaited))
                     await asyncio.shield(self._awaited[peer])
                     # of two links that open at once one is left again: use the best when we get to run
-                    link = self.table.best(peer)
-                    if link is not None:
+                    if (link := self.table.best(peer)) is not None:
                         return link
         except TimeoutError:
             raise PeerTimeout(f"no link to {short(peer)} in {timeout_s:.3g} s") from None
@@ -153,8 +152,7 @@ class Linker:
         """Dial the peer; in the end ``awaited`` is done (`_add_link` sets its result)."""
         failure: PeerError | None = PeerLost(f"dialling {short(peer)} was cancelled")
         try:
-            addresses = self.book.find(peer).addresses
-            if not addresses:
+            if not (addresses := self.book.find(peer).addresses):
                 raise PeerUnreachable(f"no address of {short(peer)} is known")
             # the relays that keep places for us may reach a peer that we cannot
             detours = [address for address in self.addresses if relay_of(address) is not None]
@@ -496,8 +494,7 @@ class Node:
         return self.contact if peer == self.id else self.linker.book.find(peer)
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        link = self.linker.table.best(peer)
-        if link is None:
+        if (link := self.linker.table.best(peer)) is None:
             began_at = self._loop.time()
             link = await self.linker.link_to(peer, timeout_s)
             timeout_s -= self._loop.time() - began_at
@@ -532,8 +529,7 @@ class Node:
         return None if link is None else link.remote.path
 
     def way_to(self, peer: PeerId) -> str:
-        path = self.path_to(peer)
-        if path is None:
+        if (path := self.path_to(peer)) is None:
             return ""
         if path.way is not LinkType.DIRECT or path.remote is None or not is_local(path.remote[0]):
             return str(path)

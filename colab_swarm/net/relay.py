@@ -241,8 +241,7 @@ class Relay:
             self.end(circuit, str(error))
 
     def _on_ticket(self, ticket: bytes, socket: WebSocket) -> None:
-        found = self.state.find(ticket.removeprefix(TICKET))
-        if found is None:
+        if (found := self.state.find(ticket.removeprefix(TICKET))) is None:
             socket.close("this ticket is not valid, or no longer valid")
             return
         circuit, end = found

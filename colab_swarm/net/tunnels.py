@@ -143,8 +143,7 @@ async def probe(address: str) -> str | None:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PROBE_TIMEOUT_S), headers=headers) as session,
             session.get(url, allow_redirects=False) as response,
         ):
-            code = response.headers.get("Ngrok-Error-Code")
-            if code is not None:
+            if (code := response.headers.get("Ngrok-Error-Code")) is not None:
                 return explain(code)
             # the edge answers 404 for an unknown tunnel, 502 and 530 for a lost one; a peer answers 426
             status = response.status
@@ -243,8 +242,7 @@ class Tunnel:
             if settings.kind == "cloudflared":
                 # no configuration file: a quick tunnel conflicts with the user's own
                 quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
-                program = shutil.which(settings.agent or "cloudflared")
-                if program is None:
+                if (program := shutil.which(settings.agent or "cloudflared")) is None:
                     missing = (
                         f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
                     )

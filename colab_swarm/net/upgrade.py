@@ -185,8 +185,7 @@ class Upgrades:
         fault, tries = "the link was lost", 0
         for _ in range(ASKS):
             async with self._punching:
-                link = self._node.linker.table.best(peer)
-                if link is None:
+                if (link := self._node.linker.table.best(peer)) is None:
                     return fault
                 busy = False
                 try:

@@ -171,8 +171,7 @@ class ShardReader(Iterator[str]):
                 at = self.position
                 where = f"{self.name}: shard {at.shard + 1} of {self.count}"
                 delays = delays if at.documents == begun else iter(RETRY_AFTER_S)
-                delay_s = next(delays, None)
-                if delay_s is None:
+                if (delay_s := next(delays, None)) is None:
                     logger.warning("%s is given up after %d documents: %s", where, at.documents, error)
                     return
                 logger.info("%s broke, retry in %g s: %s", where, delay_s, error)

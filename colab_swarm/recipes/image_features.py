@@ -45,8 +45,7 @@ def open_images(images: ImageSource) -> Sequence[Any]:
         raise ValueError(f"no image in {images!s:.80}: give at least one")
     if not hasattr(rows, "column_names"):
         return rows  # type: ignore[no-any-return]
-    columns = [name for name, value in rows[0].items() if hasattr(value, "convert")]
-    if not columns:
+    if not (columns := [name for name, value in rows[0].items() if hasattr(value, "convert")]):
         raise ValueError(f"the data set has no column of images, only {', '.join(rows.column_names)}")
     return rows[columns[0]]  # type: ignore[no-any-return]  # loads a row when it is needed
 

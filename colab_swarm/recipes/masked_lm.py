@@ -98,8 +98,7 @@ def fit_memory(
     room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
     checkpointing = plain < ENOUGH
-    fitting = min(saving if checkpointing else plain, MOST)
-    if fitting < 1:
+    if (fitting := min(saving if checkpointing else plain, MOST)) < 1:
         raise ValueError(
             f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: use a smaller size or shorter samples"
         )

@@ -29,8 +29,7 @@ class _JumpingSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return []  # callbacks are ready, those of other threads too: no need to ask the system each time
-        ready = super().select(0)
-        if ready:
+        if ready := super().select(0):
             return ready
         if timeout is None:
             raise RuntimeError("deadlock: every task is waiting and no timer is set")
@@ -115,8 +114,7 @@ class SimRuntime:
         self._turns: dict[int, _Turn] = {}
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        turn = self._turns.get(threading.get_ident())
-        if turn is None:
+        if (turn := self._turns.get(threading.get_ident())) is None:
             return self._drive(coroutine)
         result: T = turn.run(coroutine).result()
         return result

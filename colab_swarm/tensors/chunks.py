@@ -234,8 +234,7 @@ async def send_chunks(
 ) -> None:
     """Send the requested chunks, as far as ``await read(digest)`` has them, and end the stream."""
     for digest in request.digests:
-        chunk = await read(digest)
-        if chunk is None:
+        if (chunk := await read(digest)) is None:
             raise Refusal(f"chunk {digest.hex()[:8]} is not here")
         await stream.send(StateChunk(), chunk)
     await stream.end()

@@ -196,8 +196,7 @@ def codec_of(name: str) -> Codec:
     """
     if name in CODECS:
         return CODECS[name]
-    share = re.fullmatch(r"topk:(0\.[0-9]+)", name)
-    if share is None:
+    if (share := re.fullmatch(r"topk:(0\.[0-9]+)", name)) is None:
         raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)} or topk:0.01")
     codec = TopK(float(share[1]))
     require(codec.name == name, f"write codec {name!r} as {codec.name!r}: all peers must use the same name")

@@ -218,8 +218,7 @@ class Collaboration:
 
     async def on_gate(self) -> None:
         """Publish that this peer was paused or resumed, so that no round waits for it."""
-        paused = self.services.gate.closed
-        if paused != self.progress.own.paused:
+        if (paused := self.services.gate.closed) != self.progress.own.paused:
             # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
             self._update(paused=paused, idle=not paused)
             self._throughput.wait() if paused else self._throughput.work(loop_now())
@@ -263,8 +262,7 @@ class Collaboration:
             self._update(samples=0.0)
         result = None
         try:
-            result = await self._try_round(values, weight, encoding, aside)
-            if result is not None:
+            if (result := await self._try_round(values, weight, encoding, aside)) is not None:
                 self._settling = asyncio.create_task(self._settle(values, result, apply, aside), name="apply")
                 await asyncio.shield(self._settling)
             elif aside:
@@ -489,8 +487,7 @@ class CatchUp:
         failures, since = 0, math.inf  # of one branch's donors
         for attempt in range(BRANCHES * ATTEMPTS):
             branch, root = await collaboration.refresh(), b""
-            donors = sorted(branch.peers - {collaboration.progress.me})
-            if not donors:
+            if not (donors := sorted(branch.peers - {collaboration.progress.me})):
                 if self._has_state or not reasons:
                     return None
                 break

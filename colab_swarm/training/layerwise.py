@@ -71,8 +71,7 @@ class Lamb(_Layerwise):
         super().__init__(params, defaults)
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
-        if not state:
+        if not (state := self.state[weight]):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)
@@ -137,8 +136,7 @@ class Lars(_Layerwise):
             ratio = (ratio / lr).clamp(max=1.0)
         update = gradient.add(weight * adapts, alpha=decay)
         update.mul_(torch.where(adapts, ratio, 1.0))
-        state = self.state[weight]
-        if not state:
+        if not (state := self.state[weight]):
             state["momentum_buffer"] = torch.zeros_like(weight)
         momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
         weight.sub_(momentum, alpha=lr)

@@ -316,14 +316,12 @@ class SwarmOptimizer(WrappedOptimizer):
             return None
         self._runtime.call(asyncio.wait([task]))
         self._flight = None
-        result = task.result()
-        if result is None:
+        if (result := task.result()) is None:
             self._gathered.on_returned(values, weight)
         return result
 
     def _synchronize(self) -> None:
-        caught_up = self._runtime.call(self.collaboration.catch_up())
-        if caught_up is not None:
+        if (caught_up := self._runtime.call(self.collaboration.catch_up())) is not None:
             uninterrupted(lambda: self._catch_up(*caught_up))
 
     def _catch_up(self, snapshot: Snapshot, means: Iterable[Floats]) -> None:

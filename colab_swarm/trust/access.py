@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from colab_swarm.dht.service import DHT
-from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError
+from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError, require
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.invite import NAME, Access, Invite, role_named
 from colab_swarm.net.identity import Identity, id_of
@@ -150,10 +150,8 @@ class RunMember:
         )
 
     async def _request(self, proof: bytes) -> Membership:
-        authority = id_of(self._admission.authority)
-        if authority not in self._peers.linked():
-            contact = await self._dht.find_peer(authority)
-            if contact is not None:
+        if (authority := id_of(self._admission.authority)) not in self._peers.linked():
+            if (contact := await self._dht.find_peer(authority)) is not None:
                 self._peers.learn(contact)
         answer = await self._peers.call(
             authority, RequestMembership(proof, self._access.token), IssuedMembership, timeout_s=ASK_TIMEOUT_S
@@ -221,8 +219,7 @@ class RevocationWatch:
         found = (await self._dht.get(self.key)).get(id_of(self._admission.authority))
         if found is not None and isinstance(found.value, bytes):
             self._learn(found.value, source=None)
-        linked = sorted(self._peers.linked())
-        if linked:
+        if linked := sorted(self._peers.linked()):
             await self._share(self._rng.choice(linked), b"")
 
     def _learn(self, revocations: bytes, source: PeerId | None) -> None:
@@ -368,10 +365,10 @@ class RunAccess:
         key_file: str | Path | None,
     ) -> "RunAccess":
         """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
-        if not NAME.fullmatch(name):
-            raise ValueError(
-                f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
-            )
+        require(
+            NAME.fullmatch(name),
+            f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'",
+        )
         if (access == "allowlist") != (allow is not None):
             raise ValueError(
                 "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
@@ -381,8 +378,7 @@ class RunAccess:
             return cls(run_id, access)
         book = AuthorityBook.of(run_id, key_file)
         known = book.run_id.rpartition("-")[0]
-        if known != name:
-            raise ValueError(f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
+        require(known == name, f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
         key = identity.public_key
         admission = MembershipAdmission(book.run_id, authority=key, own=key)
         return cls(book.run_id, access, admission, book=book, allow=allow)

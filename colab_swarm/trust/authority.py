@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from colab_swarm.errors import NotAdmitted, PeerError
+from colab_swarm.errors import NotAdmitted, PeerError, require
 from colab_swarm.markup import count
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
@@ -157,25 +157,23 @@ class Authority:
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
         """Return a new invitation's grant and its key's seed, or raise `ValueError`; 0 ``uses``: any."""
-        if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
-            raise ValueError(
-                f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
-            )
+        require(
+            0 < hours < 1000000.0 and 0 <= uses <= MAX_USES,
+            f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number",
+        )
         until, run_id = self._peers.time() + 3600 * hours, self._admission.run_id
         return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
 
     def revoke(self, subject: PeerId) -> None:
         """Revoke a peer, or an invitation's key with all that only it admits; never itself."""
-        if subject == self._peers.id:
-            raise ValueError("this is the authority itself; to end the run, leave it")
+        require(subject != self._peers.id, "this is the authority itself; to end the run, leave it")
         revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)
         self._book.revocations = revocations.encode()
         self._admission.learn(self._book.revocations)
         self._book.save()
 
     async def _on_request(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
-        if peer in self._asking:
-            raise Refusal("your last request is still being answered: wait for it")
+        require(peer not in self._asking, "your last request is still being answered: wait for it", Refusal)
         self._asking.add(peer)
         try:
             proof = self._proof_of(peer, message.proof)
@@ -196,8 +194,7 @@ class Authority:
     def _proof_of(self, peer: PeerId, shown: bytes) -> Membership:
         try:
             proof = Membership.decode(shown)
-            if id_of(proof.key) != peer:
-                raise NotAdmitted("it shows the membership of another peer")
+            require(id_of(proof.key) == peer, "it shows the membership of another peer", NotAdmitted)
             self._admission.inspect(proof.key, shown)
             grant = proof.grant
             until = proof.expires_at + (GRACE_S if grant is None else 0.0)

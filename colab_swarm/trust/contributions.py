@@ -22,7 +22,7 @@ import msgspec
 from colab_swarm.averaging.group import Group, Span
 from colab_swarm.dht.records import Record, owner_of
 from colab_swarm.dht.service import DHT
-from colab_swarm.errors import NotAdmitted, PeerError
+from colab_swarm.errors import NotAdmitted, PeerError, require
 from colab_swarm.markup import count, facts, plain, size
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission
@@ -82,8 +82,7 @@ class ContributionLedger:
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
         """Count a contribution, none of this peer itself; ValueError unless finite and >= 0."""
-        if not 0 <= amount < math.inf:
-            raise ValueError(f"{amount} {kind} cannot be credited")
+        require(0 <= amount < math.inf, f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
             return
         amounts, index = self._amounts.setdefault(peer, [0.0] * len(KINDS)), KINDS.index(kind)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import aiohttp
 import msgspec
 
-from colab_swarm.errors import CallRefused, NotAdmitted, PeerError, StateError
+from colab_swarm.errors import CallRefused, NotAdmitted, PeerError, StateError, require
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
@@ -129,10 +129,16 @@ class CoordinatorClient:
     async def card(self) -> JobCard:
         """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
         card = await self._call("GET", "/api/job", JobCard)
-        if card.run_id != self._run_id:
-            raise NotAdmitted(f"{self.url} coordinates another run: ask its organizer for a new link")
-        if not card.is_signed_by(card.key):
-            raise NotAdmitted(f"{self.url} shows a job with a wrong signature: do not trust it")
+        require(
+            card.run_id == self._run_id,
+            f"{self.url} coordinates another run: ask its organizer for a new link",
+            NotAdmitted,
+        )
+        require(
+            card.is_signed_by(card.key),
+            f"{self.url} shows a job with a wrong signature: do not trust it",
+            NotAdmitted,
+        )
         if self._authority is not None:
             admission = MembershipAdmission(card.run_id, authority=self._authority, own=b"")
             role = admission.verify(card.key, card.membership, now=self._now())
@@ -148,8 +154,7 @@ class CoordinatorClient:
         """Fetch a subset of the data, for `Rows.decode`."""
 
         def checked(file: bytes) -> bytes:
-            if sha256(file).hexdigest() != subset.sha256:
-                raise ValueError("other bytes than the job's card says")
+            require(sha256(file).hexdigest() == subset.sha256, "other bytes than the job's card says")
             return file
 
         return await self._download(f"/api/data/{subset.sha256}", subset.size_bytes, checked)

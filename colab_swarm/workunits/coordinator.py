@@ -28,7 +28,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from colab_swarm.errors import StoreError
+from colab_swarm.errors import StoreError, require
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
@@ -107,8 +107,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         servers: int | Literal["auto"] = "auto",
         tick_s: float = 0.5,
     ) -> None:
-        if servers != "auto" and servers < 1:
-            raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
+        require(servers == "auto" or servers >= 1, f"servers={servers}: it must be 1 at least, or 'auto'")
         self.job, self.store, self.folder, self.servers = job, store, folder, servers
         self.url, self.stopped, self._tick_s, self._since = "", False, tick_s, time.time()
         self._token, self._access = token, access
@@ -339,8 +338,10 @@ def coordinate(
         **options: see `CoordinatorOptions`.
     """
     job = job if isinstance(job, Job) else Job.load(job)
-    if access == "allowlist":
-        raise ValueError("access='allowlist' needs a swarm: cs.create(…, access='allowlist').coordinate(job)")
+    require(
+        access != "allowlist",
+        "access='allowlist' needs a swarm: cs.create(…, access='allowlist').coordinate(job)",
+    )
     require_terms(accept_terms)
     key_file = _folder(job, options) / "organizer.key"
     key_file.parent.mkdir(parents=True, exist_ok=True)
@@ -413,8 +414,7 @@ class ParameterServer(threading.Thread):
 
     def run_once(self, now: float) -> bool:
         """Assimilate one result; return False if none waits. A StoreError leaves it in the queue, or unmeasured."""
-        accepted = self._store.claim(self.name, now=now, lease_s=LEASE_S)
-        if accepted is None:
+        if (accepted := self._store.claim(self.name, now=now, lease_s=LEASE_S)) is None:
             return False
         try:
             result = np.frombuffer(self._store.blob(accepted.result), "<f4")

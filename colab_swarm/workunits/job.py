@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from colab_swarm.errors import require
 from colab_swarm.markup import settings
 from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Subset
 
@@ -49,13 +50,16 @@ class Rows:
         """Return rows of these columns; raise ValueError if of unequal length, or no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
-            if column.dtype.kind not in KINDS:
-                raise ValueError(f"column {name} holds {column.dtype}: rows are numbers, tokenize or drop it")
+            require(
+                column.dtype.kind in KINDS,
+                f"column {name} holds {column.dtype}: rows are numbers, tokenize or drop it",
+            )
         lengths = {name: column.shape[0] if column.ndim else "none" for name, column in columns.items()}
-        if len(set(lengths.values())) > 1 or "none" in lengths.values():
-            raise ValueError(f"the columns differ in length: {lengths}")
-        if not sum(map(len, columns.values())):
-            raise ValueError("the data hold no sample or no column")
+        require(
+            len(set(lengths.values())) <= 1 and "none" not in lengths.values(),
+            f"the columns differ in length: {lengths}",
+        )
+        require(sum(map(len, columns.values())), "the data hold no sample or no column")
         return cls(columns, named)
 
     def __len__(self) -> int:
@@ -83,10 +87,10 @@ class Rows:
 
     def encode(self) -> bytes:
         """Return the samples as safetensors, compressed by zstd; raise ValueError if too large."""
-        if self.size_bytes > MAX_DECODED_BYTES:
-            raise ValueError(
-                f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets"
-            )
+        require(
+            self.size_bytes <= MAX_DECODED_BYTES,
+            f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets",
+        )
         names = msgspec.json.encode((list(self.columns), self.named)).decode()  # one key: keys are unordered
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
         return zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
@@ -96,8 +100,9 @@ class Rows:
         """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
-            if not 0 <= size <= MAX_DECODED_BYTES:
-                raise ValueError(f"a subset of {size:,} bytes: {MAX_DECODED_BYTES:,} at most")
+            require(
+                0 <= size <= MAX_DECODED_BYTES, f"a subset of {size:,} bytes: {MAX_DECODED_BYTES:,} at most"
+            )
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_DECODED_BYTES)
             head_bytes = int.from_bytes(plain[:8], "little")  # safetensors.numpy.load leaves out the metadata
             head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
@@ -194,8 +199,7 @@ class WorkPlan:
                 valid, rule = 0 < value <= LIMITS[name], f"over 0, and at most {LIMITS[name]}"
             else:
                 valid, rule = isinstance(value, int) and value >= (name != "seed"), "a whole number over 0"
-            if not valid:
-                raise ValueError(f"{name}={value}: it must be {rule}")
+            require(valid, f"{name}={value}: it must be {rule}")
         for epoch in {*range(1, min(self.max_epochs, 1000)), self.max_epochs}:  # alpha may be a function
             self.alpha_of(epoch)
 
@@ -214,8 +218,9 @@ class WorkPlan:
             wanted = 4 * self.expected_volunteers  # so that a slow one does not delay the epoch
             most = max(1, rows // (4 * self.batch_size))
             return min(rows, max(min(wanted, most), -(-size_bytes // (64 << 20))))
-        if rows < self.subsets:
-            raise ValueError(f"subsets={self.subsets}, but there are only {rows} samples: fewer subsets")
+        require(
+            rows >= self.subsets, f"subsets={self.subsets}, but there are only {rows} samples: fewer subsets"
+        )
         return self.subsets
 
 
@@ -262,10 +267,10 @@ class Job:
     code: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise ValueError(
-                f"{self.name!r} is no job name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'digits-mlp'"
-            )
+        require(
+            NAME.fullmatch(self.name),
+            f"{self.name!r} is no job name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'digits-mlp'",
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "Job":
@@ -387,8 +392,10 @@ class UnitTraining:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; raise ValueError if it is of another unit."""
-        if state.get("seed") != self._seed or not 0 <= state.get("done", -1) <= self.batches:
-            raise ValueError("this was saved in another unit")
+        require(
+            state.get("seed") == self._seed and 0 <= state.get("done", -1) <= self.batches,
+            "this was saved in another unit",
+        )
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.done = state["done"]
@@ -438,5 +445,4 @@ def _try_out(job: Job, rows: Rows) -> None:
         accuracy = measure(job, job.first_model(), job.validation_rows().sample(plan.batch_size, seed=0))
     except Exception as error:  # whatever it is, with its traceback
         raise ValueError(f"{doing}: {traceback.format_exception_only(error)[-1].strip()}") from error
-    if not 0 <= accuracy <= 1:
-        raise ValueError(f"the accuracy is {accuracy:g}: it must be between 0 and 1")
+    require(0 <= accuracy <= 1, f"the accuracy is {accuracy:g}: it must be between 0 and 1")

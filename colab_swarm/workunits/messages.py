@@ -20,7 +20,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import InviteError, NotAdmitted
+from colab_swarm.errors import InviteError, NotAdmitted, require
 from colab_swarm.invite import PROJECT_URL, Invite
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
@@ -177,10 +177,12 @@ class RequestGate:
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
         """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
         request = _decoded(header)
-        if not request.is_signed_by(request.key):
-            raise NotAdmitted("the request's signature is wrong")
-        if (request.method, request.target) != (method, target):
-            raise NotAdmitted("the request was signed for another path or method")
+        require(request.is_signed_by(request.key), "the request's signature is wrong", NotAdmitted)
+        require(
+            (request.method, request.target) == (method, target),
+            "the request was signed for another path or method",
+            NotAdmitted,
+        )
         if abs(now - request.at) > FRESH_S:
             raise NotAdmitted(
                 f"your clock differs from the coordinator's by {abs(now - request.at):.0f} s, at most {FRESH_S:.0f} "
@@ -192,8 +194,9 @@ class RequestGate:
                 raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
         while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
             self._seen.popitem(last=False)
-        if request.nonce in self._seen:
-            raise NotAdmitted("this request was sent before: sign each request")
+        require(
+            request.nonce not in self._seen, "this request was sent before: sign each request", NotAdmitted
+        )
         if len(self._seen) >= MAX_NONCES:
             raise NotAdmitted("too many requests in a minute: try again later", reason="busy")
         self._seen[request.nonce] = now
@@ -201,10 +204,11 @@ class RequestGate:
 
 
 def _decoded(header: str) -> SignedRequest:
-    if not header.startswith(SCHEME) or len(header) > 4 * MAX_MEMBERSHIP_BYTES:
-        raise NotAdmitted(
-            "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)"
-        )
+    require(
+        header.startswith(SCHEME) and len(header) <= 4 * MAX_MEMBERSHIP_BYTES,
+        "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)",
+        NotAdmitted,
+    )
     try:
         encoded = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
@@ -215,10 +219,11 @@ def _decoded(header: str) -> SignedRequest:
 def parse_link(text: str) -> tuple[str, Invite]:
     """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
     url = text.strip().strip("'\"").partition("#")[0]
-    if url.startswith(PROJECT_URL):
-        raise InviteError(
-            "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()"
-        )
+    require(
+        not url.startswith(PROJECT_URL),
+        "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()",
+        InviteError,
+    )
     if not url.startswith(("http://", "https://")) or "#" not in text:
         raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
     return url, Invite.parse(text)
@@ -226,13 +231,13 @@ def parse_link(text: str) -> tuple[str, Invite]:
 
 def token_by(invite: Invite, identity: Identity) -> Token:
     """Return this key's token; raise InviteError if the organizer must admit each peer."""
-    grant = invite.grant
-    if grant is None:
+    if (grant := invite.grant) is None:
         return Token(identity)
-    if not grant.offline:
-        raise InviteError(
-            "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
-            "then swarm.volunteer()"
-        )
+    require(
+        grant.offline,
+        "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
+        "then swarm.volunteer()",
+        InviteError,
+    )
     mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
     return Token(identity, mine.encode)

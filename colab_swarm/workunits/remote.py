@@ -231,8 +231,7 @@ class SqlStore(TableStore):
             "SELECT version, data FROM swarm_jobs JOIN swarm_blobs ON swarm_jobs.job = swarm_blobs.job"
             " WHERE swarm_jobs.job = :job AND name = :name ORDER BY piece"
         )
-        rows = self._run(connection, query, name=PARAMETERS).fetchall()
-        if not rows:
+        if not (rows := self._run(connection, query, name=PARAMETERS).fetchall()):
             raise self._not_begun()
         return Parameters(rows[0].version, np.frombuffer(b"".join(row.data for row in rows), "<f4"))
 

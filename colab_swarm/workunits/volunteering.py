@@ -24,7 +24,7 @@ import msgspec
 import torch
 from filelock import FileLock, Timeout
 
-from colab_swarm.errors import CallRefused, JoinError, PeerError
+from colab_swarm.errors import CallRefused, JoinError, PeerError, require
 from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
@@ -95,8 +95,7 @@ class Volunteer:
         device: torch.device | None = None,
         gate: PauseGate | None = None,
     ) -> None:
-        if units < 1:
-            raise ValueError(f"units={units}: it must be 1 at least")
+        require(units >= 1, f"units={units}: it must be 1 at least")
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
         if card.schema != self._schema.head():
             raise ValueError(
@@ -210,8 +209,7 @@ class Volunteer:
         """Give back the units in hand; where that fails they stay on disk for the next session."""
         # once the thread is idle, nothing is saved any more
         await waited(THREAD.run(lambda: None), FAREWELL_S)
-        last = [*self._in_hand.values(), *self._left_behind]
-        if last and not over.finished:
+        if (last := [*self._in_hand.values(), *self._left_behind]) and not over.finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
                     names = tuple(held.unit.assignment for held in last)
@@ -270,11 +268,9 @@ class Volunteer:
         unit = held.unit
         if held.state is None:
             await asyncio.to_thread(self._saves.save, held)
-        subset = self._subsets.get(unit.data)
-        if subset is None:
+        if (subset := self._subsets.get(unit.data)) is None:
             raise _Over("the coordinator's data have changed: call volunteer again")
-        data = await asyncio.to_thread(self._cache.get, unit.data)
-        if data is None:
+        if (data := await asyncio.to_thread(self._cache.get, unit.data)) is None:
             data = await self._client.data(subset)
             await asyncio.to_thread(self._cache.put, unit.data, data)
         values = None if held.state else await self._client.parameters(unit.parameters, self._schema)
@@ -409,11 +405,11 @@ async def _card_of(client: CoordinatorClient) -> JobCard:
 
 
 def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
-    if not card.code:
-        raise ValueError(
-            f"the job {card.name!r} was made in a notebook and has no file of code: run the cell that makes it here "
-            "too, and give it as job=; or its organizer puts it into a file (%%writefile job.py, cs.workunits.Job.load)"
-        )
+    require(
+        card.code,
+        f"the job {card.name!r} was made in a notebook and has no file of code: run the cell that makes it here "
+        "too, and give it as job=; or its organizer puts it into a file (%%writefile job.py, cs.workunits.Job.load)",
+    )
     path = folder / "jobs" / f"{card.name}-{sha256(card.code.encode()).hexdigest()[:12]}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(card.code, encoding="utf-8")

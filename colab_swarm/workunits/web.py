@@ -190,8 +190,7 @@ class CoordinatorServer:
         _raise(self._dispatcher.ban_of(volunteer.hex(), now=time.time()))
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
-        size = request.content_length
-        if size is None and request.body_exists:
+        if (size := request.content_length) is None and request.body_exists:
             raise Refused("invalid", "the body's length is missing: send Content-Length")
         if (size or 0) > most_bytes:
             raise Refused("size", f"a body of {size:,} bytes: {most_bytes:,} at most")
@@ -292,8 +291,7 @@ class CoordinatorServer:
 
     def _wanted(self, request: web.Request) -> str:
         """Return the assignment of a request, after checking that its result is wanted now."""
-        assignment = request.match_info["assignment"]
-        if assignment in self._complete:
+        if (assignment := request.match_info["assignment"]) in self._complete:
             raise Refused("busy", "this result is complete and is being checked: ask again in a second")
         _raise(self._dispatcher.refusal(assignment, request[VOLUNTEER], now=time.time()))
         return assignment
