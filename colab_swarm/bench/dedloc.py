@@ -41,12 +41,7 @@ from colab_swarm.averaging.group import (
     equal_shares,
 )
 from colab_swarm.averaging.matchmaking import PrefixRouter
-from colab_swarm.averaging.moshpit import (
-    MAX_ROUNDS,
-    MoshpitAverager,
-    MoshpitResult,
-    RoundMeter,
-)
+from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitResult, RoundMeter
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.averaging.strategy import adaptive_shares, plan_round
 from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw

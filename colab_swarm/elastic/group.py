@@ -38,13 +38,7 @@ class PeerExchange(PieceExchange):
     """This peer's streams to the other members; ``opening`` names the group on the wire."""
 
     def __init__(
-        self,
-        peers: Peers,
-        events: EventLog,
-        prefix: str,
-        members: Sequence[GroupMember],
-        *,
-        timeout_s: float,
+        self, peers: Peers, events: EventLog, prefix: str, members: Sequence[GroupMember], *, timeout_s: float
     ) -> None:
         self.opening = ElasticLink(prefix, tuple(member.id for member in members))
         me = self.opening.members.index(peers.id)

@@ -215,9 +215,7 @@ class HandshakeReceiver:
 
 
 async def dial_any(
-    addresses: Sequence[str],
-    dial: Callable[[str], Awaitable[T]],
-    detours: Sequence[str] = (),
+    addresses: Sequence[str], dial: Callable[[str], Awaitable[T]], detours: Sequence[str] = ()
 ) -> T:
     """Return what ``dial`` returns for the first address that answers; the ``detours`` are tried where these fail.
 

@@ -31,13 +31,7 @@ from colab_swarm.net.carrier import (
     Remote,
     Traffic,
 )
-from colab_swarm.net.handshake import (
-    HandshakeReceiver,
-    Introduction,
-    Listener,
-    describe_run,
-    dial_any,
-)
+from colab_swarm.net.handshake import HandshakeReceiver, Introduction, Listener, describe_run, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable
 from colab_swarm.net.membership import Admission, OpenAdmission

@@ -67,11 +67,7 @@ def heading(title: str, state: str = "") -> str:
 
 
 def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    numbers: Sequence[int] = (),
-    label: str = "",
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), label: str = ""
 ) -> str:
     """Return a table; the first cell of a row is its header.
 

@@ -26,15 +26,7 @@ from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, PeerTimeout, StateError, require
-from colab_swarm.events import (
-    BatchDropped,
-    Fault,
-    Notice,
-    PeerLeft,
-    PeerSilent,
-    StateReceived,
-    StepFinished,
-)
+from colab_swarm.events import BatchDropped, Fault, Notice, PeerLeft, PeerSilent, StateReceived, StepFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats

@@ -171,12 +171,7 @@ class HostOptimizer:
 
 
 def host_optimizer(
-    swarm: Any,
-    optimizer: Optimizer,
-    *,
-    target_batch_size: int,
-    timeout_s: float = 1800.0,
-    **settings: Any,
+    swarm: Any, optimizer: Optimizer, *, target_batch_size: int, timeout_s: float = 1800.0, **settings: Any
 ) -> HostOptimizer:
     """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
 

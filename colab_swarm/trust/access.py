@@ -150,7 +150,8 @@ class RunMember:
         )
 
     async def _request(self, proof: bytes) -> Membership:
-        if (authority := id_of(self._admission.authority)) not in self._peers.linked():
+        authority = id_of(self._admission.authority)
+        if authority not in self._peers.linked():
             if (contact := await self._dht.find_peer(authority)) is not None:
                 self._peers.learn(contact)
         answer = await self._peers.call(

@@ -197,13 +197,7 @@ class CoordinatorClient:
 
     # -- one request, and its retries
 
-    async def _call(
-        self,
-        method: str,
-        target: str,
-        kind: type[T],
-        body: bytes = b"",
-    ) -> T:
+    async def _call(self, method: str, target: str, kind: type[T], body: bytes = b"") -> T:
         async def attempt() -> T:
             async with self._request(method, target, body) as answer:
                 return _decoded(await _body(answer, MAX_CARD_BYTES), kind)

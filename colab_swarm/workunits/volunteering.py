@@ -39,14 +39,7 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import (
-    AskForUnits,
-    JobCard,
-    backoff,
-    parse_link,
-    token_by,
-    waited,
-)
+from colab_swarm.workunits.messages import AskForUnits, JobCard, backoff, parse_link, token_by, waited
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)

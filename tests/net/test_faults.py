@@ -13,19 +13,7 @@ from colab_swarm.net.handshake import Introduction
 from colab_swarm.net.node import Node
 from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES
 from colab_swarm.net.peers import Contact, Stream
-from tests.net.swarm import (
-    Echo,
-    Piece,
-    Talk,
-    identity,
-    items,
-    peers,
-    proxied,
-    run,
-    silence,
-    sink,
-    until,
-)
+from tests.net.swarm import Echo, Piece, Talk, identity, items, peers, proxied, run, silence, sink, until
 
 
 def flip_last_byte(data: bytes) -> bytes:

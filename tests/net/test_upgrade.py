@@ -32,10 +32,7 @@ CAROL = PeerId(b"c" * 32)
 @asynccontextmanager
 async def relayed() -> AsyncIterator[tuple[Node, Node, dict[PeerId, str | None]]]:
     """Alice and bob; bob cannot be dialled and holds a place at carol's; the outcomes of upgrades, by peer."""
-    async with (
-        peers("carol") as (carol,),
-        peers("alice", "bob", listen=False) as (alice, bob),
-    ):
+    async with peers("carol") as (carol,), peers("alice", "bob", listen=False) as (alice, bob):
         Relay(carol)
         outcomes: dict[PeerId, str | None] = {}
 

@@ -10,14 +10,7 @@ from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes import masked_lm
 from colab_swarm.recipes.batches import StreamedBatches
-from colab_swarm.recipes.masked_lm import (
-    SIZES,
-    AlbertSize,
-    albert,
-    fit_memory,
-    mean_loss,
-    parameter_count,
-)
+from colab_swarm.recipes.masked_lm import SIZES, AlbertSize, albert, fit_memory, mean_loss, parameter_count
 from colab_swarm.training.layerwise import Lamb
 
 

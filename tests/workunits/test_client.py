@@ -218,9 +218,7 @@ async def uploading() -> AsyncIterator[tuple[StandIn, CoordinatorClient, str, by
         yield standin, client, unit.assignment, standin.schema.encode(standin.values + 1)
 
 
-async def test_an_upload_resumes_after_lost_requests_and_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_upload_resumes_after_lost_requests_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", 4096)
     async with uploading() as (standin, client, name, result):
         standin.meets("PUT /api/results", loses_its_answer, hangs_up)

@@ -133,9 +133,7 @@ async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_s
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-async def test_servers_of_a_shared_store_are_processes_and_a_killed_one_is_replaced(
-    tmp_path: Path,
-) -> None:
+async def test_servers_of_a_shared_store_are_processes_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
     job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
     store = open_store(url, "tiny")
     async with coordinating(job, tmp_path / "work", store=store) as scene:

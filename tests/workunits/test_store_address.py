@@ -50,9 +50,7 @@ def test_a_missing_folder_and_a_file_that_is_no_store_are_errors(tmp_path: Path)
         open_store(f"{tmp_path}/text.db", "job")
 
 
-def test_a_missing_library_is_an_error_that_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_library_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "colab_swarm.workunits.remote", None)
     with pytest.raises(StoreError, match=r"pip install 'colab-swarm\[workunits\]'"):
         open_store("redis://127.0.0.1:1/0", "job")

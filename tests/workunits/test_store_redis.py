@@ -17,9 +17,7 @@ from tests.workunits.servers import accepted, begun, new_job, plus_one
 pytestmark = pytest.mark.parametrize("url", ["redis"], indirect=True)
 
 
-def test_an_overtaken_server_overwrites_the_values_and_both_are_in_the_log(
-    store: ParameterStore,
-) -> None:
+def test_an_overtaken_server_overwrites_the_values_and_both_are_in_the_log(store: ParameterStore) -> None:
     def overtaken(values: Floats) -> Floats:
         assert store.assimilate(accepted(1), plus_one, server="carol", now=1.0) == 1
         return values + np.float32(10)

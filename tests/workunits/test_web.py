@@ -49,9 +49,7 @@ async def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_pa
         assert beyond.status == 416 and "no such range" in beyond.problem.text
 
 
-async def test_parameters_carry_a_version_and_a_range_of_an_old_one_is_the_new_whole(
-    tmp_path: Path,
-) -> None:
+async def test_parameters_carry_a_version_and_a_range_of_an_old_one_is_the_new_whole(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         first = await scene.alice.send("GET", "/api/parameters")
         assert first.headers["ETag"] == '"0"'
