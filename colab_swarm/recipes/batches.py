@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -124,11 +125,11 @@ class ShardReader(Iterator[str]):
 
     A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is
     skipped with a warning. ``wait`` waits so many seconds before a retry, or returns True to stop by
-    `Stopped`. Raises `ValueError` if the first pass gave no document.
+    `Stopped`; without it, errors are raised at once. Raises `ValueError` if the first pass gave no document.
     """
 
     def __init__(
-        self, name: str, shards: Sequence[Shard], *, seed: int, wait: Callable[[float], object] = time.sleep
+        self, name: str, shards: Sequence[Shard], *, seed: int, wait: Callable[[float], object] | None = None
     ) -> None:
         self.name, self.count = name, len(shards)
         self.position = StreamPosition()
@@ -149,9 +150,9 @@ class ShardReader(Iterator[str]):
             for place in range(self.position.shard, self.count):
                 yield from self._read(self._shards[order[place]])
                 self.position = StreamPosition(number, place + 1, 0, self.position.given)
-            if not self.position.given and not number:
+            if not self.position.given and (self._wait is None or not number):
                 raise ValueError(f"{self.name!r} gave no text: see the warnings above, or open it by hand")
-            if not self.position.given and self._wait(RETRY_AFTER_S[-1]):
+            if not self.position.given and self._wait is not None and self._wait(RETRY_AFTER_S[-1]):
                 raise Stopped
             self.position = StreamPosition(number + 1)
 
@@ -168,6 +169,8 @@ class ShardReader(Iterator[str]):
             except Stopped:
                 raise
             except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds
+                if self._wait is None:
+                    raise
                 at = self.position
                 where = f"{self.name}: shard {at.shard + 1} of {self.count}"
                 delays = delays if at.documents == begun else iter(RETRY_AFTER_S)
@@ -251,8 +254,16 @@ def _close(stop: threading.Event, thread: threading.Thread) -> None:
         thread.join(CLOSE_S)
 
 
+def _joined(shard: Shard) -> Iterator[str]:
+    return pack(shard())
+
+
 class TextMix:
-    """Documents of a text, or of sources by weight, as ``{"wiki": 0.23}``; see `open_text`."""
+    """Documents of a text, or of sources by weight, as ``{"wiki": 0.23}``; see `open_text`.
+
+    Short rows of a text are joined, and its errors are raised at once. Sources of a mix come from the network: their
+    rows are documents, and what breaks is tried again; see `ShardReader`.
+    """
 
     def __init__(
         self,
@@ -264,8 +275,14 @@ class TextMix:
         self.sources = dict(text) if isinstance(text, Mapping) else {"the text": 1.0}
         if not self.sources or not all(weight > 0 for weight in self.sources.values()):
             raise ValueError(f"sources={self.sources}: give at least one, with positive weights")
-        opened = {name: open_text(name if isinstance(text, Mapping) else text) for name in self.sources}
-        self._readers = [ShardReader(name, shards, seed=seed, wait=wait) for name, shards in opened.items()]
+        if isinstance(text, Mapping):
+            opened = {name: open_text(name) for name in self.sources}
+            self._readers = [
+                ShardReader(name, shards, seed=seed, wait=wait) for name, shards in opened.items()
+            ]
+        else:
+            joined = [partial(_joined, shard) for shard in open_text(text)]
+            self._readers = [ShardReader("the text", joined, seed=seed)]
 
     def draw(self, rng: random.Random) -> str:
         (reader,) = rng.choices(self._readers, weights=list(self.sources.values()))
@@ -384,7 +401,8 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     ) -> None:
         stop = threading.Event()
         self._made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.batch_size = tokenizer, self._made.batch_size
+        self.sequence_length = self._made.sequence_length
         super().__init__(self._made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:

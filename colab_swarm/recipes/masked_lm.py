@@ -237,7 +237,8 @@ def albert(
     if checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        probe.known = model, words, EXAMPLES.get(language or str(text), ENGLISH)
+        of_text = EXAMPLES.get(text if isinstance(text, str) else "", ENGLISH)
+        probe.known = model, words, EXAMPLES.get(language, of_text)
     return model, batches
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DOCUMENT_CHARS = 1 << 14  # texts and lines are joined to about this size; longer rows are cut
-SHARD_BYTES = 1 << 18  # of a local file; lines stay whole
+SHARD_BYTES = LINE_BYTES = 1 << 18  # of a local file; lines up to this size stay whole
 MANY_SHARDS = 64
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
 Shard: TypeAlias = Callable[[], Iterator[str]]
@@ -49,10 +49,13 @@ def open_text(text: TextSource) -> list[Shard]:
     elif not isinstance(text, Sequence):
         shards = [partial(_read_iterable, text)]
     elif text and isinstance(text[0], Path):
-        shards = [shard for path in text for shard in open_text(path)]
+        if missing := [str(path) for path in text if not Path(path).is_file()]:
+            raise ValueError(f"there is no file {', '.join(missing)}")
+        shards = [shard for path in text for shard in _open_named(str(path))]
     else:
         shards = [partial(iter, [block]) for block in pack(map(str, text))]
-    require(shards, f"there is no text in {text!s:.200}")
+    if not shards:
+        raise ValueError(f"there is no text in {text!s:.200}")
     return shards
 
 
@@ -110,7 +113,7 @@ def _open_rows(path: str, configuration: str | None = None, **options: str) -> l
     from datasets import load_dataset
 
     data_set = load_dataset(path, configuration, split="train", streaming=True, **options)
-    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # datasets 4.5
+    if data_set.num_shards < MANY_SHARDS:
         data_set = data_set.reshard()  # so that peers differ
     count: int = data_set.num_shards
 
@@ -136,11 +139,15 @@ def _read_shard(file: Path, start: int) -> Iterator[str]:
 
 
 def _lines(file: Path, start: int) -> Iterator[str]:
+    most = (
+        -1 if file.suffix == ".jsonl" else LINE_BYTES
+    )  # a text without line breaks is cut at its shards' borders
     with file.open("rb") as opened:
         if start:
             opened.seek(start - 1)
-            opened.readline()
-        while opened.tell() < start + SHARD_BYTES and (line := opened.readline()):
+            if len(opened.readline(most)) == most:
+                opened.seek(start)
+        while opened.tell() < start + SHARD_BYTES and (line := opened.readline(most)):
             yield line.decode(errors="ignore")
 
 

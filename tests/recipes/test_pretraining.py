@@ -1,5 +1,6 @@
 import hashlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,3 +84,17 @@ def test_an_exhausted_iterator_is_reported(tokenizer: Words) -> None:
 def test_sizes_too_small_are_refused(tokenizer: Words, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         batches(tokenizer, **wrong)
+
+
+def test_an_error_of_the_users_own_text_is_raised_at_once(tokenizer: Words) -> None:
+    class Texts:
+        def __iter__(self) -> Iterator[str]:
+            yield "one sentence. another one. " * 50
+            raise RuntimeError("a bug of the user")
+
+    with pytest.raises(RuntimeError, match="a bug of the user"):
+        next(batches(tokenizer, Texts()))
+
+
+def test_rows_of_one_sentence_are_joined(tokenizer: Words) -> None:
+    assert next(batches(tokenizer, [f"This is sentence {number}." for number in range(500)]))

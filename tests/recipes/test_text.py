@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes import text as recipe_text
-from colab_swarm.recipes.text import Passage, TextSource, open_text, order_sample, pack, passages
+from colab_swarm.recipes.text import SHARD_BYTES, Passage, TextSource, open_text, order_sample, pack, passages
 
 
 def read(text: TextSource) -> list[str]:
@@ -123,3 +123,17 @@ def test_half_of_the_samples_are_swapped() -> None:
     assert 150 < sum(swapped for *_, swapped in samples) < 250
     starts = {(int(first[0]), int(second[0])) for first, second, _ in samples}
     assert starts == {(0, 3), (0, 6), (3, 0), (6, 0)}
+
+
+def test_a_text_without_line_breaks_is_read_once_in_shards(tmp_path: Path) -> None:
+    (tmp_path / "text8.txt").write_bytes(b"ab" * SHARD_BYTES)
+    shards = [sum(map(len, shard())) for shard in open_text(tmp_path / "text8.txt")]
+    assert shards == [SHARD_BYTES, SHARD_BYTES]
+
+
+def test_of_a_list_of_files_empty_ones_are_no_matter_and_missing_ones_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "full.txt").write_text("one. two.")
+    assert len(open_text([tmp_path / "empty.txt", tmp_path / "full.txt"])) == 1
+    with pytest.raises(ValueError, match=r"there is no file .*gone"):
+        open_text([tmp_path / "full.txt", tmp_path / "gone.txt"])
