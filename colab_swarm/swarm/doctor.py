@@ -1,7 +1,6 @@
 """`doctor`: examine this machine and the swarm with traffic lights, and predict the training."""
 
 import contextlib
-import copy
 import enum
 import math
 import os
@@ -33,7 +32,7 @@ from colab_swarm.training.progress import ProgressRecord, read_participants
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
 
 VISITOR = "doctor"  # name of the peer that examines the run of an invitation
 TESTS = 3  # peers that are asked for a speed test, until one is free
@@ -322,14 +321,12 @@ def calibrate(
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    A copy is trained, and torch's random state is as before; the used batches are gone. Raises
+    Afterwards the model and torch's random state are as before; the used batches are gone. Raises
     ValueError if there are not enough.
     """
     import torch
 
-    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    name, model = type(model).__name__, copy.deepcopy(model).train()
-    model.zero_grad(set_to_none=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -338,13 +335,36 @@ def calibrate(
         saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
         return tensor
 
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with _restored(model, trained):
         passes = _train(model, batches)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             micro_batch = next(passes)
         _measure(passes, seconds / 4, 1)  # the first passes are slow
         samples_per_s = _measure(passes, seconds, MIN_PASSES)
-    return Subject(name, numel, sum(saved.values()) / micro_batch, micro_batch, samples_per_s)
+    numel = sum(parameter.numel() for parameter in trained)
+    sample_bytes = sum(saved.values()) / micro_batch
+    return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
+
+
+@contextlib.contextmanager
+def _restored(model: "Module", trained: "list[Parameter]") -> Iterator[None]:
+    import torch
+
+    gradients = [parameter.grad for parameter in trained]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    was_training = model.training
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            model.train()
+            model.zero_grad(set_to_none=True)
+            yield
+        finally:
+            model.train(was_training)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
 
 def _train(model: "Module", batches: "Iterable[Mapping[str, Tensor]]") -> Iterator[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from colab_swarm.events import Event, RoundFinished, StepFinished
+from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
@@ -29,6 +29,7 @@ MAX_LOSSES = 1000
 MAX_ROUNDS = 20
 MAX_CONTRIBUTORS = 20
 LOG_LINES = 8
+SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 MODEL = "model"  # the default name in `Swarm.optimizer`
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
@@ -91,6 +92,10 @@ class Overview:
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
+        if isinstance(event, PeerLeft):
+            known = [one for one in self._events if isinstance(one, PeerLeft) and one.peer == event.peer]
+            if any(event.at - one.at < SAME_LOSS_S for one in known):
+                return
         if isinstance(event, RoundFinished):
             self.names()  # of its members: one may have left when the panel shows the round
             self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)

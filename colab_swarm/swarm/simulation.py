@@ -194,6 +194,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             lesson.start()
             self._lesson = lesson
         else:
+            self._story.clear()
             try:
                 self.run(train, seconds=seconds)
             finally:

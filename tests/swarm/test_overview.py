@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import PeerLeft, PeerSilent, StepFinished
+from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.overview import Background
 from colab_swarm.swarm.swarm import Swarm
@@ -136,6 +136,16 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
     background.look(80.0)
     finish()  # nothing left to read: it fails
     assert background.look(81.0) == 2
+
+
+def test_a_lost_peer_that_two_services_report_is_one_line() -> None:
+    first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
+    other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+        for event in (first, again, other, later):
+            alice.events.emit(event)
+        assert [one for one in alice._overview._events if one.at >= 5.0] == [first, other, later]
 
 
 def test_steps_do_not_push_a_loss_out_of_the_log() -> None:
