@@ -64,9 +64,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("a peer vouches twice, or the peer vouches for itself")
         proven = total(self.run_id, id_of(self.key), self.authority, records)
         if proven != self.given:
-            raise ValueError(
-                f"it says {_in_words(self.given)}, but the vouching peers say {_in_words(proven)}"
-            )
+            raise ValueError(f"it says {_in_words(self.given)}, but vouchers say {_in_words(proven)}")
         return proven
 
     def json(self) -> str:

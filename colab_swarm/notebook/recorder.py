@@ -24,7 +24,6 @@ from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.views import draw_waterfall
 
 logger = logging.getLogger(__name__)
-
 MAX_BYTES = 200_000_000
 MAX_LINE_BYTES = 1 << 20
 CLOSE_S = 10.0

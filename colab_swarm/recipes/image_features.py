@@ -81,9 +81,7 @@ def as_image(image: Any) -> Tensor:
     elif pixels.dim() == 3 and pixels.shape[0] not in (1, 3):
         pixels = pixels.permute(2, 0, 1)
     if pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or 0 in pixels.shape:
-        raise ValueError(
-            f"an image has shape (H, W) or with 1 or 3 channels (H, W, C), not {tuple(pixels.shape)}"
-        )
+        raise ValueError(f"an image has shape (H, W) or (H, W, 1 or 3), not {tuple(pixels.shape)}")
     if pixels.is_floating_point():
         pixels = pixels.mul(255).round().clamp(0, 255)
     return pixels.to(torch.uint8).expand(3, -1, -1)
@@ -240,8 +238,7 @@ class Swav(nn.Module):
         """Compute the loss of a batch.
 
         ``large_crops`` (B, V, C, H, W) are each predicted from all other views, ``small_crops``
-        (B, V, C, h, w) only predict. ``step``, the ``optimizer.global_step``, decides when the queue
-        counts; None: no queue.
+        (B, V, C, h, w) only predict. ``step`` is the ``optimizer.global_step``; None: no queue.
         """
         large_VBD = self._project(large_crops)
         views_VBD = large_VBD if small_crops is None else torch.cat([large_VBD, self._project(small_crops)])

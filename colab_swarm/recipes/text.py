@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 DOCUMENT_CHARS = 1 << 14  # texts and lines are joined to about this size; longer rows are cut
 SHARD_BYTES = 1 << 18  # of a local file; lines stay whole
-MANY_SHARDS = 64
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
 Shard: TypeAlias = Callable[[], Iterator[str]]
 
@@ -110,7 +109,7 @@ def _open_rows(path: str, configuration: str | None = None, **options: str) -> l
     from datasets import load_dataset
 
     data_set = load_dataset(path, configuration, split="train", streaming=True, **options)
-    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # datasets 4.5
+    if data_set.num_shards < 64 and hasattr(data_set, "reshard"):  # datasets 4.5
         data_set = data_set.reshard()  # so that peers differ
     count: int = data_set.num_shards
 

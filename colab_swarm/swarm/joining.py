@@ -28,7 +28,6 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 
-ENDLESS = 1e11  # an invitation to an open run ends at the last possible time
 _open_swarms: set[Swarm] = set()
 
 
@@ -131,8 +130,7 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     It has the same id, and so the same row in the leaderboard. Then make the model and call
     `Swarm.optimizer` as before: training continues from the saved checkpoint, or from the swarm's
     newer state. A StateError if the folder saves no peer, is damaged or in use by another process.
-    A JoinError if no saved peer could be reached: join by a new invitation, with
-    ``state_dir=folder``. Else see `join`.
+    A JoinError if no saved peer answers: join by an invitation, ``state_dir=folder``. See `join`.
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm
@@ -154,7 +152,7 @@ def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
     if invite.access != "open":
         names = ", ".join(invite.names)
         raise JoinError(f"{invite.run} takes peers with an invitation only: ask {names} for one")
-    return Invite(invite.run_id, invite.contacts, ENDLESS)
+    return Invite(invite.run_id, invite.contacts, 1e11)  # the last possible time
 
 
 def _open_in(folder: str | Path | None) -> Swarm | None:
@@ -172,11 +170,8 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
 
 
 def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
-    for swarm in _open_swarms:
-        same = id in (None, swarm.id) and name in ("", swarm.name)
-        if same and swarm.run_id == run_id and not swarm.left:
-            return swarm
-    return None
+    here = (swarm for swarm in _open_swarms if swarm.run_id == run_id and not swarm.left)
+    return next((one for one in here if id in (None, one.id) and name in ("", one.name)), None)
 
 
 @contextlib.contextmanager

@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.messages import Token
 
 logger = logging.getLogger(__name__)
-ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
 SAVE_EVERY_S = 15.0  # a killed peer finds back through the peers saved last
-ANNOUNCED_S = 180.0
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
-HAND_OVER_S = 60.0  # for a last round then
 MAX_RELAYS = 64
 
 
@@ -233,7 +230,7 @@ class NetworkSession:
         most_s, trained = clock.leave_before_s / 4, list(optimizers.values())
         deadline = time.monotonic() + min(PATIENCE_S, most_s)
         for optimizer in trained:
-            optimizer.end(why, hand_over_s=min(HAND_OVER_S, most_s))
+            optimizer.end(why, hand_over_s=min(60.0, most_s))
         for optimizer in trained:  # `leave` closes those that the user no longer steps
             optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
 
@@ -265,7 +262,7 @@ class NetworkSession:
         while (current := value()) is not None:
             if current:
                 with contextlib.suppress(PeerError):
-                    await self._services.dht.publish(key, current, ttl_s=ANNOUNCED_S)
+                    await self._services.dht.publish(key, current, ttl_s=180.0)
             await asyncio.sleep(PUBLISH_EVERY_S if current else 1.0)
 
     async def announced(self, what: str) -> dict[PeerId, Found]:
@@ -300,7 +297,7 @@ async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    tries = [asyncio.ensure_future(node.linker.link_to(one.id, ENTER_TIMEOUT_S)) for one in entries]
+    tries = [asyncio.ensure_future(node.linker.link_to(one.id, 15.0)) for one in entries]
     reasons = []
     try:
         for done in asyncio.as_completed(tries):

@@ -28,7 +28,7 @@ from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.settings import PeerServices, TrainingSettings
-from colab_swarm.trust.contributions import Contribution, Leaderboard
+from colab_swarm.trust.contributions import Leaderboard
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -112,8 +112,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> Invitation:
         """Return an invitation: one line that lets others join; notebooks add a QR code.
 
-        The peer that created the run makes new ones, others pass on theirs. In an open run any peer
-        can make one.
+        The peer that created the run makes new ones, others pass on theirs; in an open run all make them.
 
         Args:
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
@@ -162,9 +161,8 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def contributions(self) -> Leaderboard:
         """Return each peer's contribution as other peers confirmed it, most samples first."""
-        rows: tuple[Contribution, ...] = ()
-        if self.network is not None:
-            rows = self.runtime.call(self.network.trust.contributions.read())
+        network = self.network
+        rows = () if network is None else self.runtime.call(network.trust.contributions.read())
         return Leaderboard(rows, {**self._overview.names(), short(self.id): self.name}, self.id)
 
     def receipt(self) -> Receipt:
@@ -223,9 +221,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
 
         Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
-        from the first member's parameters. For ``options``, the same at all members, see `ElasticSettings`.
-        Raises ValueError if a setting is not usable or differs from the others',
-        StateError if the group did not form.
+        from the first member's parameters. ``options``: see `ElasticSettings`. A ValueError if one is
+        not usable or differs from the others', a StateError if the group did not form.
         """
         from colab_swarm.elastic.group import enter_group
         from colab_swarm.elastic.optimizer import ElasticOptimizer
@@ -264,8 +261,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def serve_as_reducer(self, name: str | None = None) -> Assistant:
         """Help others train, without torch: organize rounds, reduce, send state to late joiners.
 
-        ``name`` is the only model to help with, as given to `optimizer`; None: every model of the
-        run.
+        ``name`` is the only model to help with, as given to `optimizer`; None: all of the run.
         """
         self._check()
         if self.assistant is not None:
@@ -293,8 +289,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "ExpertHost":
         """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
 
-        Experts of dead hosts continue from their last save. Raises ValueError if an argument is not
-        usable.
+        Experts of dead hosts continue from their last save. A ValueError if an argument is unusable.
 
         Args:
             prefix: names the kind of experts.
@@ -304,9 +299,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             count: how many, or their names (``["ffn.0.3"]``); None: as many as fit.
             sample: shape of one sample; -1: any length. The experts that ship know theirs.
             rule: how each expert learns; by default Adam with learning rate 1e-3.
-            **settings: ``folder`` stores saves, from which a later session continues; else only
-                the copies at other peers survive this process.
-                ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
+            **settings: ``folder`` stores saves for a later session; else only the copies at other
+                peers survive. ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
         """
         self._check(worker=True)
         return self._use_experts().host(
@@ -320,8 +314,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         ``prefix`` and ``grid`` are as given to `host_experts`; ``k`` experts are called per sample.
         ``settings`` are ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers`` of
-        `MixtureOfExperts`, and ``compression``, ``timeout_s`` of `ExpertCalls`. Raises ValueError
-        if one is not usable.
+        `MixtureOfExperts`, and ``compression``, ``timeout_s`` of `ExpertCalls`, else a ValueError.
         """
         return self._use_experts().mixture(prefix, grid, dim, k=k, **settings)
 
@@ -376,7 +369,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self._require_network()
         job = job if isinstance(job, Job) else Job.load(job)
         coordinator = open_coordinator(job, network.access, network.token(), options)
-
         links = network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
         self.runtime.call(links)
         network.stops.append(coordinator.stop)
@@ -393,8 +385,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "Volunteer":
         """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`.
 
-        A JoinError if no peer coordinates or it does not answer, a ValueError if its code is not
-        trusted yet.
+        A JoinError if no coordinator answers, a ValueError if its code is not trusted yet.
         """
         from colab_swarm.workunits.client import CoordinatorClient
         from colab_swarm.workunits.volunteering import open_volunteer
@@ -403,7 +394,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self._require_network()
         if not (urls := self.runtime.call(network.coordinators())):
             raise JoinError(
-                "nobody coordinates work units in this swarm: call swarm.coordinate(job) here or at another peer; "
+                "nobody coordinates work units in this swarm: call swarm.coordinate(job) at some peer; "
                 "if a coordinator has just started, try again in a few seconds"
             )
         admission = network.access.admission
@@ -423,10 +414,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return volunteer
 
     def panel(self) -> "Panel[SwarmSnapshot]":
-        """Return the live view: widgets in a notebook, text elsewhere; always the same object.
-
-        While a cell waits for other peers, widgets refresh by themselves.
-        """
+        """Return the live view: widgets in a notebook, text elsewhere; always the same object."""
         live = has_frontend()
         if self._panel is None:
             self._panel = Panel(
@@ -516,8 +504,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def leave(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the run and close all links, raising at the end what failed to close. Idempotent.
 
-        ``hand_over_s``: how long to wait for a last round, so that gradients accumulated here are
-        not lost.
+        ``hand_over_s``: how long to wait for a last round with the gradients accumulated here.
         """
         with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
             if self.left:
