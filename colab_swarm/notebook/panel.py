@@ -31,7 +31,6 @@ PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!i
 .cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
 {content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
 WRAPPING = {"flex_flow": "row wrap"}
-
 S = TypeVar("S")
 
 
@@ -106,12 +105,11 @@ class Panel(Generic[S]):
         name, who = self._views.leave[0], self._views.who
         tip = f"{name}: end this {who}'s part for good, after a second click"
         self._leave_button = make_button(name, "sign-out", tip, self._on_leave)
-        tip = "Pause: your work stops, the others continue; some kernels take clicks while no cell runs"
+        tip = "Pause: your work stops, the others continue; some kernels react when no cell runs"
         self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
         tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
         play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        # no trait in ipywidgets 7
-        play.tooltip = "auto-refresh: keep this view up to date while no cell runs"
+        play.tooltip = "auto-refresh: keep this view up to date while no cell runs"  # no trait in 7
         play.add_class("cs-live")
         play.observe(lambda change: self.tick(), names="value")  # many may come at once
         row = [play, ipywidgets.HTML(PLAY_STYLE)]
@@ -240,8 +238,7 @@ def update_button(button: Any, **traits: object) -> None:
 def keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
-    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated
-    since: forget the update.
+    ipykernel 7.4 handles clicks beside a busy cell only if no cell updated the widget: forget that.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)

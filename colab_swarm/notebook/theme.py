@@ -68,7 +68,7 @@ def heading(title: str, state: str = "") -> str:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), label: str = ""
 ) -> str:
-    """Return a table; ``numbers`` are its right-aligned columns, ``label`` is for screen readers."""
+    """Return a table; ``numbers`` are right-aligned columns, ``label`` is for screen readers."""
     right = dict.fromkeys(numbers, ' class="n"')
     head = "".join(f'<th scope="col"{right.get(i, "")}>{name}</th>' for i, name in enumerate(columns))
     body = "".join(

@@ -62,8 +62,7 @@ def _named(images: str | Path) -> Any:
     try:
         return load_dataset(str(images), split="train")
     except (OSError, ValueError) as error:
-        place = f"no image in {images!s:.80}"
-        raise ValueError(f"{place}: it is no folder of images and no data set: {error}") from error
+        raise ValueError(f"no image in {images!s:.80}, and it is no data set: {error}") from error
 
 
 def as_image(image: Any) -> Tensor:
@@ -327,8 +326,7 @@ def swav(
     """Return an untrained SwAV and endless batches: ``large_crops`` and ``small_crops``, each float32 (B, V, C, H, W).
 
     Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with
-    the same ``size`` and ``seed`` get equal parameters. Each peer may use its own images. Raises
-    `ValueError` if an argument is out of range, or there are no images.
+    the same ``size`` and ``seed`` get equal parameters. A `ValueError` if an argument is unusable.
 
     Args:
         size: ``"tiny"`` or ``"resnet50"``.

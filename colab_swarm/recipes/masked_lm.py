@@ -316,10 +316,7 @@ def fill_mask(
         raise ValueError(f"there is no {MASK} in the text, or not within {first}: {text[:80]!r}")
     scores = token_logits(call(model, weights, **batch))[0].cpu()[masked].float()
     chances, tokens = scores.softmax(-1).topk(min(top, scores.shape[1]))
-    require(
-        chances.isfinite().all(),
-        "the model's scores are no numbers (NaN): go back to a checkpoint, and lower the learning rate",
-    )
+    require(chances.isfinite().all(), "the model has diverged: go back to an earlier checkpoint")
     rows = zip(tokens.tolist(), chances.tolist(), strict=True)
     return [[Guess(tokenizer.decode([t]).strip(), p) for t, p in zip(*row, strict=True)] for row in rows]
 
@@ -336,8 +333,7 @@ def masked_loss(
     """Return the mean loss per hidden token of held-out text, in nats; its exponential is the perplexity.
 
     Each text is cut into samples of ``sequence_length`` tokens by itself. The same text, length and seed
-    hide the same tokens whatever the batch size, so that steps and runs can be compared. Raises
-    `ValueError` if there is not enough text for one sample, or a size is too small.
+    hide the same tokens, so that runs can be compared. A `ValueError` if there is too little text.
     """
     check_sizes(batch_size, sequence_length)
     collate, size = Collator(tokenizer, sequence_length, seed), sequence_length - 3

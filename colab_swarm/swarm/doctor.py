@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 SIZE_BYTES = 4 << 20
+CALIBRATION_S = 2.0
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
 CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
@@ -74,9 +75,7 @@ class Prediction:
     share: float  # this peer's part of a step's samples, 0 to 1
 
 
-class Light(enum.Enum):
-    """A result: hue, symbol and word."""
-
+class Light(enum.Enum):  # hue, symbol and word of a result
     GREEN = ("green", "✔", "good")
     YELLOW = ("amber", "▲", "warning")
     RED = ("red", "✖", "problem")
@@ -123,7 +122,7 @@ class Diagnosis:
         verdict = "ready to train" + (", with warnings" if number[YELLOW] else "")
         if number[RED]:
             verdict = "fix the problems before you train"
-        lights = ", ".join(f"{many} {' '.join(light.value[1:])}" for light, many in number.items() if many)
+        lights = ", ".join(f"{n} {' '.join(light.value[1:])}" for light, n in number.items() if n)
         return f"{verdict}: {lights}"
 
     def _drawn(self) -> theme.Document:
@@ -159,8 +158,7 @@ def doctor(
         swarm: a swarm, or an invitation, which is joined for the examination and left.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, compression: as for `Swarm.optimizer`; known if the swarm trains or the
-            invitation carries them.
+        target_batch_size, compression: as for `Swarm.optimizer`, if the swarm does not know them.
     """
     if compression is not None:
         Precision(compression)
@@ -306,7 +304,9 @@ def internet() -> bool:
     return up.wait(CONNECT_TIMEOUT_S)
 
 
-def calibrate(model: "Module", batches: "Iterable[Mapping[str, Tensor]]", *, seconds: float = 2.0) -> Subject:
+def calibrate(
+    model: "Module", batches: "Iterable[Mapping[str, Tensor]]", *, seconds: float = CALIBRATION_S
+) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
     A copy is trained, and torch's random state is as before. A ValueError if the batches run out.

@@ -52,8 +52,7 @@ def create(
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
-        state_dir: a folder that saves this peer and its run, to come back by `resume`:
-            key, invitation, checkpoints, seen contributions. All but checkpoints is secret.
+        state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
         accept_terms: confirm that the platform's terms allow this; required on Colab.
 
     Raises:
@@ -96,9 +95,8 @@ def join(
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. A second call under the same name returns the same swarm.
 
-    Without an invitation it lists the runs in the local network. Open ones can be joined:
-    ``join(found[0])``. With ``state_dir`` (see `create`) this peer is the same one each time, also
-    after the invitation expired.
+    Without an invitation it lists the runs in the local network: ``join(found[0])`` if it is open.
+    With ``state_dir`` (see `create`) this peer stays the same, also after the invitation expired.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
@@ -127,10 +125,9 @@ def join(
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     """Come back as the peer saved in a folder by ``create`` or ``join``; you can re-run cells.
 
-    It has the same id, and so the same row in the leaderboard. Then make the model and call
-    `Swarm.optimizer` as before: training continues from the saved checkpoint, or from the swarm's
-    newer state. A StateError if the folder saves no peer, is damaged or in use by another process.
-    A JoinError if no saved peer answers: join by an invitation, ``state_dir=folder``. See `join`.
+    It has the same id. Then make the model and call `Swarm.optimizer` as before: training continues
+    from the saved checkpoint or the swarm's newer state. A StateError if the folder is unusable, a
+    JoinError if no saved peer answers: join with ``state_dir=folder``. Else see `join`.
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm

@@ -175,8 +175,7 @@ class NetworkSession:
     async def _save(self, store: PeerStore) -> None:
         admission, contributions = self.access.admission, self.trust.contributions
         membership = b"" if admission is None else admission.membership
-        # what was saved may not be in the ledger yet
-        tally = merged(contributions.saved, contributions.ledger.rows())
+        tally = merged(contributions.saved, contributions.ledger.rows())  # it may lack saved ones
         linked = map(self.node.contact_of, sorted(self.node.linked()))
         contacts = sorted((one for one in linked if one.addresses), key=lambda one: not one.direct)
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
@@ -311,10 +310,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
             one.cancel()
         await asyncio.gather(*tries, return_exceptions=True)
     tried, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
-    raise JoinError(
-        f"no peer of this invitation could be reached: {tried}.{hint} Are they still running? "
-        "Ask for a new invitation"
-    )
+    raise JoinError(f"no peer could be reached: {tried}.{hint} Ask for a new invitation")
 
 
 def assemble(

@@ -30,7 +30,6 @@ LOG_LINES = 8
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 MODEL = "model"  # the default name in `Swarm.optimizer`
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
-
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
 
@@ -98,8 +97,8 @@ class Overview:
         if not isinstance(event, StepFinished):
             self._events = (*self._events[1 - LOG_LINES :], event)
         elif event.loss is not None:
-            losses = self._losses if len(self._losses) < 1000 else (self._losses[0], *self._losses[2:])
-            self._losses = (*losses, (event.step, event.loss))
+            old = self._losses if len(self._losses) < 1000 else (self._losses[0], *self._losses[2:])
+            self._losses = (*old, (event.step, event.loss))
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()

@@ -8,8 +8,8 @@
 
 All but the checkpoints is secret. Files are written aside and then renamed, so a kill does no harm.
 Two processes with one key would push each other out of the swarm, so one at a time uses the folder.
-File locks mean nothing to other machines on a network drive: `in-use.json` names the process and its
-last heartbeat. After a kill its own machine notices at once (Linux), others once the heartbeats stop.
+File locks mean nothing to other machines on a network drive: `in-use.json` names the process and
+its last heartbeat. After a kill its own machine notices at once (Linux), others once these stop.
 """
 
 import contextlib
@@ -114,8 +114,7 @@ def damaged(folder: Path) -> StateError:
 
 
 def _unusable(folder: Path, error: OSError) -> StateError:
-    reason = error.strerror or error
-    return StateError(f"{folder} cannot be used to save a peer: {reason}; take another folder")
+    return StateError(f"{folder} is unusable: {error.strerror or error}; take another folder")
 
 
 def folder_of(path: str | Path) -> Path:
@@ -139,7 +138,7 @@ class PeerStore:
     def __init__(self, folder: Path) -> None:
         self.folder, self.key_file, self._lock = folder, folder / "identity.key", folder / "in-use.json"
         self._writing, self._closed, self._written = threading.Lock(), False, b""  # none after the end
-        require(folder not in self._here, f"{folder} is in use: leave that swarm first", StateError)
+        require(folder not in self._here, f"{folder} is in use here: leave it first", StateError)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._reserve()
@@ -160,8 +159,7 @@ class PeerStore:
             self._lock.unlink(missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(Occupant.here()))
-        # other processes may have found it abandoned too, and deleted our file: the last one wins
-        time.sleep(0.1)
+        time.sleep(0.1)  # others may have deleted our file, as abandoned too: the last one wins
         self._require_free()
         self._here.add(self.folder)
 

@@ -150,8 +150,8 @@ class Simulation(AbstractContextManager["Simulation"]):
     ) -> dict[str, T]:
         """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
 
-        ``train`` is ordinary blocking code, as in a notebook cell. Stops after ``seconds`` of virtual
-        time, or when all have finished. ``churn``, which needs ``seconds``: peers crash and rejoin.
+        ``train`` is ordinary blocking code, as in a notebook cell. It stops after ``seconds`` of
+        virtual time, or when all have finished. ``churn`` needs ``seconds``: peers crash and rejoin.
         """
         if churn is not None and seconds is None:
             raise ValueError("churn has no end: pass seconds= as well")
@@ -176,7 +176,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         """Run ``train(swarm)`` for every peer in the background and show it, with controls.
 
         ``speed`` is in virtual seconds per second; ``train`` and ``seconds`` are as for `run`.
-        Without a front-end, or with ``live=False``, it runs to its end at once and prints the story.
+        Without a front-end, or with ``live=False``, it runs to its end and prints the story.
         """
         if not speed > 0 or not (seconds is None or seconds > 0):
             raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
@@ -301,8 +301,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 class InteractiveRun:
     """A running simulation, made by `Simulation.play`. A new one stops the former.
 
-    Time passes in slices of `SLICE_S` virtual seconds, between which injected actions happen.
-    Change ``speed``, virtual seconds per second, at any time.
+    Injected actions happen every `SLICE_S`. Change ``speed``, virtual seconds per second, any time.
     """
 
     running: "ClassVar[InteractiveRun | None]" = None
@@ -463,8 +462,7 @@ def simulate(
 ) -> Simulation:
     """Start a simulated run of peers called alice, bob, carol, …; same ``seed``, same run.
 
-    ``network`` is lan, home, dedloc16, paper_cloud, or your own profile; ``samples_per_s`` the
-    training speed of each peer, in virtual time.
+    ``network`` is lan, home, dedloc16, paper_cloud, or your own; ``samples_per_s`` is per peer.
     """
     require(peers >= 1, f"peers={peers}: a swarm needs at least one")
     profile = PROFILES.get(network) if isinstance(network, str) else network

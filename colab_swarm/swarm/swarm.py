@@ -112,7 +112,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> Invitation:
         """Return an invitation: one line that lets others join; notebooks add a QR code.
 
-        The peer that created the run makes new ones, others pass on theirs; in an open run all make them.
+        The peer that created the run makes new ones, others pass on theirs; in an open run all do.
 
         Args:
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
@@ -142,9 +142,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     def remove_peer(self, peer: PeerId | str) -> None:
         """Remove a peer from the run for good. All others close their links to it in a minute.
 
-        ``peer`` is its id, its first hex digits, or the text of an invitation: all that joined with
-        it. A PermissionError where this peer did not create the run or the run is open, a
-        ValueError unless the digits match one known peer.
+        ``peer`` is its id, its first hex digits, or an invitation: all that joined with it. Raises
+        PermissionError without authority over the run, ValueError unless the digits match one peer.
         """
         network = self._require_network()
         if isinstance(peer, str) and "#" in peer:
@@ -221,8 +220,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
 
         Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
-        from the first member's parameters. ``options``: see `ElasticSettings`. A ValueError if one is
-        not usable or differs from the others', a StateError if the group did not form.
+        from the first member's parameters. ``options``: see `ElasticSettings`; a ValueError if one
+        is not usable or differs from the others', a StateError if the group did not form.
         """
         from colab_swarm.elastic.group import enter_group
         from colab_swarm.elastic.optimizer import ElasticOptimizer
@@ -247,10 +246,9 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> tuple[Any, MoshpitResult]:
         """Return the mean of an array over all peers that call this now, and how the round went.
 
-        ``values`` is a NumPy array or torch tensor of the same length at every peer; ``weight`` is
-        theirs, 0 to only receive. ``name`` distinguishes several averages. Groups of ``group_size``
-        average in turn; None chooses it from failures and times. ``compression`` is one per name;
-        onebit and topk lose most of the values.
+        ``values`` is a NumPy array or torch tensor of one length at all peers, ``weight`` theirs,
+        0 to only receive. ``name`` distinguishes averages. Groups of ``group_size`` take turns; None
+        chooses it. ``compression`` is one per name; onebit and topk lose most of the values.
         """
         self._check(worker=True)
         average = self.averages.average(
@@ -289,7 +287,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "ExpertHost":
         """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
 
-        Experts of dead hosts continue from their last save. A ValueError if an argument is unusable.
+        Experts of dead hosts continue from their last save. A ValueError if a setting is unusable.
 
         Args:
             prefix: names the kind of experts.
@@ -338,9 +336,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "AsyncTrainer[Any]":
         """Train with many batches in flight: slow experts delay nothing; see `AsyncTrainer`.
 
-        ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch;
-        ``optimizer`` is that of its own parameters, and may come from `optimizer`. A RuntimeError
-        in a simulation, whose peers have one thread each.
+        ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch. The
+        optimizer of its own parameters may come from `optimizer`. A RuntimeError in a simulation.
         """
         from colab_swarm.moe.trainer import AsyncTrainer
 
@@ -359,8 +356,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def coordinate(self, job: "Job | str | Path", **options: "Unpack[CoordinatorOptions]") -> "Coordinator":
         """Hand out a job in work units (VC-ASGD) to peers here and to all who have the link.
 
-        ``job`` is a `Job`, or the file that defines one; ``options`` are those of
-        `CoordinatorOptions`. Errors are those of `colab_swarm.workunits.coordinate`.
+        A file may define ``job``. Errors are those of `colab_swarm.workunits.coordinate`.
         """
         from colab_swarm.workunits.coordinator import open_coordinator
         from colab_swarm.workunits.job import Job
@@ -394,7 +390,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self._require_network()
         if not (urls := self.runtime.call(network.coordinators())):
             raise JoinError(
-                "nobody coordinates work units in this swarm: call swarm.coordinate(job) at some peer; "
+                "nobody coordinates work units in this swarm: call swarm.coordinate(job) there; "
                 "if a coordinator has just started, try again in a few seconds"
             )
         admission = network.access.admission
@@ -448,9 +444,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "TryModel":
         """Fill the masks of a text with the model as it is, and as this peer received it.
 
-        Without a ``question`` it shows some examples and a form; without ``model`` and
-        ``tokenizer`` it takes those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError if the
-        model is unknown, or the text has no gap.
+        Without a ``question`` it shows examples and a form; the default model and tokenizer are
+        those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError without them, or without a gap.
         """
         return self.probe.try_model(question, model, tokenizer)
 
@@ -477,8 +472,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def paused(self) -> Iterator[None]:
         """``with swarm.paused():`` stops this peer's background work while you need the machine.
 
-        Hosted experts and work units wait, no round waits for this peer, and afterwards it catches
-        up. Blocks may be nested; do not train inside.
+        Hosted experts and work units wait, no round does. Blocks may nest; do not train inside.
         """
         try:
             with self.services.gate.block():

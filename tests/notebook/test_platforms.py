@@ -105,7 +105,6 @@ def test_the_users_hours_count_from_now_and_go_first() -> None:
 
 async def test_two_warnings_precede_leaving() -> None:
     events = EventLog()
-
     await platforms.wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
     assert virtual_time() == 6 * H - 600.0
     first, second = events.recent(Notice)

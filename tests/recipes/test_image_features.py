@@ -102,8 +102,7 @@ def test_a_batch_has_the_views_of_its_size_and_a_pass_every_image_once() -> None
     assert shapes == {"large_crops": (7, 2, 3, 32, 32), "small_crops": (7, 2, 3, 24, 24)}
     order = image_features.endless_order(20, rng())
     passes = [[next(order) for _ in range(20)] for _ in range(2)]
-    assert sorted(passes[0]) == sorted(passes[1]) == list(range(20))
-    assert passes[0] != passes[1]
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(20)) and passes[0] != passes[1]
 
 
 def test_prototypes_are_frozen_for_the_first_steps_and_the_rate_warms_up_and_falls() -> None:
@@ -288,8 +287,7 @@ def test_without_distortion_views_are_unchanged() -> None:
 def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
     views = torch.rand(1, 3, 16, 16, generator=rng()).expand(20, 3, 16, 16)
     distorted, again = (distort(views, image_features.SIZES["resnet50"], rng()) for _ in range(2))
-    assert torch.equal(distorted, again)
-    assert distorted.min() >= 0 and distorted.max() <= 1 + 1e-5
+    assert torch.equal(distorted, again) and distorted.min() >= 0 and distorted.max() <= 1 + 1e-5
     assert len({tuple(view.flatten().tolist()) for view in distorted}) == 20
 
 

@@ -145,8 +145,7 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
 def test_texts_are_escaped(words: str) -> None:
     hostile = Check(words, Light.RED, words, words or "x")
-    assert tags(html(hostile)) <= tags(html(STOP))
-    assert "\x1b" not in str(Diagnosis((hostile,)))
+    assert tags(html(hostile)) <= tags(html(STOP)) and "\x1b" not in str(Diagnosis((hostile,)))
 
 
 MODEL = Subject("model", 1_000_000, sample_bytes=1.0, micro_batch=8, samples_per_s=10.0)
@@ -184,8 +183,7 @@ def test_any_bandwidth_gives_finite_predictions(
 ) -> None:
     subject = replace(MODEL, samples_per_s=own)
     found = checks.predict(subject, 256, 2e6, tuple(others), Speed(upload_bps, download_bps, 0.1))
-    assert 0 < found.step_s < math.inf
-    assert 0 < found.share <= 1
+    assert 0 < found.step_s < math.inf and 0 < found.share <= 1
 
 
 @given(st.floats(0, 1e12), st.integers(1, 10**9), st.floats(1e3, 1e9))
