@@ -91,7 +91,7 @@ class Recorder:
                     raise ValueError("it has no header")
             except ValueError as error:
                 self._file.close()
-                raise ValueError(f"{path} is none ({error}): choose another file") from error
+                raise ValueError(f"{path} is no recording ({error}): choose another file") from error
         self._file.write(b"\n" * continued + _encoded(header))  # the last line may be torn
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-recorder", daemon=True)

@@ -258,7 +258,7 @@ def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
 def draw_waterfall(
     shown: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
 ) -> None:
-    """Draw the round ``back`` before the last; ``names`` are by `ID_CHARS` of peers' ids."""
+    """Draw the round ``back`` before the last; ``names`` are by the peers' short ids."""
     if not rounds:
         shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return

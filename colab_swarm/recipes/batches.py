@@ -52,7 +52,7 @@ def peer_seed(seed: int, peer: bytes) -> int:
 
 def check_sizes(batch_size: int, sequence_length: int) -> None:
     if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
-        raise ValueError(f"{batch_size=}, {sequence_length=}: at least 1, {MIN_WINDOW + 3} needed")
+        raise ValueError(f"{batch_size=}, {sequence_length=}: at least 1 and {MIN_WINDOW + 3}")
 
 
 class Collator:

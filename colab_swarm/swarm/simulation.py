@@ -151,7 +151,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
 
         ``train`` is ordinary blocking code, as in a notebook cell. It stops after ``seconds`` of
-        virtual time, or when all have finished. ``churn`` needs ``seconds``: peers crash and rejoin.
+        virtual time, or when all have finished. ``churn`` needs ``seconds``: peers come and go.
         """
         if churn is not None and seconds is None:
             raise ValueError("churn has no end: pass seconds= as well")

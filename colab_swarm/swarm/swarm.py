@@ -247,8 +247,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Return the mean of an array over all peers that call this now, and how the round went.
 
         ``values`` is a NumPy array or torch tensor of one length at all peers, ``weight`` theirs,
-        0 to only receive. ``name`` distinguishes averages. Groups of ``group_size`` take turns; None
-        chooses it. ``compression`` is one per name; onebit and topk lose most of the values.
+        0 to only receive. ``name`` distinguishes averages. Groups of ``group_size`` take turns;
+        None chooses it. ``compression`` is one per name; onebit and topk lose most of the values.
         """
         self._check(worker=True)
         average = self.averages.average(
@@ -312,7 +312,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         ``prefix`` and ``grid`` are as given to `host_experts`; ``k`` experts are called per sample.
         ``settings`` are ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers`` of
-        `MixtureOfExperts`, and ``compression``, ``timeout_s`` of `ExpertCalls`, else a ValueError.
+        `MixtureOfExperts`; ``compression``, ``timeout_s`` of `ExpertCalls`. A ValueError if unusable.
         """
         return self._use_experts().mixture(prefix, grid, dim, k=k, **settings)
 
@@ -390,7 +390,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self._require_network()
         if not (urls := self.runtime.call(network.coordinators())):
             raise JoinError(
-                "nobody coordinates work units in this swarm: call swarm.coordinate(job) there; "
+                "nobody coordinates work units in this swarm: call swarm.coordinate(job) here or at another peer; "
                 "if a coordinator has just started, try again in a few seconds"
             )
         admission = network.access.admission

@@ -26,10 +26,7 @@ def test_sizes_have_their_published_number_of_parameters(tokenizer: Words, size:
 
 @pytest.mark.slow
 def test_peers_start_equal_and_read_differently() -> None:
-    (alice, hers), (bob, his) = (
-        albert(swarm=SimpleNamespace(id=b"alice")),
-        albert(swarm=SimpleNamespace(id=b"bob")),
-    )
+    (alice, hers), (bob, his) = (albert(swarm=SimpleNamespace(id=id)) for id in (b"alice", b"bob"))
     state = bob.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
     assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()

@@ -58,9 +58,8 @@ def test_a_tokenizer_sees_all_of_every_source(two_sources: dict[str, float]) -> 
 def test_a_batch_is_made_of_neighbouring_sentences(tokenizer: Words, two_sources: dict[str, float]) -> None:
     made = mixed(tokenizer, two_sources)
     for batch in islice(made, 5):
-        for row, types, swapped in zip(
-            original(batch), batch["token_type_ids"], batch["sentence_order_label"], strict=True
-        ):
+        rows = original(batch), batch["token_type_ids"], batch["sentence_order_label"]
+        for row, types, swapped in zip(*rows, strict=True):
             end = int(batch["attention_mask"].sum(dim=1).max())
             first, second = (
                 tokenizer.decode(row[:end][types[:end] == part], skip_special_tokens=True) for part in (0, 1)
