@@ -66,8 +66,7 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     """Return the cause and the fix of an error or its class; None for the last error of a cell."""
     error = error or getattr(sys, "last_value", None)
     if error is None:
-        fix = "pass an error: cs.explain(error)"
-        return Explanation("no error", "no cell of this notebook has failed", fix)
+        return Explanation("no error", "no cell of this notebook failed", "use cs.explain(error)")
     kind = error if isinstance(error, type) else type(error)
     if not issubclass(kind, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")

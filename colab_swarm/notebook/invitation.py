@@ -51,9 +51,7 @@ class Invitation(str):
 
     def _qr_html(self) -> str:
         if find_spec("segno") is None or len(self) > MAX_QR_CHARACTERS:
-            words = (
-                f"A QR code needs pip install segno, and a text of at most {MAX_QR_CHARACTERS:,} characters"
-            )
+            words = f"QR codes need pip install segno and at most {MAX_QR_CHARACTERS:,} characters"
             return f'<p class="soft">{words}; this one has {len(self):,}.</p>'
         import segno
 

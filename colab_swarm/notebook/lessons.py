@@ -29,10 +29,8 @@ SYMBOLS = {
     "crashed": ("red", "✗"),
     "left": ("soft", "○"),
 }
-
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # slider values of slower connections and of the playback
 NAMED = {"description_width": "initial"}
-
 Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
 
 
@@ -98,10 +96,7 @@ LESSON: Views[SimulationSnapshot] = Views(
 
 
 class LessonControls:
-    """Sliders and buttons of a run, in ``rows``.
-
-    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second.
-    """
+    """Sliders and buttons of a run, in ``rows``; ``inject`` takes a verb and its arguments."""
 
     def __init__(
         self,

@@ -38,9 +38,7 @@ def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {snapshot.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
     if snapshot.listed and not snapshot.live and not snapshot.over:
-        shown.warn(
-            "no expert is alive: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
-        )
+        shown.warn("no expert lives: host some with swarm.host_experts(…) or check prefix and grid")
     if snapshot.left_out:
         names = ", ".join(snapshot.left_out[:MAX_NAMED]) + " …" * (len(snapshot.left_out) > MAX_NAMED)
         shown.warn(f"not called for a while because they failed this peer: {names}")

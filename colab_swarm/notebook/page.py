@@ -85,8 +85,7 @@ class StatusPage(Generic[S]):
     async def _answer(self, request: web.Request) -> web.Response:
         now, path = asyncio.get_running_loop().time(), request.path
         if not self._visits.admit(source_of(request), now):
-            too_many = "too many requests: try again in a second"
-            return web.Response(status=429, text=too_many, headers={"Retry-After": "1"})
+            return web.Response(status=429, text="try again in a second", headers={"Retry-After": "1"})
         if now - self._seen_at >= FRESH_S:
             self._seen, self._seen_at = self._look(), now
             self._answers.clear()

@@ -21,7 +21,6 @@ from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
 
 logger = logging.getLogger(__name__)
-
 SHOW_EVERY_S = 0.25
 TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-end
 RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
@@ -32,7 +31,6 @@ PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!i
 .cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
 {content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
 WRAPPING = {"flex_flow": "row wrap"}
-
 S = TypeVar("S")
 
 
@@ -69,9 +67,8 @@ SWARM: Views[SwarmSnapshot] = Views(
 class Panel(Generic[S]):
     """A live view under the cell whose last value it is; ``live=None`` detects a front-end.
 
-    ``read`` takes a snapshot, on the user's thread. ``stop`` ends what is shown, after two clicks
-    on the leave button, and ``pause`` pauses (True) or resumes (False) it: each on a thread of its
-    own. ``controls`` makes further widgets.
+    ``read`` takes a snapshot, on the user's thread. ``stop``, after two clicks, and ``pause``, with
+    True to pause and False to resume, get threads of their own. ``controls`` makes further widgets.
     """
 
     def __init__(
@@ -108,15 +105,11 @@ class Panel(Generic[S]):
         name, who = self._views.leave[0], self._views.who
         tip = f"{name}: end this {who}'s part for good, after a second click"
         self._leave_button = make_button(name, "sign-out", tip, self._on_leave)
-        tip = (
-            "Pause: your work stops and the others continue; click again to resume. "
-            "Some kernels take clicks only while no cell runs"
-        )
+        tip = "Pause: your work stops, the others continue; some kernels react when no cell runs"
         self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
         tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
         play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        # no trait in ipywidgets 7
-        play.tooltip = "auto-refresh: keep this view up to date while no cell runs"
+        play.tooltip = "auto-refresh: keep this view up to date while no cell runs"  # no trait in 7
         play.add_class("cs-live")
         play.observe(lambda change: self.tick(), names="value")  # many may come at once
         row = [play, ipywidgets.HTML(PLAY_STYLE)]
@@ -179,8 +172,7 @@ class Panel(Generic[S]):
     def tick(self) -> None:
         """Stay live from a training loop: call it after each batch. Draws at most four times a second.
 
-        Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn is
-        logged.
+        Without a front-end it prints a line every `TEXT_EVERY_S`. Views that fail are logged.
         """
         now = time.monotonic()
         if now - self._shown_at < SHOW_EVERY_S:
@@ -246,8 +238,7 @@ def update_button(button: Any, **traits: object) -> None:
 def keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
-    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated
-    since: forget the update.
+    ipykernel 7.4 handles clicks beside a busy cell only if no cell updated the widget: forget that.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)

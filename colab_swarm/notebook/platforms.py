@@ -118,10 +118,7 @@ class SessionClock:
     ) -> "SessionClock | None":
         """Return a session's clock; None if its end is unknown. ``session_hours`` count from ``now``."""
         if session_hours is not None:
-            require(
-                0 < session_hours < 1000000.0,
-                f"session_hours={session_hours}: pass the hours that this peer may run, > 0",
-            )
+            require(0 < session_hours < 1e6, f"session_hours={session_hours}: pass hours > 0")
             here, age_s = Platform("this machine", limit_s=3600 * session_hours), 0.0
         if here.limit_s is None or age_s >= here.limit_s:  # older than the limit: a paid runtime lasts longer
             return None

@@ -47,8 +47,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def verify(self, *, authority: bytes | None = None) -> Credit:
         """Check all signatures and sums without a network; return the sums or raise ValueError.
 
-        Pass the run's ``authority``, its public key, if you know it. Without it, a receipt of an
-        invented run passes too.
+        Without the run's ``authority``, its public key, a receipt of an invented run passes too.
         """
         if not verify(self.key, self.signature, self.signed_bytes()):
             raise ValueError("it was changed after it was signed, or the signature is not the peer's")
@@ -64,9 +63,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("a peer vouches twice, or the peer vouches for itself")
         proven = total(self.run_id, id_of(self.key), self.authority, records)
         if proven != self.given:
-            raise ValueError(
-                f"it says {_in_words(self.given)}, but the vouching peers say {_in_words(proven)}"
-            )
+            raise ValueError(f"it says {_in_words(self.given)}, but peers say {_in_words(proven)}")
         return proven
 
     def json(self) -> str:
@@ -117,8 +114,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def _repr_html_(self) -> str:
-        # as an image: the card's style must not touch the page's
-        data = base64.b64encode(self.svg().encode()).decode()
+        data = base64.b64encode(self.svg().encode()).decode()  # as an image: styles stay apart
         return f'<img alt="{text(repr(self), 500)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%">'
 
 

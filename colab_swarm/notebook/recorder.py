@@ -1,8 +1,7 @@
 """The flight recorder: a peer's events as lines of JSON in one file; `replay` reads and draws it.
 
-A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are those of the
-peers, all other kinds are the classes of `colab_swarm.events`. A thread writes, so nothing waits
-for a disk. A kill tears at most one line.
+A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are the peers',
+other kinds are of `colab_swarm.events`. A thread writes, and a kill tears at most one line.
 """
 
 import logging
@@ -24,7 +23,6 @@ from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.views import draw_waterfall
 
 logger = logging.getLogger(__name__)
-
 MAX_BYTES = 200_000_000
 MAX_LINE_BYTES = 1 << 20
 CLOSE_S = 10.0
@@ -73,8 +71,7 @@ def _decoded(line: bytes) -> Item:
 class Recorder:
     """Writes a peer's events to a file until it is closed or full. Never raises once it runs.
 
-    An older recording is continued; a file that is none is a ValueError. ``names`` returns the
-    peers' names by short id.
+    An older recording is continued; another file is a ValueError. ``names`` are by short id.
     """
 
     def __init__(
@@ -94,8 +91,7 @@ class Recorder:
                     raise ValueError("it has no header")
             except ValueError as error:
                 self._file.close()
-                reason = f"{path} exists and is not a recording ({error})"
-                raise ValueError(f"{reason}: choose another file") from error
+                raise ValueError(f"{path} is no recording ({error}): choose another file") from error
         self._file.write(b"\n" * continued + _encoded(header))  # the last line may be torn
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-recorder", daemon=True)
@@ -209,8 +205,7 @@ class Replay:
 def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
 
-    Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines that cannot be
-    read, such as those torn by a kill, are left out; its ``note`` says so. A file that is no
-    recording is a ValueError. ``live=None`` detects whether there are widgets.
+    Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines torn by a kill are
+    left out; its ``note`` says so. Another file is a ValueError. ``live=None`` detects widgets.
     """
     return Replay(Path(path), has_frontend() if live is None else live)

@@ -18,7 +18,6 @@ MAX_ROWS = 20
 MAX_CHARS = 1000
 History: TypeAlias = Sequence[tuple[float, float]]  # (step, value), oldest first
 MAX_POINTS = 400  # of a curve
-MAX_VALUE = 1e6  # larger values, and NaN, are not drawn
 LEFT, BOTTOM, TOP, RIGHT = 44, 22, 10, 12
 LINE = "var(--blue,#2a78d6)"  # the theme's blue; on a page without the theme, a blue for light and dark paper
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
@@ -69,10 +68,7 @@ def heading(title: str, state: str = "") -> str:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), label: str = ""
 ) -> str:
-    """Return a table; the first cell of a row is its header.
-
-    ``numbers`` are the indices of right-aligned columns; ``label`` is for screen readers.
-    """
+    """Return a table; ``numbers`` are right-aligned columns, ``label`` is for screen readers."""
     right = dict.fromkeys(numbers, ' class="n"')
     head = "".join(f'<th scope="col"{right.get(i, "")}>{name}</th>' for i, name in enumerate(columns))
     body = "".join(
@@ -100,8 +96,7 @@ def mark(hue: str, symbol: str, word: str) -> str:
 class Document:
     """A view as HTML and as text with the same content; all texts are escaped and bounded.
 
-    ``title`` and ``state`` are the first line, ``line`` that of the text if it differs; ``label``
-    is for screen readers.
+    ``title`` and ``state`` are the first line, ``line`` that of the text if it differs.
     """
 
     def __init__(self, title: str, state: str = "", *, label: str, line: str = "") -> None:
@@ -192,10 +187,7 @@ def curve(
     width: int = 550,
     height: int = 170,
 ) -> str:
-    """Draw a curve over the steps; empty for fewer than two points.
-
-    ``limit``, drawn dashed, is a curve that this one should stay below, or reach.
-    """
+    """Draw a curve over the steps, and its ``limit`` dashed; empty for fewer than two points."""
     points, above = _drawable(history), _drawable(limit)
     if len(points) < 2:
         return ""
@@ -243,5 +235,5 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 def _drawable(history: History) -> list[tuple[float, float]]:
     """Return about `MAX_POINTS` of the points, the last one included."""
-    points = [(step, value) for step, value in history if abs(value) < MAX_VALUE]
+    points = [(step, value) for step, value in history if abs(value) < 1e6]  # not NaN
     return [*points[: -1 : math.ceil(len(points) / MAX_POINTS)], points[-1]] if points else []

@@ -40,9 +40,7 @@ class ModelProbe:
         examples: Sequence[str] = ENGLISH
         if model is None or tokenizer is None:
             if self.known is None or model not in (None, self.known[0]):
-                raise ValueError(
-                    "which model? Pass model= and tokenizer=, or build it with cs.recipes.albert(…, swarm=swarm)"
-                )
+                raise ValueError("which model? Pass model= and tokenizer=, or albert(…, swarm=…)")
             model, known, examples = self.known
             tokenizer = tokenizer or known
         questions = examples if question is None else [question]

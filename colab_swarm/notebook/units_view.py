@@ -92,9 +92,7 @@ def _accuracy(status: "JobStatus") -> str:
 def _reliability(one: "VolunteerState", now: float) -> str:
     if one.banned_until > now:
         return f"banned for {duration(one.banned_until - now)}"
-    if not one.accepted + one.rejected + one.expired:
-        return "new"
-    return f"{1 - one.error_rate:.0%}"
+    return f"{1 - one.error_rate:.0%}" if one.accepted + one.rejected + one.expired else "new"
 
 
 def _page(status: "JobStatus") -> list[Document]:

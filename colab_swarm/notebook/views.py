@@ -1,9 +1,8 @@
 """The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
 Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only
-these. A round is a waterfall with a lane for each member: what this peer sent it, the member's
-contribution to this peer's span, and the average that the member returned; the later covers the
-earlier.
+these. A round is a waterfall, a lane per member: what this peer sent it, the member's contribution
+to this peer's span, and the average that it returned; the later covers the earlier.
 """
 
 import math
@@ -31,9 +30,7 @@ SOON_S = 1800.0  # the view warns this long before a session's end
 RECENT = 20  # rounds to choose from
 MIN_S, MAX_S = 1e-6, 1e6
 SLOTS = 40  # characters of a lane
-NONE_YET = (
-    "No averaging round has ended yet: peers average as soon as they have the samples of a step together."
-)
+NONE_YET = "No averaging round has ended yet: peers average once they have a step's samples."
 GROUP = "forming the group"
 
 
@@ -261,10 +258,7 @@ def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
 def draw_waterfall(
     shown: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
 ) -> None:
-    """Draw the round ``back`` rounds before the last one.
-
-    ``rounds`` are oldest first; ``names`` are those of peers, by the first `ID_CHARS` of their ids.
-    """
+    """Draw the round ``back`` before the last; ``names`` are by the peers' short ids."""
     if not rounds:
         shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return
@@ -280,20 +274,16 @@ def draw_waterfall(
         short = member.peer[:ID_CHARS]
         hue, outcome = _outcome(member)
         drawn = f'<span class="{hue}">{text(outcome, 90)}</span>'
-        share = f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
         return (
             plain(names.get(short, short), 24),
             _lane(member, one),
             f"{member.weight:,.0f}",
-            share,
+            f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?",
             (outcome, drawn),
         )
 
-    # failed ones are not hidden by a crowd
-    members, columns = (
-        sorted(one.members, key=lambda member: not member.dropped),
-        ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result"),
-    )
+    members = sorted(one.members, key=lambda member: not member.dropped)  # the failed ones first
+    columns = ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result")
     shown.table(columns, members, cells, numbers=(2, 3), what="members of the round")
     shown.note("  ".join(f"{character} {meaning}" for character, meaning in TRACKS.values()))
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-MASKED = 0.15
 MIN_WINDOW = 8
 IGNORED = -100  # a label that the loss of `transformers` ignores
 Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
@@ -54,8 +53,7 @@ def peer_seed(seed: int, peer: bytes) -> int:
 
 def check_sizes(batch_size: int, sequence_length: int) -> None:
     if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
-        least = f"at least 1 and {MIN_WINDOW + 3} are needed"
-        raise ValueError(f"batch_size={batch_size}, sequence_length={sequence_length}: {least}")
+        raise ValueError(f"{batch_size=}, {sequence_length=}: at least 1 and {MIN_WINDOW + 3}")
 
 
 class Collator:
@@ -91,7 +89,7 @@ class Collator:
         """
         chance = torch.rand(input_ids.shape, generator=self.generator)
         chance[torch.isin(input_ids, self._specials)] = 2.0
-        count = (MASKED * (chance < 2).sum(dim=1)).round().clamp(min=1)
+        count = (0.15 * (chance < 2).sum(dim=1)).round().clamp(min=1)
         hidden = chance.argsort(dim=1).argsort(dim=1) < count[:, None]
         labels = input_ids.where(hidden, IGNORED)
         fate = torch.rand(input_ids.shape, generator=self.generator)
@@ -103,9 +101,7 @@ class Collator:
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
 CLOSE_S = 5.0
 CHECK_S = 0.2  # A consumer wakes up this often, so that an interrupt reaches it on Windows too.
-SHUFFLE_PASSAGES = 10_000
 FIRST_PASSAGES = 256  # before the first sample; then two for each one drawn, until the buffer is full
-BATCHES_AHEAD = 8
 PATIENCE_DOCUMENTS = 10_000  # without a passage: the text is useless for sentence-order prediction
 T = TypeVar("T")
 
@@ -324,7 +320,7 @@ class MixedBatches(Iterator[dict[str, Tensor]]):
         batch_size: int,
         sequence_length: int,
         seed: int,
-        buffer: int = SHUFFLE_PASSAGES,
+        buffer: int = 10_000,
     ) -> None:
         check_sizes(batch_size, sequence_length)
         self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
@@ -403,7 +399,7 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
         self._made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
         self.tokenizer, self.batch_size = tokenizer, self._made.batch_size
         self.sequence_length = self._made.sequence_length
-        super().__init__(self._made, depth=BATCHES_AHEAD, stop=stop)
+        super().__init__(self._made, depth=8, stop=stop)
 
     def __repr__(self) -> str:
         return f"StreamedBatches({self._made})"

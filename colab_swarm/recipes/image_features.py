@@ -62,8 +62,7 @@ def _named(images: str | Path) -> Any:
     try:
         return load_dataset(str(images), split="train")
     except (OSError, ValueError) as error:
-        place = f"no image in {images!s:.80}"
-        raise ValueError(f"{place}: it is no folder of images and no data set: {error}") from error
+        raise ValueError(f"no image in {images!s:.80}, and it is no data set: {error}") from error
 
 
 def as_image(image: Any) -> Tensor:
@@ -81,9 +80,7 @@ def as_image(image: Any) -> Tensor:
     elif pixels.dim() == 3 and pixels.shape[0] not in (1, 3):
         pixels = pixels.permute(2, 0, 1)
     if pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or 0 in pixels.shape:
-        raise ValueError(
-            f"an image has shape (H, W) or with 1 or 3 channels (H, W, C), not {tuple(pixels.shape)}"
-        )
+        raise ValueError(f"an image has shape (H, W) or (H, W, 1 or 3), not {tuple(pixels.shape)}")
     if pixels.is_floating_point():
         pixels = pixels.mul(255).round().clamp(0, 255)
     return pixels.to(torch.uint8).expand(3, -1, -1)
@@ -240,8 +237,7 @@ class Swav(nn.Module):
         """Compute the loss of a batch.
 
         ``large_crops`` (B, V, C, H, W) are each predicted from all other views, ``small_crops``
-        (B, V, C, h, w) only predict. ``step``, the ``optimizer.global_step``, decides when the queue
-        counts; None: no queue.
+        (B, V, C, h, w) only predict. ``step`` is the ``optimizer.global_step``; None: no queue.
         """
         large_VBD = self._project(large_crops)
         views_VBD = large_VBD if small_crops is None else torch.cat([large_VBD, self._project(small_crops)])
@@ -330,8 +326,7 @@ def swav(
     """Return an untrained SwAV and endless batches: ``large_crops`` and ``small_crops``, each float32 (B, V, C, H, W).
 
     Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with
-    the same ``size`` and ``seed`` get equal parameters. Each peer may use its own images. Raises
-    `ValueError` if an argument is out of range, or there are no images.
+    the same ``size`` and ``seed`` get equal parameters. A `ValueError` if an argument is unusable.
 
     Args:
         size: ``"tiny"`` or ``"resnet50"``.

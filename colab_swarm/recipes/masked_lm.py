@@ -10,8 +10,7 @@ Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabul
 
 With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed.
 
-An evaluation runs the model in evaluation mode and without gradients, then each module gets its mode
-back. Evaluate between two steps, on the thread that trains.
+An evaluation gives each module its mode back. Evaluate between two steps, on the training thread.
 """
 
 import functools
@@ -57,9 +56,7 @@ EXAMPLES = {
 Batches: TypeAlias = MixedBatches | StreamedBatches
 MAX_POSITIONS = 512
 VALUE_BYTES = 4
-STATE_COPIES = 6
 LAYER_VALUES = 28
-VOCABULARY_VALUES = 3
 RESERVED_BYTES = 1 << 30  # CUDA's context, kernels and work space
 USABLE = 0.85  # share of the memory left by fragmentation
 WITHOUT_GPU_BYTES = 8 << 30  # without a GPU, the micro-batch is chosen for this much memory
@@ -95,19 +92,17 @@ def fit_memory(
     They are recomputed, to save memory, if fewer than `ENOUGH` samples fit without.
     """
     length = sequence_length or size.sequence_length
-    room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
+    room = USABLE * memory_bytes - RESERVED_BYTES - 6 * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
     checkpointing = plain < ENOUGH
     if (fitting := min(saving if checkpointing else plain, MOST)) < 1:
-        raise ValueError(
-            f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: use a smaller size or shorter samples"
-        )
+        raise ValueError(f"{memory_bytes / 2**30:.1f} GiB cannot train {size}: use a smaller size")
     return 1 << (fitting.bit_length() - 1), checkpointing
 
 
 def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
     layers = LAYER_VALUES + size.layers if checkpointing else LAYER_VALUES * size.layers
-    return sequence_length * VALUE_BYTES * (layers * size.hidden + VOCABULARY_VALUES * size.vocabulary)
+    return sequence_length * VALUE_BYTES * (layers * size.hidden + 3 * size.vocabulary)
 
 
 def parameter_count(size: AlbertSize) -> int:
@@ -129,9 +124,8 @@ def checkpoint_layers(model: Any) -> None:
 class AlbertSettings:
     """sahajBERT's training settings (DeDLOC, section 4.3); ``lr`` to ``clamp`` are of `Lamb`.
 
-    Its public run had a schedule of 1,000,000 steps and ended after 19,519, so its learning rate hardly
-    fell. ``target_batch_size`` samples of the whole swarm make a global step. A round waits
-    ``matchmaking_timeout_s`` for peers: notebooks need longer than a data centre.
+    Its public run had a schedule of 1,000,000 steps and ended after 19,519: its rate hardly fell. A
+    round waits ``matchmaking_timeout_s`` for peers: notebooks need longer than a data centre.
     """
 
     lr: float = 1.76e-3
@@ -219,11 +213,8 @@ def albert(
         blocks = TextMix(text, seed=seed).until_read(random.Random(seed))  # in the same order at all peers
         tokenizer = train_tokenizer(blocks, vocabulary=shape.vocabulary, language=language)
     words = load_tokenizer(tokenizer)
-    own = {
-        "batch_size": batch_size,
-        "sequence_length": length,
-        "seed": peer_seed(seed, swarm.id if swarm else b""),
-    }
+    own = {"batch_size": batch_size, "sequence_length": length}
+    own["seed"] = peer_seed(seed, swarm.id if swarm else b"")
     batches: Batches = (
         StreamedBatches(text, words, **own)
         if isinstance(text, Mapping)
@@ -326,11 +317,7 @@ def fill_mask(
         raise ValueError(f"there is no {MASK} in the text, or not within {first}: {text[:80]!r}")
     scores = token_logits(call(model, weights, **batch))[0].cpu()[masked].float()
     chances, tokens = scores.softmax(-1).topk(min(top, scores.shape[1]))
-    require(
-        chances.isfinite().all(),
-        "the model's scores are no numbers (NaN): its training has diverged, or so has what it was asked about; go "
-        "back to an earlier checkpoint, and train on with a lower learning rate",
-    )
+    require(chances.isfinite().all(), "the model has diverged: go back to an earlier checkpoint")
     rows = zip(tokens.tolist(), chances.tolist(), strict=True)
     return [[Guess(tokenizer.decode([t]).strip(), p) for t, p in zip(*row, strict=True)] for row in rows]
 
@@ -347,8 +334,7 @@ def masked_loss(
     """Return the mean loss per hidden token of held-out text, in nats; its exponential is the perplexity.
 
     Each text is cut into samples of ``sequence_length`` tokens by itself. The same text, length and seed
-    hide the same tokens whatever the batch size, so that steps and runs can be compared. Raises
-    `ValueError` if there is not enough text for one sample, or a size is too small.
+    hide the same tokens, so that runs can be compared. A `ValueError` if there is too little text.
     """
     check_sizes(batch_size, sequence_length)
     collate, size = Collator(tokenizer, sequence_length, seed), sequence_length - 3

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 DOCUMENT_CHARS = 1 << 14  # texts and lines are joined to about this size; longer rows are cut
 SHARD_BYTES = LINE_BYTES = 1 << 18  # of a local file; lines up to this size stay whole
-MANY_SHARDS = 64
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
 Shard: TypeAlias = Callable[[], Iterator[str]]
 
@@ -41,8 +40,7 @@ def open_text(text: TextSource) -> list[Shard]:
     It is ``"python-docs"`` (CPython's language reference); a file or a glob pattern (plain text,
     ``.jsonl`` or ``.parquet``); a list of `Path`; an iterable of strings, read again for each pass; or
     a folder or hub name for `datasets.load_dataset` (``name:configuration``), of which the ``train``
-    split is streamed. Rows give their ``text``, or the first column of strings. Raises `ValueError` if
-    it holds no file or no text.
+    split is streamed. Rows give ``text``, or the first column of strings. A `ValueError` if empty.
     """
     if isinstance(text, str | Path):
         shards = _open_named(str(text))
@@ -97,8 +95,7 @@ def _open_named(name: str) -> list[Shard]:
         try:
             return _open_rows(path, configuration or None)
         except (OSError, ValueError) as error:
-            reason = f"is no file here and cannot be loaded as a data set: {error}"
-            raise ValueError(f"{name!r} {reason}") from error
+            raise ValueError(f"{name!r} is no file here and no data set: {error}") from error
     shards: list[Shard] = []
     for file in files:
         if file.suffix == ".parquet":
@@ -113,7 +110,7 @@ def _open_rows(path: str, configuration: str | None = None, **options: str) -> l
     from datasets import load_dataset
 
     data_set = load_dataset(path, configuration, split="train", streaming=True, **options)
-    if data_set.num_shards < MANY_SHARDS:
+    if data_set.num_shards < 64:
         data_set = data_set.reshard()  # so that peers differ
     count: int = data_set.num_shards
 
@@ -195,13 +192,11 @@ def train_tokenizer(
 
     ``[MASK]`` takes the space before it, unknown letters become ``<unk>``, and text gets its ``[CLS]``
     and ``[SEP]``. The first `TRAINING_BLOCKS` are used. The ``vocabulary`` includes the five specials,
-    which come first; it is less if the text has no more. Language ``"bn"`` adds Bengali normalization.
-    Raises `ValueError` if there is no text.
+    which come first. Language ``"bn"`` adds Bengali normalization. A `ValueError` without text.
     """
     from tokenizers import Tokenizer, models, trainers
 
-    # else it warns at every fork after a parallel run
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns at every fork
     pieces = list(itertools.islice(blocks, TRAINING_BLOCKS))
     require(any(piece.strip() for piece in pieces), "there is no text to train a tokenizer on")
     tokenizer = _with_pipeline(Tokenizer(models.Unigram()), language)
@@ -240,8 +235,7 @@ def _load(source: str | Path) -> "PreTrainedTokenizerFast":
     try:
         return AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
-        place = f"{str(source)!r} is no tokenizer file or folder here"
-        raise ValueError(f"{place} and cannot be loaded from the hub: {error}") from error
+        raise ValueError(f"{str(source)!r} is no tokenizer here or on the hub: {error}") from error
 
 
 def _with_pipeline(tokenizer: "Tokenizer", language: str) -> "Tokenizer":

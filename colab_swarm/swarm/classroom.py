@@ -1,9 +1,8 @@
 """A class trains together in one room, offline: the teacher's board and how pupils join.
 
-The teacher opens a `Board` at an address short enough for a real board, such as
-``192.168.1.10:8421``. `join` gets the run's invitation from it, and an animal as the pupil's name,
-so that no pupil gives a real one. The board is plain HTTP: it is for an open run in a room where
-all may take part.
+The teacher opens a `Board` at a short address, such as ``192.168.1.10:8421``. `join` gets from it
+the run's invitation, and an animal as the pupil's name, so that no pupil gives a real one. It is
+plain HTTP, for an open run in a room where all may take part.
 """
 
 import contextlib
@@ -42,8 +41,7 @@ _boards: "dict[str, Board]" = {}  # the last one of each run
 class Board:
     """Gives the invitation of an open run and animal names to pupils in the room, until `close`.
 
-    Listens on ``port``, or on a free one if it is in use. Raises PermissionError if the run is not
-    open.
+    Listens on ``port``, or a free one if it is in use. A PermissionError if the run is not open.
     """
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:

@@ -34,18 +34,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
-VISITOR = "doctor"  # name of the peer that examines the run of an invitation
-TESTS = 3  # peers that are asked for a speed test, until one is free
 SIZE_BYTES = 4 << 20
-TEST_TIMEOUT_S = 15.0
+CALIBRATION_S = 2.0
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
 CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
-CALIBRATION_S = 2.0
-MIN_PASSES = 3
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
-ROUND_TRIPS = 2  # round trips to form and start a round
 MAX_MICRO_BATCH = 512
 MIN_BPS = 1.0  # lowest bandwidth in the arithmetic
 GB = 1e9
@@ -61,8 +56,6 @@ UNKNOWN = Speed(math.inf, math.inf, 0.0)  # of a connection that was not measure
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is to be trained here."""
-
     name: str  # for people, such as "ALBERT-large at 512 tokens"
     parameters: int  # number of trained values
     sample_bytes: float  # saved for the backward pass of one sample
@@ -81,9 +74,7 @@ class Prediction:
     share: float  # this peer's part of a step's samples, 0 to 1
 
 
-class Light(enum.Enum):
-    """A result: hue, symbol and word."""
-
+class Light(enum.Enum):  # hue, symbol and word of a result
     GREEN = ("green", "✔", "good")
     YELLOW = ("amber", "▲", "warning")
     RED = ("red", "✖", "problem")
@@ -130,9 +121,7 @@ class Diagnosis:
         verdict = "ready to train" + (", with warnings" if number[YELLOW] else "")
         if number[RED]:
             verdict = "fix the problems before you train"
-        lights = ", ".join(
-            f"{many} {light.value[1]} {light.value[2]}" for light, many in number.items() if many
-        )
+        lights = ", ".join(f"{n} {' '.join(light.value[1:])}" for light, n in number.items() if n)
         return f"{verdict}: {lights}"
 
     def _drawn(self) -> theme.Document:
@@ -161,16 +150,14 @@ def doctor(
 ) -> Diagnosis:
     """Examine this machine, its connection and the model; show with traffic lights what to fix.
 
-    Takes about a second, some seconds more with a swarm or a model. Run it while the others train:
-    the prediction then accounts for a shared machine or uplink. Raises ValueError if an argument is
-    not usable.
+    Takes some seconds. Run it while the others train: the prediction then accounts for a shared
+    machine or uplink. Raises ValueError if an argument is not usable.
 
     Args:
         swarm: a swarm, or an invitation, which is joined for the examination and left.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, compression: as for `Swarm.optimizer`; known if the swarm trains or the
-            invitation carries them.
+        target_batch_size, compression: as for `Swarm.optimizer`, if the swarm does not know them.
     """
     if compression is not None:
         Precision(compression)
@@ -179,7 +166,7 @@ def doctor(
     if not isinstance(swarm, str):
         return _examine(swarm, model, batches, target_batch_size, compression)
     try:
-        visit = join(swarm, peer_name=VISITOR, options=NetworkOptions(lan=False))
+        visit = join(swarm, peer_name="doctor", options=NetworkOptions(lan=False))
     except SwarmError as error:
         found = _examine(None, model, batches, target_batch_size, compression)
         fix = "fix that, join, and run cs.doctor(cs.join(…))"
@@ -218,7 +205,7 @@ def _examine(
         speeds, target, codec = trainers(swarm)
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
-        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
+        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:3]))
         found.append(check_swarm(swarm.run, len(peers), len(speeds)))
         found.append(check_reachability(swarm.reachability))
         if peers:
@@ -263,7 +250,7 @@ def _subject(
 async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
     for peer in testers:
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
-            return await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_TIMEOUT_S)
+            return await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=15.0)
     return None
 
 
@@ -321,8 +308,7 @@ def calibrate(
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    Afterwards the model and torch's random state are as before; the used batches are gone. Raises
-    ValueError if there are not enough.
+    Afterwards the model and torch's random state are as before. A ValueError if the batches run out.
     """
     import torch
 
@@ -340,7 +326,7 @@ def calibrate(
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             micro_batch = next(passes)
         _measure(passes, seconds / 4, 1)  # the first passes are slow
-        samples_per_s = _measure(passes, seconds, MIN_PASSES)
+        samples_per_s = _measure(passes, seconds, 3)
     numel = sum(parameter.numel() for parameter in trained)
     sample_bytes = sum(saved.values()) / micro_batch
     return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
@@ -456,9 +442,8 @@ def check_clock(skew_s: float) -> Check:
         return judge("clock", words)
     if abs(skew_s) <= MAX_COMPENSATED_SKEW_S:
         return judge("clock", f"{words}; compensated", fix)
-    return judge(
-        "clock", f"{words}; at most {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated", fix, RED
-    )
+    words += f"; at most {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated"
+    return judge("clock", words, fix, RED)
 
 
 def check_bandwidth(uplink: Speed | None) -> Check:
@@ -507,8 +492,7 @@ def predict(
         sent      = received = 2 (n - 1) / n * vector      reducers; others send and receive the vector once
 
     A lone peer averages nothing. ``others`` are the speeds of the other trainers, whose uplinks are
-    assumed to be no slower. ``reduces``: others can reach this peer, so it takes a share of the
-    averaging.
+    assumed to be no slower. ``reduces``: others can reach this peer, so it reduces a share.
     """
     peers, total, micro_batch = 1 + len(others), subject.samples_per_s + sum(others), subject.micro_batch
     moved_bytes = averaging_s = 0.0
@@ -516,9 +500,8 @@ def predict(
     if others:
         batch = target_batch_size + peers * micro_batch
         moved_bytes = vector_bytes * (2 * (peers - 1) / peers if reduces else 1)
-        download_bps = max(uplink.download_bps, MIN_BPS)
-        slowest_bps = min(max(uplink.upload_bps, MIN_BPS), download_bps)
-        averaging_s = ROUND_TRIPS * uplink.rtt_s + 8 * moved_bytes / slowest_bps
+        slowest_bps = max(min(uplink.upload_bps, uplink.download_bps), MIN_BPS)
+        averaging_s = 2 * uplink.rtt_s + 8 * moved_bytes / slowest_bps
     step_s = batch / total + averaging_s
     return Prediction(
         target_batch_size,

@@ -28,7 +28,6 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 
-ENDLESS = 1e11  # an invitation to an open run ends at the last possible time
 _open_swarms: set[Swarm] = set()
 
 
@@ -53,8 +52,7 @@ def create(
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
-        state_dir: a folder that saves this peer and its run, to come back by `resume`:
-            key, invitation, checkpoints, seen contributions. All but checkpoints is secret.
+        state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
         accept_terms: confirm that the platform's terms allow this; required on Colab.
 
     Raises:
@@ -97,9 +95,8 @@ def join(
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. A second call under the same name returns the same swarm.
 
-    Without an invitation it lists the runs in the local network. Open ones can be joined:
-    ``join(found[0])``. With ``state_dir`` (see `create`) this peer is the same one each time, also
-    after the invitation expired.
+    Without an invitation it lists the runs in the local network: ``join(found[0])`` if it is open.
+    With ``state_dir`` (see `create`) this peer stays the same, also after the invitation expired.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
@@ -128,11 +125,9 @@ def join(
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     """Come back as the peer saved in a folder by ``create`` or ``join``; you can re-run cells.
 
-    It has the same id, and so the same row in the leaderboard. Then make the model and call
-    `Swarm.optimizer` as before: training continues from the saved checkpoint, or from the swarm's
-    newer state. A StateError if the folder saves no peer, is damaged or in use by another process.
-    A JoinError if no saved peer could be reached: join by a new invitation, with
-    ``state_dir=folder``. Else see `join`.
+    It has the same id. Then make the model and call `Swarm.optimizer` as before: training continues
+    from the saved checkpoint or the swarm's newer state. A StateError if the folder is unusable, a
+    JoinError if no saved peer answers: join with ``state_dir=folder``. Else see `join`.
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm
@@ -154,7 +149,7 @@ def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
     if invite.access != "open":
         names = ", ".join(invite.names)
         raise JoinError(f"{invite.run} takes peers with an invitation only: ask {names} for one")
-    return Invite(invite.run_id, invite.contacts, ENDLESS)
+    return Invite(invite.run_id, invite.contacts, 1e11)  # the last possible time
 
 
 def _open_in(folder: str | Path | None) -> Swarm | None:
@@ -172,11 +167,8 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
 
 
 def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
-    for swarm in _open_swarms:
-        same = id in (None, swarm.id) and name in ("", swarm.name)
-        if same and swarm.run_id == run_id and not swarm.left:
-            return swarm
-    return None
+    here = (swarm for swarm in _open_swarms if swarm.run_id == run_id and not swarm.left)
+    return next((one for one in here if id in (None, one.id) and name in ("", one.name)), None)
 
 
 @contextlib.contextmanager

@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.messages import Token
 
 logger = logging.getLogger(__name__)
-ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
 SAVE_EVERY_S = 15.0  # a killed peer finds back through the peers saved last
-ANNOUNCED_S = 180.0
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
-HAND_OVER_S = 60.0  # for a last round then
 MAX_RELAYS = 64
 
 
@@ -178,8 +175,7 @@ class NetworkSession:
     async def _save(self, store: PeerStore) -> None:
         admission, contributions = self.access.admission, self.trust.contributions
         membership = b"" if admission is None else admission.membership
-        # what was saved may not be in the ledger yet
-        tally = merged(contributions.saved, contributions.ledger.rows())
+        tally = merged(contributions.saved, contributions.ledger.rows())  # it may lack saved ones
         linked = map(self.node.contact_of, sorted(self.node.linked()))
         contacts = sorted((one for one in linked if one.addresses), key=lambda one: not one.direct)
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
@@ -233,7 +229,7 @@ class NetworkSession:
         most_s, trained = clock.leave_before_s / 4, list(optimizers.values())
         deadline = time.monotonic() + min(PATIENCE_S, most_s)
         for optimizer in trained:
-            optimizer.end(why, hand_over_s=min(HAND_OVER_S, most_s))
+            optimizer.end(why, hand_over_s=min(60.0, most_s))
         for optimizer in trained:  # `leave` closes those that the user no longer steps
             optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
 
@@ -265,7 +261,7 @@ class NetworkSession:
         while (current := value()) is not None:
             if current:
                 with contextlib.suppress(PeerError):
-                    await self._services.dht.publish(key, current, ttl_s=ANNOUNCED_S)
+                    await self._services.dht.publish(key, current, ttl_s=180.0)
             await asyncio.sleep(PUBLISH_EVERY_S if current else 1.0)
 
     async def announced(self, what: str) -> dict[PeerId, Found]:
@@ -300,7 +296,7 @@ async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    tries = [asyncio.ensure_future(node.linker.link_to(one.id, ENTER_TIMEOUT_S)) for one in entries]
+    tries = [asyncio.ensure_future(node.linker.link_to(one.id, 15.0)) for one in entries]
     reasons = []
     try:
         for done in asyncio.as_completed(tries):
@@ -314,10 +310,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
             one.cancel()
         await asyncio.gather(*tries, return_exceptions=True)
     tried, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
-    raise JoinError(
-        f"no peer of this invitation could be reached: {tried}.{hint} Are they still running? "
-        "Ask for a new invitation"
-    )
+    raise JoinError(f"no peer could be reached: {tried}.{hint} Ask for a new invitation")
 
 
 def assemble(

@@ -25,15 +25,12 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 logger = logging.getLogger(__name__)
-MAX_LOSSES = 1000
 MAX_ROUNDS = 20
-MAX_CONTRIBUTORS = 20
 LOG_LINES = 8
 SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 MODEL = "model"  # the default name in `Swarm.optimizer`
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
-
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
 
@@ -105,8 +102,8 @@ class Overview:
         if not isinstance(event, StepFinished):
             self._events = (*self._events[1 - LOG_LINES :], event)
         elif event.loss is not None:
-            losses = self._losses if len(self._losses) < MAX_LOSSES else (self._losses[0], *self._losses[2:])
-            self._losses = (*losses, (event.step, event.loss))
+            old = self._losses if len(self._losses) < 1000 else (self._losses[0], *self._losses[2:])
+            self._losses = (*old, (event.step, event.loss))
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()
@@ -164,13 +161,12 @@ class Overview:
     def _records(self, now: float) -> Records:
         if (trained := self._trained()) is not None:
             return dict(trained.progress.records), dict(trained.progress.assistants)
-        seen = None if self._trainers is None else self._trainers.look(now)
-        return seen or ({}, {})
+        return (None if self._trainers is None else self._trainers.look(now)) or ({}, {})
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)
         names, rows = {**self._names, short(self._services.peers.id): self._name}, []
-        for one in (found or ())[:MAX_CONTRIBUTORS]:
+        for one in (found or ())[:20]:
             id, me = short(one.peer), one.peer == self._services.peers.id
             name = names.get(id, f"peer-{id}")
             rows.append(ContributionRow(name, id, one.samples, one.reduced_bytes, me))

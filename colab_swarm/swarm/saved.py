@@ -6,11 +6,10 @@
     checkpoints/NAME/        what each optimizer has trained
     in-use.json              which process uses the folder now
 
-All but the checkpoints is secret. Every file is written aside and then renamed, so a process may be
-killed at any moment. Two processes with one key would push each other out of the swarm, so one at a
-time uses the folder. File locks mean nothing to other machines on a network drive: `in-use.json`
-names the process and its last heartbeat instead. After a kill its own machine notices at once
-(Linux), others once the heartbeats stop.
+All but the checkpoints is secret. Files are written aside and then renamed, so a kill does no harm.
+Two processes with one key would push each other out of the swarm, so one at a time uses the folder.
+File locks mean nothing to other machines on a network drive: `in-use.json` names the process and
+its last heartbeat. After a kill its own machine notices at once (Linux), others once these stop.
 """
 
 import contextlib
@@ -33,7 +32,6 @@ from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
 STALE_S = 180.0  # without a heartbeat
-SETTLE_S = 0.1  # within it, processes that find an abandoned folder at once settle who gets it
 VERSION = 1
 MAX_CONTACTS = 16
 
@@ -102,8 +100,7 @@ def read_saved(folder: Path) -> SavedPeer | None:
         raise damaged(folder) from error
     require(
         (folder / "identity.key").exists(),
-        f"{folder} has lost its identity.key, so no process can come back as this peer: "
-        "join again with an invitation",
+        f"{folder} has lost its identity.key: join again with an invitation",
         StateError,
     )
     return saved
@@ -117,8 +114,7 @@ def damaged(folder: Path) -> StateError:
 
 
 def _unusable(folder: Path, error: OSError) -> StateError:
-    reason = error.strerror or error
-    return StateError(f"{folder} cannot be used to save a peer: {reason}; take another folder")
+    return StateError(f"{folder} is unusable: {error.strerror or error}; take another folder")
 
 
 def folder_of(path: str | Path) -> Path:
@@ -142,11 +138,7 @@ class PeerStore:
     def __init__(self, folder: Path) -> None:
         self.folder, self.key_file, self._lock = folder, folder / "identity.key", folder / "in-use.json"
         self._writing, self._closed, self._written = threading.Lock(), False, b""  # none after the end
-        require(
-            folder not in self._here,
-            f"{folder} is in use by a swarm of this process: leave it first",
-            StateError,
-        )
+        require(folder not in self._here, f"{folder} is in use here: leave it first", StateError)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._reserve()
@@ -167,8 +159,7 @@ class PeerStore:
             self._lock.unlink(missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(Occupant.here()))
-        # other processes may have found it abandoned too, and deleted our file: the last one wins
-        time.sleep(SETTLE_S)
+        time.sleep(0.1)  # others may have deleted our file, as abandoned too: the last one wins
         self._require_free()
         self._here.add(self.folder)
 
@@ -198,8 +189,7 @@ class PeerStore:
     ) -> None:
         """Save the peer's state and write a heartbeat; earlier contacts come after the linked ones.
 
-        A StateError if that fails, or another process took the folder because heartbeats were
-        missing.
+        A StateError if that fails, or another process took the folder for lack of heartbeats.
         """
         with self._writing:
             if self._closed or self.peer is None:

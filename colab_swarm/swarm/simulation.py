@@ -37,14 +37,10 @@ from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
 T = TypeVar("T")
-ENTRIES = 4
-TOLD = (RoundFinished, StateReceived, BatchDropped, Fault)  # events of the story
 RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SLICE_S = 0.5  # virtual time between two looks at what the user injected
-MIN_SPEED = 0.01  # virtual seconds per second, even if `InteractiveRun.speed` is lower
 LOOK_S = 0.25  # real time between two snapshots
-MAX_STORY = 1000  # lines; the oldest are dropped
 
 
 class Simulation(AbstractContextManager["Simulation"]):
@@ -59,7 +55,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._later: set[asyncio.Task[None]] = set()
         self._crashed: dict[str, PeerRow] = {}  # their last state
         self._arriving: set[str] = set()  # peers that are joining now
-        self._story: deque[str] = deque(maxlen=MAX_STORY)
+        self._story: deque[str] = deque(maxlen=1000)
         self._told_step = -1  # last step in the story
         self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
@@ -113,7 +109,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         if name not in self._names:
             self._names.append(name)
         contacts = [swarm.contact for swarm in self.swarms.values()]
-        entries = [contact for contact in contacts if contact.addresses][:ENTRIES]
+        entries = [contact for contact in contacts if contact.addresses][:4]
         rng = random.Random(f"{name} {self._seed}")
         services = assemble(peers, RUN_ID, EventLog(), rng, lambda samples: samples / self.speed_of(name))
         try:
@@ -146,7 +142,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             if event.step <= self._told_step:  # another peer has reported it
                 return
             self._told_step = event.step
-        if isinstance(event, TOLD):
+        if isinstance(event, RoundFinished | StateReceived | BatchDropped | Fault):
             self.tell(f"{name}: {describe(event).partition(';')[0]}")
 
     def run(
@@ -154,9 +150,8 @@ class Simulation(AbstractContextManager["Simulation"]):
     ) -> dict[str, T]:
         """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
 
-        ``train`` is ordinary blocking code, as in a notebook cell. Stops after ``seconds`` of
-        virtual time, or when all peers have finished. With ``churn`` peers crash and join again at
-        random times; that needs ``seconds``.
+        ``train`` is ordinary blocking code, as in a notebook cell. It stops after ``seconds`` of
+        virtual time, or when all have finished. ``churn`` needs ``seconds``: peers come and go.
         """
         if churn is not None and seconds is None:
             raise ValueError("churn has no end: pass seconds= as well")
@@ -181,8 +176,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         """Run ``train(swarm)`` for every peer in the background and show it, with controls.
 
         ``speed`` is in virtual seconds per second; ``train`` and ``seconds`` are as for `run`.
-        Without a front-end (or with ``live=False``) it runs to its end at once and prints what
-        happens.
+        Without a front-end, or with ``live=False``, it runs to its end and prints the story.
         """
         if not speed > 0 or not (seconds is None or seconds > 0):
             raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
@@ -308,8 +302,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 class InteractiveRun:
     """A running simulation, made by `Simulation.play`. A new one stops the former.
 
-    Time passes in slices of `SLICE_S` virtual seconds, between which injected actions happen.
-    Change ``speed``, virtual seconds per second, at any time.
+    Injected actions happen every `SLICE_S`. Change ``speed``, virtual seconds per second, any time.
     """
 
     running: "ClassVar[InteractiveRun | None]" = None
@@ -420,7 +413,7 @@ class InteractiveRun:
                 idle = self._pass_slice()
                 if simulation.time > self._until - 1e-6:
                     return "finished"
-                wait_s = max(0.0, began + SLICE_S / max(self.speed, MIN_SPEED) - time.monotonic())
+                wait_s = max(0.0, began + SLICE_S / max(self.speed, 0.01) - time.monotonic())
                 look_s = LOOK_S
             if time.monotonic() - self._looked_at >= look_s:
                 self._look()
@@ -470,8 +463,7 @@ def simulate(
 ) -> Simulation:
     """Start a simulated run of peers called alice, bob, carol, …; same ``seed``, same run.
 
-    ``network`` is lan, home, dedloc16, paper_cloud, or your own profile; ``samples_per_s`` the
-    training speed of each peer, in virtual time.
+    ``network`` is lan, home, dedloc16, paper_cloud, or your own; ``samples_per_s`` is per peer.
     """
     require(peers >= 1, f"peers={peers}: a swarm needs at least one")
     profile = PROFILES.get(network) if isinstance(network, str) else network

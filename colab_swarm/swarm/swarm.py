@@ -28,7 +28,7 @@ from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.settings import PeerServices, TrainingSettings
-from colab_swarm.trust.contributions import Contribution, Leaderboard
+from colab_swarm.trust.contributions import Leaderboard
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -112,8 +112,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> Invitation:
         """Return an invitation: one line that lets others join; notebooks add a QR code.
 
-        The peer that created the run makes new ones, others pass on theirs. In an open run any peer
-        can make one.
+        The peer that created the run makes new ones, others pass on theirs; in an open run all do.
 
         Args:
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
@@ -143,9 +142,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     def remove_peer(self, peer: PeerId | str) -> None:
         """Remove a peer from the run for good. All others close their links to it in a minute.
 
-        ``peer`` is its id, its first hex digits, or the text of an invitation: all that joined with
-        it. A PermissionError where this peer did not create the run or the run is open, a
-        ValueError unless the digits match one known peer.
+        ``peer`` is its id, its first hex digits, or an invitation: all that joined with it. Raises
+        PermissionError without authority over the run, ValueError unless the digits match one peer.
         """
         network = self._require_network()
         if isinstance(peer, str) and "#" in peer:
@@ -162,9 +160,8 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def contributions(self) -> Leaderboard:
         """Return each peer's contribution as other peers confirmed it, most samples first."""
-        rows: tuple[Contribution, ...] = ()
-        if self.network is not None:
-            rows = self.runtime.call(self.network.trust.contributions.read())
+        network = self.network
+        rows = () if network is None else self.runtime.call(network.trust.contributions.read())
         return Leaderboard(rows, {**self._overview.names(), short(self.id): self.name}, self.id)
 
     def receipt(self) -> Receipt:
@@ -223,9 +220,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
 
         Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
-        from the first member's parameters. For ``options``, the same at all members, see `ElasticSettings`.
-        Raises ValueError if a setting is not usable or differs from the others',
-        StateError if the group did not form.
+        from the first member's parameters. ``options``: see `ElasticSettings`; a ValueError if one
+        is not usable or differs from the others', a StateError if the group did not form.
         """
         from colab_swarm.elastic.group import enter_group
         from colab_swarm.elastic.optimizer import ElasticOptimizer
@@ -250,10 +246,9 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> tuple[Any, MoshpitResult]:
         """Return the mean of an array over all peers that call this now, and how the round went.
 
-        ``values`` is a NumPy array or torch tensor of the same length at every peer; ``weight`` is
-        theirs, 0 to only receive. ``name`` distinguishes several averages. Groups of ``group_size``
-        average in turn; None chooses it from failures and times. ``compression`` is one per name;
-        onebit and topk lose most of the values.
+        ``values`` is a NumPy array or torch tensor of one length at all peers, ``weight`` theirs,
+        0 to only receive. ``name`` distinguishes averages. Groups of ``group_size`` take turns;
+        None chooses it. ``compression`` is one per name; onebit and topk lose most of the values.
         """
         self._check(worker=True)
         average = self.averages.average(
@@ -264,8 +259,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def serve_as_reducer(self, name: str | None = None) -> Assistant:
         """Help others train, without torch: organize rounds, reduce, send state to late joiners.
 
-        ``name`` is the only model to help with, as given to `optimizer`; None: every model of the
-        run.
+        ``name`` is the only model to help with, as given to `optimizer`; None: all of the run.
         """
         self._check()
         if self.assistant is not None:
@@ -293,8 +287,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "ExpertHost":
         """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
 
-        Experts of dead hosts continue from their last save. Raises ValueError if an argument is not
-        usable.
+        Experts of dead hosts continue from their last save. A ValueError if a setting is unusable.
 
         Args:
             prefix: names the kind of experts.
@@ -304,9 +297,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             count: how many, or their names (``["ffn.0.3"]``); None: as many as fit.
             sample: shape of one sample; -1: any length. The experts that ship know theirs.
             rule: how each expert learns; by default Adam with learning rate 1e-3.
-            **settings: ``folder`` stores saves, from which a later session continues; else only
-                the copies at other peers survive this process.
-                ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
+            **settings: ``folder`` stores saves for a later session; else only the copies at other
+                peers survive. ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
         """
         self._check(worker=True)
         return self._use_experts().host(
@@ -320,8 +312,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         ``prefix`` and ``grid`` are as given to `host_experts`; ``k`` experts are called per sample.
         ``settings`` are ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers`` of
-        `MixtureOfExperts`, and ``compression``, ``timeout_s`` of `ExpertCalls`. Raises ValueError
-        if one is not usable.
+        `MixtureOfExperts`; ``compression``, ``timeout_s`` of `ExpertCalls`. A ValueError if unusable.
         """
         return self._use_experts().mixture(prefix, grid, dim, k=k, **settings)
 
@@ -345,9 +336,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "AsyncTrainer[Any]":
         """Train with many batches in flight: slow experts delay nothing; see `AsyncTrainer`.
 
-        ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch;
-        ``optimizer`` is that of its own parameters, and may come from `optimizer`. A RuntimeError
-        in a simulation, whose peers have one thread each.
+        ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch. The
+        optimizer of its own parameters may come from `optimizer`. A RuntimeError in a simulation.
         """
         from colab_swarm.moe.trainer import AsyncTrainer
 
@@ -366,8 +356,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def coordinate(self, job: "Job | str | Path", **options: "Unpack[CoordinatorOptions]") -> "Coordinator":
         """Hand out a job in work units (VC-ASGD) to peers here and to all who have the link.
 
-        ``job`` is a `Job`, or the file that defines one; ``options`` are those of
-        `CoordinatorOptions`. Errors are those of `colab_swarm.workunits.coordinate`.
+        A file may define ``job``. Errors are those of `colab_swarm.workunits.coordinate`.
         """
         from colab_swarm.workunits.coordinator import open_coordinator
         from colab_swarm.workunits.job import Job
@@ -376,7 +365,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self._require_network()
         job = job if isinstance(job, Job) else Job.load(job)
         coordinator = open_coordinator(job, network.access, network.token(), options)
-
         links = network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
         self.runtime.call(links)
         network.stops.append(coordinator.stop)
@@ -393,8 +381,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "Volunteer":
         """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`.
 
-        A JoinError if no peer coordinates or it does not answer, a ValueError if its code is not
-        trusted yet.
+        A JoinError if no coordinator answers, a ValueError if its code is not trusted yet.
         """
         from colab_swarm.workunits.client import CoordinatorClient
         from colab_swarm.workunits.volunteering import open_volunteer
@@ -423,10 +410,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return volunteer
 
     def panel(self) -> "Panel[SwarmSnapshot]":
-        """Return the live view: widgets in a notebook, text elsewhere; always the same object.
-
-        While a cell waits for other peers, widgets refresh by themselves.
-        """
+        """Return the live view: widgets in a notebook, text elsewhere; always the same object."""
         live = has_frontend()
         if self._panel is None:
             self._panel = Panel(
@@ -460,9 +444,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> "TryModel":
         """Fill the masks of a text with the model as it is, and as this peer received it.
 
-        Without a ``question`` it shows some examples and a form; without ``model`` and
-        ``tokenizer`` it takes those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError if the
-        model is unknown, or the text has no gap.
+        Without a ``question`` it shows examples and a form; the default model and tokenizer are
+        those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError without them, or without a gap.
         """
         return self.probe.try_model(question, model, tokenizer)
 
@@ -489,8 +472,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def paused(self) -> Iterator[None]:
         """``with swarm.paused():`` stops this peer's background work while you need the machine.
 
-        Hosted experts and work units wait, no round waits for this peer, and afterwards it catches
-        up. Blocks may be nested; do not train inside.
+        Hosted experts and work units wait, no round does. Blocks may nest; do not train inside.
         """
         try:
             with self.services.gate.block():
@@ -516,8 +498,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     def leave(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the run and close all links, raising at the end what failed to close. Idempotent.
 
-        ``hand_over_s``: how long to wait for a last round, so that gradients accumulated here are
-        not lost.
+        ``hand_over_s``: how long to wait for a last round with the gradients accumulated here.
         """
         with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
             if self.left:

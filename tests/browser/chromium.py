@@ -21,13 +21,7 @@ def needs(*packages: str) -> list[pytest.MarkDecorator]:
 
 
 class Window:
-    """Pages of the browser, and what their scripts complain of.
-
-    Args:
-        browser: Playwright's.
-        artifacts: folder for screenshots and complaints.
-        look: options of Playwright's context, such as ``color_scheme``.
-    """
+    """Pages of the browser, and what their scripts complain of; ``look`` is for Playwright."""
 
     def __init__(self, browser: Any, artifacts: Path, **look: Any) -> None:
         self.complaints: list[str] = []

@@ -43,8 +43,7 @@ FINISHED = f"i => /^\\[\\d+\\]/.test(({PROMPT})(i))"
 
 
 class Server:
-    """A notebook server. Its kernels listen at sockets in a folder with a short name: another test would take ports
-    that are chosen before a kernel runs, and then the kernel dies at its start."""
+    """A notebook server. Its kernels listen at sockets: ports may be taken meanwhile."""
 
     def __init__(self, folder: Path, command: list[Any], environment: dict[str, str], work: Path) -> None:
         self._sockets = tempfile.TemporaryDirectory(prefix="kernels")

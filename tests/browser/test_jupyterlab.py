@@ -36,13 +36,11 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, 
     alice = lab.open(window, "alice", ALICE)
     invite = alice.run(0).strip()
     alice.run(1, says="lab-run: joined, 1 peer")
-
     bob = lab.open(window, "bob", [cell.format(invite=invite) for cell in BOB])
     bob.run(0, says="lab-run: joined, 2 peers")
     bob.page.screenshot(path=artifacts / "bob.png")
     alice.page.click(".widget-play button")
     alice.wait_output("lab-run: joined, 2 peers")  # the play button repaints the panel
-
     alice.run(2, says="ready")
     for cell, says in ((3, "waiting"), (4, "watching")):
         alice.start(cell)
@@ -52,13 +50,11 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, 
     assert "Stopped watching; the peer continues" in alice.output(4)
     alice.run(5, says="1 peer linked")
     alice.page.screenshot(path=artifacts / "alice.png")
-
     alice.click("Leave")
     alice.click("Click again")
     alice.wait_button("Left")
     alice.run(5, says="Swarm(lab-run, alice, left)")
     bob.run(1, says="alone")
-
     before = kernels(lab)
     assert len(before) == 2
     alice.restart()

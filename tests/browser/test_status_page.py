@@ -63,12 +63,10 @@ def test_the_page_draws_updates_itself_and_runs_no_script_of_others(
     assert page.title() == site.name and EVIL[site.name][:20] in page.inner_text("#live")
     assert page.locator(DRAWN[site.name]).count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") <= 800
-
     site.shown = LATER[site.name]
     page.locator("h1", has_text="later").wait_for(timeout=15_000)
     assert page.title() == site.name and page.locator("img").count() == 0
     assert window.complaints_but("favicon") == []
-
     site.close()
     page.wait_for_selector("#lost", state="visible", timeout=15_000)
     window.close()

@@ -69,7 +69,6 @@ def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_sa
     alice.interrupt()
     alice.finish(3, says="KeyboardInterrupt")
     alice.run(4, says="two steps further")  # alone
-
     bob.reload()
     bob.page.screenshot(path=artifacts / "killed.png")
     assert bob.run(4).split()[-1] == bob.output(0).split()[-1]  # the same peer
@@ -91,7 +90,6 @@ def test_the_stop_button_ends_the_cell_and_a_page_that_is_loaded_again_has_a_liv
     alice.finish(3, says="KeyboardInterrupt")
     alice.run(4, says="two steps further")  # with bob, who trains all the time
     alice.page.screenshot(path=artifacts / "stopped.png")
-
     alice.save()
     alice.reload()
     alice.wait_output("two-kernels: training")

@@ -19,14 +19,9 @@ def live(uid: str, share: float | None, host: str = ALICE) -> LiveExpert:
 
 
 SERVED = (ExpertStatistics("ffn.1.2", 120, 318, 25, 31.8, 64, 2.5, 79.6, 0.0042),)
-SNAPSHOT = ExpertsSnapshot(
-    GRID,
-    live=(live("ffn.0.0", 0.0), live("ffn.0.1", 0.1), live("ffn.1.2", 0.9, BOB)),
-    left_out=("ffn.1.1",),
-    dead=("ffn.1.3",),
-    listed=True,
-    served=SERVED,
-)
+LIVE = (live("ffn.0.0", 0.0), live("ffn.0.1", 0.1), live("ffn.1.2", 0.9, BOB))
+FAILED = {"left_out": ("ffn.1.1",), "dead": ("ffn.1.3",)}
+SNAPSHOT = ExpertsSnapshot(GRID, LIVE, listed=True, served=SERVED, **FAILED)
 
 
 def full(*sides: int, share: float = 0.0) -> ExpertsSnapshot:
@@ -61,8 +56,7 @@ def test_the_html_is_valid_and_has_the_same_content() -> None:
     bars = [element.get("aria-label") for element in tree.iter() if element.get("role") == "img"]
     assert bars == ["90% of the updates", "10% of the updates", "0% of the updates"]
     shown = " ".join(tree.itertext())
-    for word in ("left out", "dead", "(me)", "4 ms"):
-        assert word in shown
+    assert all(word in shown for word in ("left out", "dead", "(me)", "4 ms"))
 
 
 def test_a_large_grid_is_cut_and_counted_and_failed_experts_stay() -> None:

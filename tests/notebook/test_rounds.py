@@ -13,22 +13,11 @@ from tests.notebook.test_views import ALICE, BOB, SNAPSHOT, parsed
 ME = MemberTrace(ALICE.id + "0" * 56, 64.0, 0.5)
 OTHER = MemberTrace(BOB.id + "0" * 56, 128.0, 0.5, sent=(0.0, 0.5), received=(0.25, 0.75), means=(0.75, 1.0))
 GONE = MemberTrace("ca401000" + "0" * 56, 32.0, 0.0, sent=(0.0, 0.2), dropped="its link closed")
-ROUND = RoundFinished(
-    at=0.0,
-    step=12,
-    group_size=3,
-    contributors=(ME.peer, OTHER.peer),
-    samples=192.0,
-    spans_lost=1,
-    kept_local=1000,
-    sent_bytes=2_000_000,
-    received_bytes=1_000_000,
-    seconds=2.0,
-    averaging_s=1.0,
-    predicted_s=0.9,
-    explanation="bob's line is the faster",
-    members=(ME, OTHER, GONE),
-)
+WHO = {"group_size": 3, "contributors": (ME.peer, OTHER.peer), "members": (ME, OTHER, GONE)}
+LOST = {"spans_lost": 1, "kept_local": 1000, "explanation": "bob's line is the faster"}
+MOVED = {"samples": 192.0, "sent_bytes": 2_000_000, "received_bytes": 1_000_000}
+TIMES = {"at": 0.0, "seconds": 2.0, "averaging_s": 1.0, "predicted_s": 0.9}
+ROUND = RoundFinished(step=12, **WHO, **LOST, **MOVED, **TIMES)
 GOOD = dataclasses.replace(ROUND, step=11, spans_lost=0, kept_local=0, members=(ME, OTHER))
 TOLD = dataclasses.replace(SNAPSHOT, rounds=(GOOD, ROUND))
 
@@ -58,8 +47,7 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
         f"  alice (me)  {half}{' ' * 20}  64        50%     – nothing to exchange",
         f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}  128       50%     ✔ complete",
     ]
-    key = "  · forming the group  ░ sent to it  ▒ received from it  ▓ average received"
-    assert lines[6] == key
+    assert lines[6] == "  · forming the group  ░ sent to it  ▒ received from it  ▓ average received"
 
 
 def test_the_html_has_the_same_content() -> None:

@@ -80,8 +80,7 @@ def test_a_document_cuts_and_counts_rows_in_html_and_in_text() -> None:
     shown.table(("name", "step"), range(theme.MAX_ROWS + 7), lambda i: (f"<b>{i}", "3"), what="peers")
     rows = list(ElementTree.fromstring(shown.html()).iter("tr"))
     assert len(rows) == theme.MAX_ROWS + 1 and "<b>19" in "".join(rows[-1].itertext())
-    for drawn in (shown.html(), shown.text()):
-        assert "… and 7 more peers" in drawn
+    assert all("… and 7 more peers" in drawn for drawn in (shown.html(), shown.text()))
 
 
 def test_the_picture_has_the_curve_and_the_limit() -> None:

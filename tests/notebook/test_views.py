@@ -12,22 +12,12 @@ from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSna
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
 BOB = PeerRow("bob", "b0b00000", "catching up", 9, 0.0, 0.0, reachable=False, me=False)
-SNAPSHOT = SwarmSnapshot(
-    run="demo",
-    me="alice",
-    reached="accepts connections",
-    state="training",
-    peers=(ALICE, BOB),
-    step=12,
-    samples_per_s=20.0,
-    target_batch_size=256.0,
-    accumulated=64.0,
-    loss_history=((1, 8.25), (6, 7.0), (12, 6.5)),
-    sent_bytes=1_234_567,
-    received_bytes=999,
-    uptime_s=3_725.0,
-    log=("bob joined",),
-)
+LOSSES = ((1, 8.25), (6, 7.0), (12, 6.5))
+WHAT = {"run": "demo", "me": "alice", "reached": "accepts connections", "state": "training"}
+SPEED = {"samples_per_s": 20.0, "target_batch_size": 256.0, "accumulated": 64.0}
+MOVED = {"sent_bytes": 1_234_567, "received_bytes": 999, "uptime_s": 3_725.0}
+LATEST = {"step": 12, "loss_history": LOSSES, "log": ("bob joined",)}
+SNAPSHOT = SwarmSnapshot(**WHAT, **SPEED, **MOVED, **LATEST, peers=(ALICE, BOB))
 
 
 def parsed(markup: str) -> ElementTree.Element:
@@ -97,19 +87,12 @@ def test_the_view_warns_before_the_session_ends_and_of_a_pause(hours: float, soo
 @settings(max_examples=40)
 @given(st.floats(), st.floats(), st.floats())
 def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None:
-    odd = dataclasses.replace(
-        SNAPSHOT,
-        peers=(dataclasses.replace(ALICE, samples_per_s=one, samples=other, rtt_s=third),),
-        samples_per_s=one,
-        target_batch_size=other,
-        accumulated=third,
-        loss_history=((1, one), (2, other), (3, third)),
-        uptime_s=one,
-        own_samples_per_s=other,
-        eta_s=third,
-        last_share=one,
-        session=SessionTime("Colab", one, other, third),
-    )
+    alice = dataclasses.replace(ALICE, samples_per_s=one, samples=other, rtt_s=third)
+    losses = ((1, one), (2, other), (3, third))
+    speed = {"samples_per_s": one, "target_batch_size": other, "accumulated": third}
+    speed |= {"uptime_s": one, "own_samples_per_s": other, "eta_s": third, "last_share": one}
+    speed["session"] = SessionTime("Colab", one, other, third)
+    odd = dataclasses.replace(SNAPSHOT, peers=(alice,), loss_history=losses, **speed)
     parsed(draw(odd).html())
     assert draw(odd).text() and summary(odd)
 

@@ -45,8 +45,7 @@ class Kernel:
         return output
 
     def train_to(self, step: int, **form: object) -> str:
-        """Run the next cell, which trains for a time, again and again until the swarm is at ``step``: on a busy machine
-        that time may be too short."""
+        """Run the next cell, which trains for a time, again until the swarm is at ``step``."""
         for _ in range(TRIES):
             shown = self.run(**form)
             if int(self.execute("print(optimizer.global_step)")) >= step:

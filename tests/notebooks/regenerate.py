@@ -1,7 +1,6 @@
 """Run notebooks and store their outputs: ``python tests/notebooks/regenerate.py [NOTEBOOK …]``, else all tutorials.
 
-The outputs are what readers see on the web, and those of the tutorials are what nbval compares, so they stay in the
-files.
+The outputs stay in the files: readers see them on the web, nbval compares the tutorials'.
 """
 
 import sys

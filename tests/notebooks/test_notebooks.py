@@ -68,8 +68,7 @@ def test_who_joins_from_colab_trains_in_the_organizers_run(tmp_path: Path) -> No
         with pytest.raises(CellFailed, match="accept_terms=True"):
             colab.run(**form)
         assert "Swarm(class-of-26, carol, 1 peer linked)" in colab.run(I_HAVE_READ_THE_TERMS=True, **form)
-        assert "'target_batch_size': 32" in colab.run(**form)
-        assert "prediction" in colab.run(**form)
+        assert "'target_batch_size': 32" in colab.run(**form) and "prediction" in colab.run(**form)
         colab.run(**form)
         assert "class-of-26: training, step" in colab.train_to(1, **form)
         shown = "\n".join(organizer.run_all())

@@ -26,10 +26,7 @@ def test_sizes_have_their_published_number_of_parameters(tokenizer: Words, size:
 
 @pytest.mark.slow
 def test_peers_start_equal_and_read_differently() -> None:
-    (alice, hers), (bob, his) = (
-        albert(swarm=SimpleNamespace(id=b"alice")),
-        albert(swarm=SimpleNamespace(id=b"bob")),
-    )
+    (alice, hers), (bob, his) = (albert(swarm=SimpleNamespace(id=id)) for id in (b"alice", b"bob"))
     state = bob.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
     assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
@@ -64,8 +61,7 @@ def test_tiny_albert_learns_the_python_documentation(tokenizer: Words) -> None:
 def test_mean_loss_changes_neither_the_model_nor_its_mode(tokenizer: Words) -> None:
     model, batches = albert(tokenizer=tokenizer, batch_size=2)
     mean_loss(model, batches, count=1)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.slow
@@ -84,17 +80,14 @@ def test_settings_are_the_published_ones() -> None:
     settings = masked_lm.AlbertSettings()
     assert (settings.lr, settings.weight_decay, settings.clamp) == (1.76e-3, 0.01, 1e4)
     assert (settings.warmup_steps, settings.total_steps, settings.target_batch_size) == (5_000, 125_000, 4096)
-    assert settings == masked_lm.SETTINGS["large"]
-    assert masked_lm.SETTINGS.keys() == SIZES.keys()
+    assert settings == masked_lm.SETTINGS["large"] and masked_lm.SETTINGS.keys() == SIZES.keys()
 
 
 def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() -> None:
     optimizer, scheduler = masked_lm.albert_optimizer(torch.nn.Linear(2, 2), "large")
     rate = scheduler.lr_lambdas[0]
-    assert rate(0) == pytest.approx(1 / 5000)
-    assert rate(4_999) == rate(5_000) == 1
-    assert rate(65_000) == pytest.approx(0.5)
-    assert rate(125_000) == rate(200_000) == 0
+    assert rate(0) == pytest.approx(1 / 5000) and rate(4_999) == rate(5_000) == 1
+    assert rate(65_000) == pytest.approx(0.5) and rate(125_000) == rate(200_000) == 0
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1.76e-3 / 5000)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     assert optimizer.param_groups[0]["clamp"] == 1e4

@@ -71,8 +71,7 @@ def test_the_loss_is_the_same_every_time_and_for_every_batch_size(
         masked_loss(untrained, tokenizer, RHYME, sequence_length=32, **case) for case in cases
     )
     assert three == pytest.approx(one, rel=1e-5) and other != pytest.approx(one, rel=1e-5)
-    assert torch.equal(torch.rand(1), expected)
-    assert untrained.training
+    assert torch.equal(torch.rand(1), expected) and untrained.training
 
 
 def test_every_mask_gets_its_guesses_from_either_kind_of_model(untrained: Albert, tokenizer: Words) -> None:

@@ -14,22 +14,13 @@ from PIL import Image
 
 import colab_swarm as cs
 from colab_swarm.recipes import image_features
-from colab_swarm.recipes.image_features import (
-    Crops,
-    Swav,
-    as_image,
-    balance,
-    distort,
-    embed,
-    open_images,
-    swav,
-)
+from colab_swarm.recipes.image_features import Crops, as_image, distort, embed, open_images, swav
 from colab_swarm.swarm.swarm import Swarm
 
 PICTURES = np.random.default_rng(0).integers(0, 256, size=(20, 10, 12, 3), dtype=np.uint8)
 
 
-def parameters_of(model: Swav) -> torch.Tensor:
+def parameters_of(model: image_features.Swav) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -39,7 +30,7 @@ def test_tiny_swav_learns_to_tell_digits_apart_without_labels() -> None:
     from sklearn.datasets import load_digits
     from sklearn.neighbors import KNeighborsClassifier
 
-    def accuracy(model: Swav) -> float:
+    def accuracy(model: image_features.Swav) -> float:
         features = torch.nn.functional.normalize(embed(model, "digits", size_px=32)).numpy()
         labels = load_digits().target
         learned = KNeighborsClassifier(5).fit(features[:900], labels[:900])
@@ -102,8 +93,7 @@ def test_a_batch_has_the_views_of_its_size_and_a_pass_every_image_once() -> None
     assert shapes == {"large_crops": (7, 2, 3, 32, 32), "small_crops": (7, 2, 3, 24, 24)}
     order = image_features.endless_order(20, rng())
     passes = [[next(order) for _ in range(20)] for _ in range(2)]
-    assert sorted(passes[0]) == sorted(passes[1]) == list(range(20))
-    assert passes[0] != passes[1]
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(20)) and passes[0] != passes[1]
 
 
 def test_prototypes_are_frozen_for_the_first_steps_and_the_rate_warms_up_and_falls() -> None:
@@ -140,7 +130,7 @@ def test_features_ignore_earlier_statistics_and_leave_the_model_unchanged() -> N
 
 def test_resnet50_has_its_published_number_of_parameters() -> None:
     with torch.device("meta"):
-        model = Swav(image_features.SIZES["resnet50"])
+        model = image_features.Swav(image_features.SIZES["resnet50"])
     assert sum(p.numel() for p in model.backbone.parameters()) == 23_508_032
     assert sum(p.numel() for p in model.projection.parameters()) == 2048 * 2048 + 3 * 2048 + 2048 * 128 + 128
     assert model.prototypes.shape == (3000, 128)
@@ -164,18 +154,10 @@ def reference(scores_BK: NDArray[Any], epsilon: float, iterations: int) -> NDArr
     return (q_KB * b).T
 
 
-def small(**head: Any) -> Swav:
+def small(**head: Any) -> image_features.Swav:
     torch.manual_seed(0)
-    return Swav(
-        replace(
-            image_features.SIZES["tiny"],
-            hidden=16,
-            features=8,
-            prototypes=4,
-            epsilon=0.05,
-            **{"queue": 0, **head},
-        )
-    )
+    own = {"hidden": 16, "features": 8, "prototypes": 4, "epsilon": 0.05, "queue": 0} | head
+    return image_features.Swav(replace(image_features.SIZES["tiny"], **own))
 
 
 def batch_of_crops(seed: int = 0, batch: int = 6, views: int = 2, side: int = 32) -> torch.Tensor:
@@ -185,14 +167,14 @@ def batch_of_crops(seed: int = 0, batch: int = 6, views: int = 2, side: int = 32
 @pytest.mark.parametrize("iterations", [1, 3, 10])
 def test_assignments_equal_those_of_the_paper(iterations: int) -> None:
     scores = np.random.default_rng(0).uniform(-1, 1, size=(12, 5))
-    ours = balance(torch.tensor(scores), epsilon=0.05, iterations=iterations)
+    ours = image_features.balance(torch.tensor(scores), epsilon=0.05, iterations=iterations)
     np.testing.assert_allclose(ours.numpy(), reference(scores, 0.05, iterations), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_tiny_epsilon_neither_overflows_nor_divides_by_zero(dtype: torch.dtype) -> None:
     scores = torch.tensor([[1.0, -1.0], [1.0, -1.0], [1.0, 0.9]], dtype=dtype)
-    assigned = balance(scores, epsilon=1e-4, iterations=3)
+    assigned = image_features.balance(scores, epsilon=1e-4, iterations=3)
     assert assigned.dtype == torch.float32 and assigned.isfinite().all()
     torch.testing.assert_close(assigned.sum(dim=1), torch.ones(3))
 
@@ -210,7 +192,8 @@ def test_the_loss_is_the_mean_over_swapped_predictions() -> None:
         for x in (large, little)
     ]
     first, second, third = *scores[0].chunk(2), scores[1]
-    q1, q2 = (balance(s.detach(), epsilon=0.05, iterations=3) for s in (first, second))
+    halves = scores[0].detach().chunk(2)
+    q1, q2 = (image_features.balance(half, epsilon=0.05, iterations=3) for half in halves)
     pairs = [(q1, second), (q1, third), (q2, first), (q2, third)]
     expected = sum(torch.nn.functional.cross_entropy(s / 0.1, q) for q, s in pairs) / 4
     torch.testing.assert_close(output.loss, expected)
@@ -264,12 +247,9 @@ def test_a_view_has_its_size_and_range_for_every_image(height: int, width: int, 
 
 def test_views_show_the_requested_share_of_the_image() -> None:
     x = torch.linspace(0, 255, 64).round().to(torch.uint8).expand(3, 64, 64)  # brightness encodes the column
-    widths = [
-        float(view[0, 0].max() - view[0, 0].min())
-        for view in (
-            image_features.random_view(x, Crops(1, 32, (0.25, 0.25)), 0.0, rng(seed)) for seed in range(50)
-        )
-    ]
+    crops = Crops(1, 32, (0.25, 0.25))
+    views = (image_features.random_view(x, crops, 0.0, rng(seed)) for seed in range(50))
+    widths = [float(view[0, 0].max() - view[0, 0].min()) for view in views]
     assert all(0.4 < width < 0.6 for width in widths)  # half a side, by an aspect of 3/4 to 4/3
 
 
@@ -288,8 +268,7 @@ def test_without_distortion_views_are_unchanged() -> None:
 def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
     views = torch.rand(1, 3, 16, 16, generator=rng()).expand(20, 3, 16, 16)
     distorted, again = (distort(views, image_features.SIZES["resnet50"], rng()) for _ in range(2))
-    assert torch.equal(distorted, again)
-    assert distorted.min() >= 0 and distorted.max() <= 1 + 1e-5
+    assert torch.equal(distorted, again) and distorted.min() >= 0 and distorted.max() <= 1 + 1e-5
     assert len({tuple(view.flatten().tolist()) for view in distorted}) == 20
 
 

@@ -52,8 +52,7 @@ def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: Word
     assert not (hidden & special).any()
     masked = (shown[hidden] == tokenizer.mask_token_id).float().mean().item()
     same = (shown[hidden] == labels[hidden]).float().mean().item()
-    assert masked == pytest.approx(0.8, abs=0.02)
-    assert same == pytest.approx(0.1, abs=0.02)
+    assert masked == pytest.approx(0.8, abs=0.02) and same == pytest.approx(0.1, abs=0.02)
     assert (shown[~hidden] != tokenizer.mask_token_id).all()
 
 

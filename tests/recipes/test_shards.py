@@ -47,8 +47,7 @@ class Breaking:
 def test_every_pass_reads_all_shards_once_in_a_different_order() -> None:
     reader = ShardReader("numbers", numbered(20), seed=1)
     first, second = (list(islice(reader, 60)) for _ in range(2))
-    assert sorted(first) == sorted(second)
-    assert first != second
+    assert sorted(first) == sorted(second) and first != second
     assert [document.split(".")[1] for document in first] == ["0", "1", "2"] * 20
     assert first == list(islice(ShardReader("numbers", numbered(20), seed=1), 60))
     assert first != list(islice(ShardReader("numbers", numbered(20), seed=2), 60))
@@ -68,8 +67,7 @@ def test_a_reader_resumes_from_any_position(taken: int) -> None:
 def test_a_lost_connection_loses_no_document() -> None:
     waits, shard = Waits(), Breaking(times=2)
     found = list(islice(ShardReader("web", [shard], seed=0, wait=waits), 10))
-    assert found == [f"broken {n}" for n in range(10)]
-    assert waits == list(RETRY_AFTER_S[:2])
+    assert found == [f"broken {n}" for n in range(10)] and waits == list(RETRY_AFTER_S[:2])
     assert shard.left == 0
 
 
@@ -106,8 +104,7 @@ def test_a_source_that_becomes_empty_later_is_retried() -> None:
     assert next(reader) == "here"
     full.clear()
     waits.append = lambda seconds: full.append(True)  # type: ignore[method-assign,assignment]
-    assert next(reader) == "here"
-    assert full
+    assert next(reader) == "here" and full
 
 
 def test_waiting_ends_when_the_reader_is_closed() -> None:

@@ -58,9 +58,8 @@ def test_a_tokenizer_sees_all_of_every_source(two_sources: dict[str, float]) -> 
 def test_a_batch_is_made_of_neighbouring_sentences(tokenizer: Words, two_sources: dict[str, float]) -> None:
     made = mixed(tokenizer, two_sources)
     for batch in islice(made, 5):
-        for row, types, swapped in zip(
-            original(batch), batch["token_type_ids"], batch["sentence_order_label"], strict=True
-        ):
+        rows = original(batch), batch["token_type_ids"], batch["sentence_order_label"]
+        for row, types, swapped in zip(*rows, strict=True):
             end = int(batch["attention_mask"].sum(dim=1).max())
             first, second = (
                 tokenizer.decode(row[:end][types[:end] == part], skip_special_tokens=True) for part in (0, 1)
@@ -162,8 +161,7 @@ def threads() -> list[threading.Thread]:
 def test_items_come_in_order_and_at_most_depth_are_made_ahead() -> None:
     source = Numbers()
     items = ahead(source, depth=3)
-    assert list(islice(items, 50)) == list(range(50))
-    assert source.wait_made(53)
+    assert list(islice(items, 50)) == list(range(50)) and source.wait_made(53)
     items.close()
     assert source.next <= 54
 
@@ -171,8 +169,7 @@ def test_items_come_in_order_and_at_most_depth_are_made_ahead() -> None:
 def test_a_state_is_that_of_the_consumer_not_of_the_thread() -> None:
     source = Numbers()
     items, again = ahead(source), ahead(Numbers())
-    assert list(islice(items, 10)) == list(range(10))
-    assert source.wait_made(13)
+    assert list(islice(items, 10)) == list(range(10)) and source.wait_made(13)
     again.load_state_dict(items.state_dict())
     assert list(islice(again, 20)) == list(islice(items, 20)) == list(range(10, 30))
     for each in (items, again):
@@ -191,8 +188,7 @@ def test_closing_ends_the_thread_even_while_the_source_waits() -> None:
     items = ahead(Numbers(hold_at=2, stop=threading.Event()))
     assert list(islice(items, 2)) == [0, 1]
     items.close()
-    assert list(items) == []
-    assert not threads()
+    assert list(items) == [] and not threads()
 
 
 def test_collecting_the_iterator_ends_the_thread() -> None:
@@ -203,5 +199,4 @@ def test_collecting_the_iterator_ends_the_thread() -> None:
     del items
     gc.collect()
     thread.join(TIMEOUT_S)
-    assert gone() is None
-    assert not thread.is_alive()
+    assert gone() is None and not thread.is_alive()

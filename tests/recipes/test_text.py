@@ -23,8 +23,7 @@ def test_packing_keeps_all_text_in_order_in_blocks_of_one_size(texts: list[str],
         blocks = list(pack(texts))
     assert all(len(block) == size for block in blocks[:-1])
     whole = "".join(text + "\n" for text in texts)
-    assert whole.startswith("".join(blocks))
-    assert not whole.removeprefix("".join(blocks)).strip()
+    assert whole.startswith("".join(blocks)) and not whole.removeprefix("".join(blocks)).strip()
 
 
 def test_the_python_documentation_is_there_without_a_download() -> None:
@@ -39,8 +38,7 @@ def test_files_are_found_by_path_by_pattern_and_by_list(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("alpha " * 4000)
     (tmp_path / "b.txt").write_text("beta")
     both = read(str(tmp_path / "*.txt"))
-    assert sum(map(len, both)) == 24_004
-    assert read([tmp_path / "a.txt", tmp_path / "b.txt"]) == both
+    assert sum(map(len, both)) == 24_004 and read([tmp_path / "a.txt", tmp_path / "b.txt"]) == both
     assert read(tmp_path / "a.txt") == both[:2]
 
 
@@ -54,7 +52,7 @@ def test_a_name_that_is_nothing_is_refused_in_one_sentence(monkeypatch: pytest.M
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="'no/such/thing' is no file here and cannot be loaded"):
+    with pytest.raises(ValueError, match="'no/such/thing' is no file here and no data set"):
         read("no/such/thing")
 
 

@@ -48,7 +48,6 @@ def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp
         assert last < 0.6 * first and sum(layer.utilisation.values()) == pytest.approx(1.0)
         told = layer.statistics()
         assert told.batches == 40 and told.answers >= 40 and not told.lost_gradients
-
         trainer = bob.trainer(model, loss_of, optimizer, concurrency=3, progress=False)
         assert trainer.fit(batches(6)).updates == 6
         one = bob.expert(host.uids[0], grid=GRID)
@@ -61,7 +60,6 @@ def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp
     steps = {uid: one.step for uid, one in host.statistics().items()}
     assert sum(steps.values()) > 40 and "4 of 4 experts" in repr(host)
     host.stop()
-
     again = alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
     worked = {uid: step for uid, step in steps.items() if step}
     assert {uid: one.step for uid, one in again.statistics().items() if one.step} == worked
