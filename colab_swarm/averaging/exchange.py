@@ -1,7 +1,6 @@
 """One round at one member: it contributes, collects the means, and reduces its own span.
 
-Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
-up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
+One stream to each reducer: outgoing connections are enough. No task, timer or copy per chunk.
 """
 
 import asyncio
@@ -135,11 +134,9 @@ class RoundPing(Message, frozen=True):
 
 
 class AllReduce:
-    """The state of one round at one member, and its streams to the other members.
+    """One round at one member, whose ``values`` become the means; an assistant only reduces.
 
-    Means replace ``values``, this member's contribution. ``spare`` is float32 memory for the own
-    span, if it fits. An assistant does not collect: it contributes nothing and needs no means.
-    Raises ValueError if this peer is no member.
+    ``spare``: float32 memory for the own span. Raises ValueError if this peer is no member.
     """
 
     def __init__(

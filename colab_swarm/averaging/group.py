@@ -267,8 +267,7 @@ class GroupFormation:
     def form(self, round_id: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.
 
-        Raises ValueError without a trainer, without a reducer, or with fewer peers than a fixed
-        size.
+        Raises ValueError without a trainer or a reducer, or with fewer peers than a fixed size.
         """
         joined = sorted(self._joined.items())[: self.settings.size]
         if len(joined) < (self.settings.size or 0):

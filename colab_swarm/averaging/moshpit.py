@@ -1,24 +1,21 @@
 """Averaging any vector among all peers that call for it: a meeting, then groups on a grid.
 
 A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in
-milliseconds) in the DHT. All peers take the lowest number. The meeting starts when the first peer
-has waited for the window, or when all peers of the last meeting are back. Its organizer then calls
-the others, which ends their waiting too. A meeting of a fixed size starts as soon as that many
-peers wait on the same terms, and not before. A peer that waits longer than the window takes a new
-number, which also shows that its record is no leftover.
+milliseconds) in the DHT, and all take the lowest. The meeting starts when the first peer has waited
+for the window, or all peers of the last meeting are back; with a fixed size, only once that many
+wait on the same terms. Its organizer calls the others, which ends their waiting too. A peer that
+waits longer takes a new number, so its record is no leftover.
 
-A pass. All peers of a meeting compute the same grid. Round r averages within the lines along axis
-r; each line is a group of its own. After one round per axis all peers have the exact mean, and a
-failed peer costs only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
+A pass. All peers compute the same grid. Round r averages within the lines along axis r; each line
+is a group of its own. After one round per axis all have the exact mean, and a failed peer costs
+only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
 
-- There is no empty cell. Where the number of peers is not a product of sides, some cells hold
-  several peers: a line with a hole would miss the mean of another line.
+- No cell is empty: a line with a hole would miss another line's mean. So cells may hold several.
 - Each peer carries a *weight* with its values. After a round, the weight of all contributors is
   divided equally among the line's cells, and within a cell among its peers.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
-In the meeting each member votes for a group size, from the failures and times that it measured. The
-median vote counts, so a few liars have no effect.
+Each member votes for a group size that it measured. The median counts, so few liars do no harm.
 """
 
 import asyncio
@@ -127,10 +124,10 @@ class Assembly:
     async def meet(self, numel: int, schema: bytes, vote: Callable[[int], int] = lambda peers: 1) -> Group:
         """Wait for other peers and return the group, which is the same at all its members.
 
-        All must give the same ``numel`` and ``schema``. ``vote(peers)`` is this peer's weight in
-        the group, for all to see. Raises RoundRefused without a peer to meet, or if the others
-        average another vector; with a fixed size only as ``late``, and ValueError if a waiting peer
-        has other terms.
+        All must give the same ``numel`` and ``schema``; ``vote(peers)`` is this peer's weight in
+        the group. Raises RoundRefused without a peer to meet or if the others average another
+        vector; with a fixed size only as ``late``, and ValueError if a waiting peer has other
+        terms.
         """
         deadline = loop_now() + WINDOW_S + self._timeout_s
         try:
@@ -224,7 +221,6 @@ class Assembly:
         return self.waiting
 
     def _agrees(self, peer: PeerId, record: WaitingPeer) -> bool:
-        """Return True for equal terms; raises ValueError for others that are no leftover."""
         if self._size is None or record.terms == self._terms:
             return True
         if self._others.setdefault(peer, record.at) != record.at:
@@ -315,9 +311,8 @@ class RoundMeter:
     def success_rate(self, peers: int, group_size: int) -> float:
         """Return the global averages per second without a failure (DeDLOC Appendix C).
 
-        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)), with q = 1 - exp(-failures_per_s
-        T(m)), the chance that a peer fails in a round: with one q for all m, pairs would never beat
-        groups of four.
+        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)); q = 1 - exp(-failures_per_s T(m)): a
+        peer fails in a round. With one q for all m, pairs would never beat groups of four.
         """
         rounds, round_s = rounds_for(peers, group_size), self.seconds(group_size)
         return math.exp(-self.failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
@@ -362,8 +357,7 @@ class MoshpitResult:
 class MoshpitAverager:
     """Averages one named vector repeatedly with the other peers that call for it.
 
-    Warning: the codecs onebit and topk drop most of a vector, and there is no error feedback here;
-    means travel as float16 then.
+    Warning: onebit and topk lose most of a vector: no error feedback here. Means are float16 then.
     """
 
     def __init__(
@@ -391,8 +385,6 @@ class MoshpitAverager:
     ) -> tuple[Any, MoshpitResult]:
         """Return the weighted mean of all peers that call now, as far as it was reached.
 
-        The result shows the failures of peers, which are never raised.
-
         Args:
             values: tensor, array or list of real, finite numbers, as many for all; not changed.
                 The mean is of the same kind and shape.
@@ -400,7 +392,7 @@ class MoshpitAverager:
             group_size: vote for this size; None: for the size that the measurements suggest.
 
         Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
-        already.
+        already. Failures of peers are never raised: the result shows them.
         """
         flat, restore = flatten(values)
         require(np.isfinite(flat).all(), "values must be finite: there is a NaN, or a value beyond float32")
@@ -489,7 +481,6 @@ def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
 
 
 class _Pass:
-    """The running pass of one peer."""
 
     def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
         group_size = max(2, int(statistics.median_high(member.weight for member in meeting.members)))

@@ -4,9 +4,8 @@ A step applies equation 11 of "Elastic Consistency", as in `ElasticOptimizer`. A
 the peer's own values of the same bucket. A correction is the difference between a late bucket and
 its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
 
-Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing
-from a peer that is not lost. Gradients are summed in peer order, so equal gradients give equal bits
-at all peers.
+Invariants: a bucket is applied once; nothing older than the scheduler's ``max_delay`` is missing
+from a live peer; gradients are summed in peer order, so equal ones give equal bits at all peers.
 
 The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i
 lacks what has not arrived, and the residuals eps_j that compression sends later. With plain SGD at
@@ -231,8 +230,7 @@ class _View:
 class Meter:
     """A peer's own distance, exact but for residuals once everything has arrived, and M and sigma.
 
-    Only the norms of residuals are known; they count as if all had the same direction. What a lost
-    peer still owed no longer counts.
+    Residuals, of which only norms are known, count as parallel; what a lost peer owed, not at all.
     """
 
     def __init__(self, buckets: int, peers: int) -> None:

@@ -1,8 +1,7 @@
 """Elastic groups over `torch.distributed`, for a group in one data centre or on one host.
 
-Each direction of each pair of ranks has its own thread, because gloo's calls block. All messages
-have the size of the largest bucket with its header, so a receiver knows it in advance. Unlike peer
-links, nothing is encrypted, and ranks trust each other.
+Each direction of each pair of ranks has a thread, because gloo's calls block. All messages have one
+size, known in advance. Nothing is encrypted, and ranks trust each other.
 """
 
 import asyncio
@@ -62,7 +61,6 @@ def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
 async def _enter_ranks(
     events: EventLog, settings: ElasticSettings, terms: str, replica: Replica
 ) -> "AsyncIterator[ProcessGroupExchange]":
-    """With ``events`` bound, an `EnterGroup`."""
     try:
         await asyncio.to_thread(_copy_first, terms, replica, timedelta(seconds=settings.wait_s))
     except RuntimeError as error:

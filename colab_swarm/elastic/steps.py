@@ -1,7 +1,6 @@
 """Steps of one group member: its settings, the wait for others' buckets, each step's result.
 
-On the runtime's loop, the exchange reports received buckets and lost members. On the user's thread,
-the optimizer hands over its own buckets during backward and then waits with `finish`.
+The exchange reports on the runtime's loop; the optimizer hands over and waits on the user's thread.
 """
 
 import asyncio
@@ -195,8 +194,7 @@ class ElasticSteps:
     async def finish(self, compute_s: float = 0.0) -> None:
         """Wait until the open step may end, and close it; the result is in `finished`.
 
-        In a simulation, ``compute_s`` is the duration of the next forward and backward pass. Raises
-        `RuntimeError` if this member leaves.
+        ``compute_s`` simulates the next passes. Raises `RuntimeError` if this member leaves.
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):

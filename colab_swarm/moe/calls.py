@@ -1,16 +1,16 @@
-"""Calls of experts, at the caller and at the host. Every fault of a peer is an `ExpertError` that names the expert.
+"""Calls of experts, at the caller and at the host. Faults of peers are an `ExpertError` that names
+the expert.
 
 A call is one stream. The caller sends its tensors in parts (backward: inputs, then gradients) and
-keeps its end open until the answer arrives: a stream that ends or breaks earlier cancels the call.
-The answer is one tensor of the same shape, one part that says the host is busy, or a refusal.
+keeps its end open until the answer: a stream that ends or breaks earlier cancels the call. The
+answer is one tensor of the same shape, a part that says the host is busy, or a refusal.
 
-The host merges calls of any trainers into batches. The event loop receives and sends parts. The
+The host merges calls of any trainers into batches. The event loop receives and sends parts; the
 device thread decodes, checks, computes and encodes. Between them are `Batching`, under a lock, and
-one short task for the thread per call: it computes the next batch, whichever call that contains.
+one short task per call: it computes the next batch, whichever call that contains.
 
-The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call.
-A caller that has calls here may hold at most as much as is still free (the dynamic threshold of
-Choudhury and Hahne, 1998): one caller alone gets half of the memory, two get a third each.
+The key whose oldest call waited longest comes first, and its oldest calls. A caller may hold as
+much as is still free (Choudhury and Hahne, 1998): one alone gets half, two get a third each.
 """
 
 import asyncio
@@ -351,10 +351,7 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]
 def _outcomes(
     function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
 ) -> list[Outcome]:
-    """Return answers in the order of the calls; bad data of one call fail only that call.
-
-    A backward that failed for another reason may have taken its step: it is not retried.
-    """
+    """Return answers in order; a backward that failed otherwise may have stepped: not retried."""
     sizes = [call.samples for call in calls]
     try:
         outputs = function(*tensors)

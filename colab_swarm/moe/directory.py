@@ -1,8 +1,7 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
-See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are cached,
-never beyond the expiry of a record. Only the remaining life of a record counts, on this peer's
-monotonic clock; but the order of two claims follows their hosts' clocks.
+Look-ups are cached until a record expires, on this peer's monotonic clock; the order of two claims
+follows their hosts' clocks. See `colab_swarm.moe.grid` for the records and the beam search.
 """
 
 import asyncio
@@ -210,7 +209,6 @@ class Directory:
         await asyncio.gather(*map(self._publish_page, sorted(pages, key=lambda page: page[1:])))
 
     async def _publish_page(self, page: GridPage) -> None:
-        """Store this peer's record of a page; an empty one if the page has become empty."""
         mine = self._mine[page.grid].items()
         here = {i: place for i, place in mine if GridPage.of(page.grid, i[: page.depth]) == page}
         if page.depth == len(page.grid.sides):
@@ -260,11 +258,12 @@ class Directory:
         return list(self._infos(grid, indices, listings).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
-        """Return for each sample the ``k`` best experts that can be called, best first; fewer if fewer are live.
+        """Return for each sample the ``k`` best experts that can be called, best first; fewer if
+        fewer are live.
 
-        ``scores`` are an array (samples, sides[i]) for each dimension i; an expert's score is the
-        sum over its indices. Raises `NoExpertsError` if no expert is live, `ValueError` if the
-        scores do not fit the grid.
+        ``scores`` are an array (samples, sides[i]) per dimension i, summed over an expert's
+        indices. Raises `NoExpertsError` if no expert is live, `ValueError` if the scores do not fit
+        the grid.
         """
         shapes = [s.shape for s in scores]
         require(

@@ -1,9 +1,9 @@
-"""One expert: a module with its own optimizer and step counter, the experts that ship, and how many fit a host.
+"""One expert: a module with its own optimizer and step counter, the experts that ship, and how many
+fit a host.
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
-takes an optimizer step at once (Learning@home, section 3.2). A batch merged from several callers is
-one step, on the sum of their gradients. Avoid `BatchNorm` and dropout: batch statistics are those
-of all merged calls, and dropout draws another mask at backward than at forward.
+takes an optimizer step at once (Learning@home, section 3.2), one for a merged batch, on the sum of
+gradients. Avoid `BatchNorm` (statistics of merged calls) and dropout (another mask at backward).
 """
 
 import math
@@ -210,8 +210,8 @@ def _usual(sample: Sequence[int]) -> tuple[int, ...]:
 def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
     """Let an expert take a step, and measure its memory.
 
-    Raises `ValueError` if it cannot be an expert of such samples, `TypeError` if its state cannot
-    be saved.
+    Raises `ValueError` if it is no expert of such samples, `TypeError` if its state cannot be
+    saved.
     """
     expert = Expert("the expert", module, rule, tuple(sample))
     known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}

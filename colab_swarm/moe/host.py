@@ -1,9 +1,8 @@
 """Hosting experts, and the experts API of a swarm: hosts, layers, remote experts and panels.
 
-A host starts with the experts whose saves are on its disk, then those that other peers saved and no
-peer hosts, then vacant names. Later, if memory is left, it takes over experts whose hosts died,
-each from the newest save of any owner that is complete and fits. An expert's share of the work is
-the growth of its announced step over the last minute.
+A host starts with the experts saved on its disk, then those that others saved and no peer hosts,
+then vacant names. If memory is left, it takes over experts of dead hosts, each from the newest
+complete save that fits. An expert's share of work is its steps over the last minute.
 """
 
 import asyncio
@@ -167,7 +166,6 @@ class ExpertHost:
         return {save.uid for save in self._saves.store.saves() if self.grid.contains(save.uid)}
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
-        """Host more experts, up to ``count``; None: any that the plan allows."""
         given = [set(some) for some in (uids, self.plan.uids) if some is not None]
         wanted = set.intersection(*given) - self.experts.keys() if given else None
         if wanted == set():

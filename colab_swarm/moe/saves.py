@@ -1,13 +1,12 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
-A save is a state in chunks (`colab_swarm.tensors.chunks`); its manifest is a chunk too, whose hash
-names the whole save. Every read is checked, so writes are not synced. A holder receives the
-manifest, answers with the chunks that it lacks, and gets those. It keeps the newest two saves per
-expert and owner, for a day.
+A save is a state in chunks (`colab_swarm.tensors.chunks`); the hash of its manifest, a chunk too,
+names it. Every read is checked, so writes are not synced. A holder gets the manifest and the chunks
+that it lacks, and keeps the newest two saves per expert and owner, for a day.
 
-The owner's signed record names its newest save, and before it the last one that as many peers hold
-as should. So after the loss of the host and all holders but one, only the steps since the last save
-are lost. Any peer may claim a save of any step: claims are tried from the highest step down.
+The owner's signed record names its newest save, and before it the last one that has all its
+holders: losing the host and all holders but one costs only the steps since the last save. Any peer
+may claim a save of any step: claims are tried from the highest step down.
 """
 
 import asyncio
@@ -231,10 +230,7 @@ class SaveResult:
 
 
 class ExpertSaves:
-    """Saves this peer's experts, keeps saves for others, and finds those of any peer. One per peer.
-
-    It serves calls at once; `start` announces it.
-    """
+    """Saves this peer's experts, keeps saves for others, and finds those of any peer."""
 
     def __init__(self, services: RunServices, store: ReplicaStore) -> None:
         self.store = store
@@ -331,7 +327,6 @@ class ExpertSaves:
         return None
 
     async def _spread(self, saved: Snapshot, others: Set[PeerId], copies: int) -> list[PeerId]:
-        """Send a save to former holders, then to others, in an order that depends on the expert."""
         subject = saved.manifest.subject
         last = self.results.get(subject.decode())
         known = last.holders if last else frozenset()

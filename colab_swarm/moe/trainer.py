@@ -1,8 +1,7 @@
 """Trains one model with many batches in flight, which hides the latency of experts and networks.
 
-Each thread takes a batch, copies the shared parameters, computes gradients with the copy and
-applies them to the shared parameters at once. The gradient is *stale* by the updates in between,
-about ``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). One lock guards copies and updates.
+Each thread computes the gradients of a batch with a copy of the parameters and applies them at
+once, *stale* by about ``concurrency - 1`` updates (Learning@home, sections 3.1 and 4.2).
 """
 
 import copy

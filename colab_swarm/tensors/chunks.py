@@ -1,12 +1,11 @@
 """A state as hashed chunks, fetched from several donors at once. Does not import torch.
 
-Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes. A `Layout` says what
-they are. The blob is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's
-own hash is the *root*, which names the whole state.
+Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes, as a `Layout` says.
+A `Manifest` has the BLAKE3 hash of each chunk of it; its own is the *root*, which names the state.
 
-Fetching. One worker per donor takes chunks from a common queue, so a fast donor sends more, and
-asks for twice as many after each quick answer. A chunk is accepted by its hash and length only: a
-donor that lies, stalls or vanishes costs the chunks in flight, which the others send again.
+Fetching. One worker per donor takes chunks from a common queue, and asks for twice as many after
+each quick answer. A chunk is accepted by its hash and length only: a donor that lies, stalls or
+vanishes costs the chunks in flight, which the others send again.
 """
 
 import asyncio

@@ -9,14 +9,13 @@
     onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
     topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
-Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off.
+Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off. All
+is little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
 
-Everything is numpy and little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
-
-**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code. The lowest
-``l = floor(log2(d / K))`` bits of each index are written directly. The rest, h, is a one at place ``h + i`` of a string
-of ``K + ((d - 1) >> l)`` bits, for the i-th index: half a bit over the minimum. The size depends on d and K alone. The
-encoder estimates a threshold from a sample, slightly too low, collects all values above it, and picks the K largest.
+**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code: the
+lowest ``l = floor(log2(d / K))`` bits of each directly, the rest, h, as a one at place ``h + i`` of
+a string of ``K + ((d - 1) >> l)`` bits, for the i-th index. The encoder estimates a threshold from
+a sample, slightly too low, and picks the K largest of the values above it.
 """
 
 import math

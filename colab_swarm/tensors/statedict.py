@@ -7,9 +7,8 @@ exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-Both may come from a stranger: `unflatten` checks all of it before use. A file is in the safetensors
-format; its metadata hold the skeleton and a SHA-256 over tensors and skeleton. This module does not
-import torch: a relay keeps checkpoints without it.
+Both may come from a stranger: `unflatten` checks all of it. A file is in the safetensors format; its
+metadata hold the skeleton and a SHA-256 over all. A relay keeps checkpoints without torch.
 """
 
 import base64
@@ -223,10 +222,7 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:
-    """Write a state as a safetensors file, as `write_file` does, and sync it.
-
-    The largest types come first, so that every tensor is aligned.
-    """
+    """Write a state as a safetensors file and sync it, largest types first: all are aligned."""
     ordered = dict(sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0])))
     metadata = {"colab_swarm": VERSION, "skeleton": skeleton.decode(), "sha256": digest(tensors, skeleton)}
     head: dict[str, Any] = {"__metadata__": metadata}

@@ -1,8 +1,7 @@
 """An assistant (DeDLOC's auxiliary peer) trains nothing, and lets peers that only dial out train.
 
 It organizes their rounds, reduces, and passes on the training state to late joiners. It needs no
-torch, no data and no model, because the calling trainer's ticket describes the round. Where
-trainers reduce themselves, it is one more reducer.
+torch, data or model, because the calling trainer's ticket describes the round.
 """
 
 import asyncio

@@ -1,11 +1,9 @@
 """One trainer's part in the swarm: progress, averaging rounds, catching up. Does not import torch.
 
-It runs on the runtime's event loop; the optimizer drives it from the user's thread.
-
-The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer
-follows the rounds with weight 0 and collects their means, which it then applies in order: s, s+1, …
-Meanwhile it sends and reduces nothing, so it cannot slow down a round. Donors that keep failing
-lose their vote: a peer that claims an absurd step keeps no late joiner out.
+It runs on the runtime's event loop; the optimizer drives it from the user's thread. The swarm does
+not wait for a peer that catches up. While the snapshot of step s downloads, the peer follows the
+rounds with weight 0 and collects their means, which it then applies in order: s, s+1, … It slows
+down no round, as it sends and reduces nothing. Donors that keep failing lose their vote.
 """
 
 import asyncio

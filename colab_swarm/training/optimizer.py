@@ -1,8 +1,7 @@
 """`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's.
 
-One thread at a time uses an optimizer. Another thread that knows that the session is about to end
-must not change the model while the trainer computes with it. So it requests the end
-(`SwarmOptimizer.end`).
+One thread at a time uses an optimizer. Another that knows that the session is about to end must not
+change the model meanwhile, so it requests the end (`SwarmOptimizer.end`).
 
 With a state folder, checkpoints are saved there, from a copy and on a thread of its own: every two
 minutes, or less often where that takes long, and once more after an interrupt and at the end.
@@ -129,14 +128,14 @@ class SwarmOptimizer(WrappedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float, loss: float | None = None
     ) -> RoundResult | None:
-        """Count the gradient of the last ``backward()`` and step with the swarm if its batch is full.
+        """Count the gradient of the last ``backward()`` and step with the swarm if its batch is
+        full.
 
-        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer, samples=n)``.
-
-        ``samples`` > 0 is the number whose mean ``loss``, for the charts, was differentiated. No
-        ``closure`` is supported. Returns the averaging round's result if the global step advanced,
-        else None. Delayed updates: the first call after its end returns it; the model gets the
-        parameters when the next begins.
+        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer,
+        samples=n)``. ``samples`` > 0 is the number whose mean ``loss``, for the charts, was
+        differentiated. No ``closure`` is supported. Returns the averaging round's result if the
+        global step advanced, else None. Delayed updates: the first call after its end returns it;
+        the model gets the parameters when the next begins.
 
         Raises `StateError` if this peer fell behind and no peer could give it the state, and
         `RuntimeError` if this peer has left, as you closed it or its session ends.
@@ -296,7 +295,6 @@ class SwarmOptimizer(WrappedOptimizer):
         return lineage
 
     def _take_off(self) -> None:
-        """Start a round with the accumulated gradients, and give the model the last round's update."""
         values, weight = self._contribution(), self._gathered.samples
         self._flight = self._runtime.call(self._begin(values, weight)), values, weight
         self._gathered.forget()
@@ -342,7 +340,6 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
-        """Hold the lock for a call of the trainer, and explain an interrupt."""
         gate = self._services.gate
         require(
             not gate.closed_by_this_thread,

@@ -2,14 +2,12 @@
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
-- A *lineage* is a chain of digests over the first parameters and every mean applied since. Two
-  peers hold equal parameters exactly when their lineages are equal.
+- Equal *lineages*, digests of the first parameters and every mean since, mean equal parameters.
 - The *branch* of the swarm is the highest step that at least half of the training peers have
   reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
   The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
-- Some peers have no vote. Peers that cannot be dialled have none while others can: among themselves
-  they could neither form a round nor give their state. Peers that could not give the state that
-  they claim have none for `DISTRUST_S`. Paused and idle peers must not hold back the others.
+- No vote have peers that cannot be dialled while others can: they could neither form a round nor
+  give their state. Nor, for `DISTRUST_S`, who could not give its claimed state, nor the idle.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
   3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
   `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
@@ -172,8 +170,7 @@ class Progress:
     ) -> None:
         """Take the live records just read.
 
-        The result of a round outlives a few reads of an older record. A lost peer counts again when
-        it is ``linked`` or, after `LAST_RECORD_S`, publishes a new record.
+        A lost peer counts again when it is ``linked`` or, after `LAST_RECORD_S`, has a new record.
         """
         self._no_vote = self._distrusted.ends(now)
         self._lost = {

@@ -1,13 +1,11 @@
 """The training state: in a file, and shared with late joiners in hashed chunks.
 
-A checkpoint is one safetensors file, written atomically (`colab_swarm.tensors.statedict`).
-
 A shared snapshot is a copy, so a donor trains on while it serves. Donors on one branch hold equal
 states, so their chunks are interchangeable (`colab_swarm.tensors.chunks`).
 
 A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial
-out. Both are linked to an assistant, which forwards manifest and chunks, one at a time in memory. A
-backbone's assistant gives a checkpoint of its own when no trainer is left.
+out. An assistant linked to both forwards manifest and chunks, one at a time in memory. That of a
+backbone gives a checkpoint of its own when no trainer is left.
 """
 
 import asyncio
