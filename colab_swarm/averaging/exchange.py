@@ -58,7 +58,6 @@ class Pace:
         return min(moving, default=1.0)
 
 
-MAX_REASON_CHARS = 200
 LEFT_OUT = "a reducer did not receive its whole contribution"
 
 
@@ -75,7 +74,7 @@ class Trace:
         self._times[kind, member] = self._times.get((kind, member), (since, since))[0], since
 
     def on_dropped(self, member: int, reason: str) -> None:
-        self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
+        self._dropped.setdefault(member, reason[:200])
 
     def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
         """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
@@ -96,11 +95,8 @@ class Trace:
 
 logger = logging.getLogger(__name__)
 
-REDUCER_PATIENCE = 2.5
-"""A reducer may itself wait ``patience_s`` for two silent senders, one after the other."""
-SILENT_S = 3.0
-"""After this much silence of a member, an event names it as the one that the round waits for."""
-OWN_CHUNKS_AT_ONCE = 8
+REDUCER_PATIENCE = 2.5  # a reducer may wait ``patience_s`` for two silent senders in turn
+SILENT_S = 3.0  # after this an event names a silent member as the one that the round waits for
 
 
 class ReduceSpan(Message, frozen=True):
@@ -198,7 +194,7 @@ class AllReduce:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
             self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
-            if index % OWN_CHUNKS_AT_ONCE == 0:
+            if index % 8 == 0:
                 await asyncio.sleep(0)
 
     async def talk_to(self, reducer: int) -> None:

@@ -34,13 +34,10 @@ from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId, Peers, Refu
 logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
-Organized: TypeAlias = Group | Contact | None
-"""What came of organizing: the group, another organizer, or nothing."""
+Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
 
-REFUSALS_S = 60.0
-"""An honest refusal ends with the round that runs without us; one step is not refused for longer."""
+REFUSALS_S = 60.0  # an honest refusal of one step ends with the round that runs without us
 SKIPPED_S = 1800.0  # how long an organizer is left out that sent an invalid group or kept refusing
-MAX_REFUSALS = 256
 REMEMBERED_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
@@ -257,7 +254,7 @@ class Matchmaker:
         now = loop_now()
         if self._refused.get(organizer, (None, now))[0] != step:
             self._refused[organizer] = step, now
-            if len(self._refused) > MAX_REFUSALS:
+            if len(self._refused) > 256:
                 del self._refused[next(iter(self._refused))]
         if now - self._refused[organizer][1] < REFUSALS_S:
             return False
@@ -372,8 +369,7 @@ class Matchmaker:
         except (PeerError, ValueError) as error:
             formation.on_declined(peer)
             if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
-                # it may join by itself
-                formation.expect(peer, formation.opened_at + self._settings.window_s)
+                formation.expect(peer, formation.opened_at + self._settings.window_s)  # joins by itself
         else:
             contact = self._peers.contact_of(peer)
             if answer.group is not None and answer.group.terms.key == terms.key:

@@ -55,18 +55,12 @@ WINDOW_S = 5.0  # how long the first peer of a meeting waits for others
 LOOK_S = 0.25
 TTL_S = 30.0
 SKEW_MS = 600_000  # ignore a number that is further from this peer's own time
-MAX_TERMS = 512  # most characters of another peer's terms in an error
 QUICK = GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0)
 MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
 MAX_ROUNDS = 64
-LAG_ROUNDS = 2.0
-"""A peer that is still in the round before announces a delay of this many rounds; its line waits no longer."""
-MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6
-"""Shares of a weight must be valid weights too (`group.valid_weight`)."""
+LAG_ROUNDS = 2.0  # delay that a peer announces which is still in the round before
+MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6  # shares of a weight must be valid too (`group.valid_weight`)
 ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
-
-
-# --- meetings -------------------------------------------------------------------------------------
 
 
 class WaitingPeer(Message, frozen=True):
@@ -225,13 +219,10 @@ class Assembly:
             return True
         if self._others.setdefault(peer, record.at) != record.at:
             raise ValueError(
-                f"{short(peer)} has other settings: {record.terms[:MAX_TERMS]!r}; this peer: {self._terms!r}. "
+                f"{short(peer)} has other settings: {record.terms[:512]!r}; this peer: {self._terms!r}. "
                 "Give all peers the same settings"
             )
         return False
-
-
-# --- the grid -------------------------------------------------------------------------------------
 
 
 class MoshpitGrid:
@@ -293,9 +284,6 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
     return tuple(sides)
 
 
-# --- group size -----------------------------------------------------------------------------------
-
-
 @dataclass
 class RoundMeter:
     """Chooses the size of groups by measured times of rounds and failures per second. Pure."""
@@ -328,9 +316,6 @@ class RoundMeter:
             self._timed = min(self._timed + 1, MEMORY_ROUNDS)
             self.overhead_s += (overhead_s - self.overhead_s) / self._timed
             self.transfer_s += (averaging_s * members / (members - 1) - self.transfer_s) / self._timed
-
-
-# --- averaging ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -402,9 +387,7 @@ class MoshpitAverager:
         )
         if group_size is not None and group_size < 2:
             raise ValueError(f"group_size={group_size}: a group has 2 members or more")
-        require(
-            not self._busy, "this peer is averaging these values already: wait for that to end", RuntimeError
-        )
+        require(not self._busy, "already averaging these values: wait for that", RuntimeError)
         begun, self._busy = loop_now(), True
         schema = hashlib.sha256(f"{len(flat)} {self.codec}".encode()).digest()[:8]
         try:
@@ -481,7 +464,6 @@ def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
 
 
 class _Pass:
-
     def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
         group_size = max(2, int(statistics.median_high(member.weight for member in meeting.members)))
         reachable = {member.id: bool(member.addresses) for member in meeting.members}

@@ -263,8 +263,7 @@ class Averager:
     async def reduce(self, group: Group) -> RoundResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
-        values = np.empty(group.terms.numel, np.float32)
-        return await self._take_part(group, values, collects=False)
+        return await self._take_part(group, np.empty(group.terms.numel, np.float32), collects=False)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""

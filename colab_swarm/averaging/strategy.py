@@ -24,9 +24,7 @@ from colab_swarm.tensors.codecs import Precision
 
 Array = npt.NDArray[np.float64]
 
-CLAIM_CAP = 16.0
-"""A claim counts for at most this many times the median: a liar of median bandwidth slows a round by no more."""
-WORTH = 0.9
+CLAIM_CAP = 16.0  # medians that a claim counts for at most: a liar slows a round by no more
 """Shares become unequal if that saves a tenth: measured rates are noisy, and equal shares reveal more about them."""
 SMALL = 0.3  # of an equal share; a smaller share is given only to save time
 LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
@@ -155,7 +153,7 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
         for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
     ]
     as_equals, planned = plan_round(trusted, equal.shares), plan_round(trusted)
-    return planned if planned.averaging_s * flattery < WORTH * as_equals.averaging_s else as_equals
+    return planned if planned.averaging_s * flattery < 0.9 * as_equals.averaging_s else as_equals
 
 
 class AdaptiveShares:

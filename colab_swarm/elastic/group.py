@@ -54,9 +54,8 @@ class PeerExchange(PieceExchange):
 
     async def begin(self) -> None:
         self._begun.set()
-        for index in self._queues:
-            if self._opens(index):
-                self._tasks.add(asyncio.create_task(self._dial(index), name=f"elastic link {index}"))
+        for index in filter(self._opens, self._queues):
+            self._tasks.add(asyncio.create_task(self._dial(index), name=f"elastic link {index}"))
         self.send(READY, b"")
         await wait_until(loop_now() + self._timeout_s, self._all_ready)
         if self._unready:

@@ -13,9 +13,8 @@ a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
-All figures are in the unit of gradients, so alpha need not be known. Second moments, the variance
-and the squared distance are averages over recent steps with equal weights, so they can be compared.
-M is that of the peer with the largest second moment.
+All figures are in the unit of gradients, so alpha need not be known. They are averages over recent
+steps with equal weights. M is that of the peer with the largest second moment.
 """
 
 import math
@@ -31,8 +30,7 @@ from colab_swarm.tensors.codecs import Floats
 
 DECAY = 0.95  # weight of the past in an average: about 20 steps count
 
-Missing = tuple[int, int, int]
-"""(peer, step, bucket)."""
+Missing = tuple[int, int, int]  # (peer, step, bucket)
 
 
 @dataclass(frozen=True)
@@ -186,9 +184,7 @@ class GradientLedger:
         assert all(buckets and step < self.step for (_, step), buckets in self._owed.items())
         assert not self.lost & {peer for peer, _ in self._owed}, "a lost peer owes something"
         oldest = self.step - 1 - self._scheduler.max_delay
-        assert all(step > oldest for _, step in self._owed), (
-            "a step ended although something too old was missing"
-        )
+        assert all(step > oldest for _, step in self._owed), "a step ended: too old a bucket is missing"
 
 
 class Recent:

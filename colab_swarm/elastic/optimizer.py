@@ -29,8 +29,6 @@ from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
 
-HISTORY = 500
-
 EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
 """Finds the other members, loads the first one's state into the replica, and gives an exchange.
 
@@ -147,7 +145,7 @@ class ElasticOptimizer(WrappedOptimizer):
         lossy = any(self._codec.gamma(numel) for numel in sizes)
         self._feedback = ErrorFeedback(sum(sizes)) if settings.error_feedback and lossy else None
         self._carried: Floats | None = None  # corrections of an earlier group, for all members
-        self._step, self._history = 0, deque[ElasticStep](maxlen=HISTORY)
+        self._step, self._history = 0, deque[ElasticStep](maxlen=500)
         try:
             runtime.call(self._enter(enter))
         except BaseException:  # an interrupt included: the hooks must not stay
@@ -236,7 +234,6 @@ class ElasticOptimizer(WrappedOptimizer):
         self._exchange.kill()
 
     def _on_full(self, bucket: int, values: Floats) -> None:
-        """Runs on the thread of backward."""
         if self._carried is not None:
             values += self._carried[self._buckets.span(bucket)]
         squares = _squares(values)

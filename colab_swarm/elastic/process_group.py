@@ -34,8 +34,7 @@ from colab_swarm.training.replica import Replica
 HEADER = struct.Struct("<qqddq")  # step, bucket, squares, residual squares, and bytes of payload
 GOODBYE = Piece(-1, 0)
 GOODBYE_S = 5.0
-SILENCE = timedelta(days=1)
-"""Timeout of a rank that lives but is silent; a dead one is noticed at once."""
+SILENCE = timedelta(days=1)  # timeout of a live, silent rank; a dead one is noticed at once
 
 
 def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
@@ -64,8 +63,7 @@ async def _enter_ranks(
     try:
         await asyncio.to_thread(_copy_first, terms, replica, timedelta(seconds=settings.wait_s))
     except RuntimeError as error:
-        text = f"a rank is missing; its own output says why. Restart all ranks. ({error})"
-        raise StateError(text) from error
+        raise StateError(f"a rank is missing: see its output, restart all ranks ({error})") from error
     largest = codec_of(settings.compression).encoded_bytes(chunk_values(settings.compression))
     yield ProcessGroupExchange(events, largest_bytes=largest)
 
@@ -75,9 +73,7 @@ def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
     gathered: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(gathered, terms, group=group)
     if len(set(gathered)) > 1:
-        raise ValueError(
-            f"ranks have different settings: {sorted(set(gathered))}. Give all ranks the same settings"
-        )
+        raise ValueError(f"ranks have different settings: {sorted(set(gathered))}; give all the same")
     own = replica.snapshot()
     box: list[Manifest] = [own.manifest]
     dist.broadcast_object_list(box, 0, group=group)

@@ -49,8 +49,6 @@ CLOSE_TIMEOUT_S = 5.0
 MIN_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0  # also that of a paused host
 LINK_BUSY_RETRY_S = 1.0
-UNKNOWN_BYTE_S = 1e-9  # assumed before the first batch
-NEWEST = 0.2  # weight of the newest batch in the mean cost of a byte
 SHOWN_CHARS = 80
 Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
 Outcome: TypeAlias = Answer | BaseException
@@ -267,7 +265,7 @@ class Batching:
         self._queues: dict[Key, deque[Call]] = {}
         self._inside: dict[Call, None] = {}
         self._held = Counter[bytes]()  # bytes by caller
-        self._byte_s = UNKNOWN_BYTE_S  # to compute a byte of a call, mean of the last batches
+        self._byte_s = 1e-9  # to compute a byte of a call, mean of the last batches; the first is a guess
 
     def admit(self, call: Call) -> float | None:
         """Reserve memory for a call; return None, or the seconds to wait before a retry.
@@ -319,7 +317,7 @@ class Batching:
         return batch
 
     def measured(self, size_bytes: int, seconds: float) -> None:
-        self._byte_s += NEWEST * (seconds / size_bytes - self._byte_s)
+        self._byte_s += 0.2 * (seconds / size_bytes - self._byte_s)
 
     def queued(self, uid: str) -> int:
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)

@@ -42,7 +42,6 @@ WITNESSES = 2  # hosts that announce a prefix; the others stay silent
 EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then what is unknown counts as dead
 MAX_GUESSES = 32  # guessed pages that a search reads at once; with more, it reads dimension by dimension
 PAGES_AT_ONCE = 16
-MAX_PAGES = 1024  # pages that a search for vacant places reads
 
 
 class Cache:
@@ -191,7 +190,7 @@ class Directory:
         numbers: Sequence[int] = sorted({grid.number(place) // PAGE for place in places or ()})
         if places is None:
             numbers = range(-(-grid.size // PAGE))
-        numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
+        numbers = self._rng.sample(numbers, min(len(numbers), 1024))
         chosen: list[Index] = []
         while numbers and len(chosen) < count:
             some, numbers = numbers[:PAGES_AT_ONCE], numbers[PAGES_AT_ONCE:]
@@ -227,7 +226,6 @@ class Directory:
         self._cache.forget(page)
 
     async def _unwitnessed(self, page: GridPage, positions: set[int]) -> list[int]:
-        """Return those that fewer than `WITNESSES` hosts with smaller ids announce: this peer must."""
         if not positions:
             return []
         by_host = (await self._cache.get([page]))[page].by_host
@@ -286,7 +284,6 @@ class Directory:
     ) -> tuple[list[list[Index]], dict[GridPage, Listing]]:
         known: dict[GridPage, Listing] = {}
         found: list[list[Index]] = []
-
         for _ in range(len(grid.sides) + EXTRA_WAITS):
             found, unknown = beam_search(scores, k, partial(self._children, grid, known))
             if not unknown:
@@ -325,7 +322,6 @@ class Directory:
         return infos
 
     async def _read(self, page: GridPage, old: Listing | None, fresh: bool) -> tuple[Listing, float]:
-        """Read a page, quickly the first time; hosts of the old listing stay until their records expire."""
         read = self._dht.read if old or fresh else self._dht.fetch
         found, now = (await read(page.key(self._run_id))).found.items(), self._now()
         kept = {} if old is None else old.by_host

@@ -257,8 +257,7 @@ def beam_search(
 def _descend(
     scores: list[_Doubles], k: int, children: Callable[[Index], Mask | None], barren: dict[Index, set[int]]
 ) -> tuple[bool, set[Index], list[Index], _Ints]:
-    """Walk once; return whether more are ``barren``, unknown prefixes, experts, each sample's best.
-    """
+    """Walk once; return whether more are ``barren``, unknown prefixes, experts, each sample's best."""
     samples, unknown, grown = len(scores[0]), set[Index](), False
     prefixes: list[Index] = [()]
     beam_NB: _Ints = np.zeros((samples, 1), np.int64)
@@ -285,8 +284,7 @@ def _descend(
 
 
 def _best(sums_NBM: _Doubles, beam_NB: _Ints, count: int) -> tuple[_Ints, _Doubles]:
-    """Return each sample's ``count`` largest sums and their codes, M * prefix + index or `_NONE`.
-    """
+    """Return each sample's ``count`` largest sums and their codes, M * prefix + index or `_NONE`."""
     samples, width, side = sums_NBM.shape
     values = sums_NBM.reshape(samples, width * side)
     worthy = values > -np.inf

@@ -56,7 +56,6 @@ from colab_swarm.tensors.statedict import write_file
 
 logger = logging.getLogger(__name__)
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
-RENEWALS = 24  # of an unchanged save during its life
 ANNOUNCE_S = 60.0  # between two announcements of a holder
 PROBE_S = 10.0  # timeout of the first request to a holder
 PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
@@ -293,7 +292,7 @@ class ExpertSaves:
         if last is None or last.step != step or last.fault:
             return True
         lacking = len(last.holders) < min(copies, len(others)) or not last.holders <= others
-        return lacking or self._peers.time() - last.at > KEPT_S / RENEWALS
+        return lacking or self._peers.time() - last.at > KEPT_S / 24
 
     async def save(self, saved: Snapshot, others: Set[PeerId], copies: int) -> SaveResult:
         """Save on this disk and at ``copies`` of the others, then publish it."""
@@ -303,10 +302,8 @@ class ExpertSaves:
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
         place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
-        saves = (place,) if former.manifest == place.manifest else (place, former)
-        if not (
-            contacts and await self._dht.publish(self._key(uid, "save"), SaveRecord(saves), ttl_s=KEPT_S)
-        ):
+        record = SaveRecord((place,) if former.manifest == place.manifest else (place, former))
+        if not (contacts and await self._dht.publish(self._key(uid, "save"), record, ttl_s=KEPT_S)):
             fault = fault or f"no peer stored the record of the save of {uid}"
         result = self.results[uid] = SaveResult(step, frozenset(holders), self._peers.time(), fault)
         # Former holders count even while they are away: a save with few holders is no safe one after an outage.

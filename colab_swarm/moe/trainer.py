@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 POLL_S = 0.5
 PAUSE_S = 1.0  # before a batch is retried after a peer's failure
-SHOWN_LOSSES = 100
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class _Run(Generic[Batch]):
         self.stopped = threading.Event()
         self.error: BaseException | None = None
         self.result = TrainerResult()
-        self.losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
+        self.losses: deque[float] = deque(maxlen=100)
         self.began = self.last_success = time.monotonic()
 
     def take(self) -> Iterator[Batch]:
@@ -110,8 +109,7 @@ class AsyncTrainer(Generic[Batch]):
         self._progress, self._on_update = progress, on_update
         self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
         self._lock = threading.Lock()  # of model, optimizer and the run's result
-        self.result = TrainerResult()
-        """Of the last `fit`, even after an interrupt."""
+        self.result = TrainerResult()  # of the last `fit`, even after an interrupt
 
     def __repr__(self) -> str:
         return f"AsyncTrainer({self._concurrency} batches in flight; {self.result})"

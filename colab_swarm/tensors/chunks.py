@@ -41,7 +41,6 @@ CHUNK_BYTES = 1 << 18
 MAX_CHUNKS = 4096
 MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
 MAX_STEP = 1 << 48
-MAX_SUBJECT_BYTES = 256
 DIGEST_BYTES = 32
 ALIGNMENT_BYTES = 64
 MAX_DIMENSIONS = 64  # of a tensor, as in numpy
@@ -130,7 +129,7 @@ def digest_of(data: Buffer) -> bytes:
 class Manifest(Message, frozen=True):
     """Description of a state in chunks; ``subject`` says of what: a run's lineage, or an expert's name."""
 
-    subject: Annotated[bytes, msgspec.Meta(max_length=MAX_SUBJECT_BYTES)]
+    subject: Annotated[bytes, msgspec.Meta(max_length=256)]
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
     layout: bytes  # an encoded `Layout`
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # of the blob
@@ -195,9 +194,7 @@ class Snapshot:
         digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
         snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
         if len(snapshot.head) > MAX_PAYLOAD_BYTES:
-            raise StateError(
-                f"a state has too many parts to be shared: their names take {len(layout):,} bytes"
-            )
+            raise StateError(f"a state has too many parts: their names take {len(layout):,} bytes")
         return snapshot
 
     @cached_property
@@ -286,9 +283,7 @@ class ChunkDownload:
             kept = await asyncio.gather(*map(self._work, left))
             left = [donor for donor, works in zip(left, kept, strict=True) if works]
         if self._queue:
-            raise StateError(
-                f"{len(self._queue)} of {self._manifest.chunks} chunks of the state could not be fetched"
-            )
+            raise StateError(f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive")
 
     async def _work(self, donor: PeerId) -> bool:
         count, now = 1, asyncio.get_running_loop().time

@@ -69,7 +69,6 @@ class HostOptimizer:
         return self._follow_lead(self._step)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
-        """See `SwarmOptimizer.wait_step`."""
         require(
             timeout_s < self._timeout.total_seconds(),
             f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less",

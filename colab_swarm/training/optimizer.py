@@ -35,8 +35,7 @@ from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_c
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 10.0
-"""How often a trainer that waits for the swarm's next step checks whether the session ends."""
+LOOK_S = 10.0  # how often a waiting trainer checks whether the session ends
 SAVE_S = 120.0
 MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
@@ -142,9 +141,7 @@ class SwarmOptimizer(WrappedOptimizer):
         """
         self._refuse_closure(closure)
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
-            raise ValueError(
-                f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
-            )
+            raise ValueError(f"samples={samples!r}: pass the batch size, such as len(input_ids)")
         with self._trainer_call():
             landed = self._land()
             self._recover()
@@ -266,9 +263,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.rule.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise TypeError(
-            "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
-        )
+        raise TypeError("peers share one state: use optimizer.load(path) with a file of save(path)")
 
     def _act(self, due: Due) -> RoundResult | None:
         if due == "catching up":
@@ -306,7 +301,6 @@ class SwarmOptimizer(WrappedOptimizer):
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
-        """Return the result of the running round if it has ended; gradients that it could not deliver come back."""
         if self._flight is None:
             return None
         task, values, weight = self._flight
@@ -332,7 +326,6 @@ class SwarmOptimizer(WrappedOptimizer):
             self._recover()  # at once: by its record this peer has caught up already
 
     def _recover(self) -> None:
-        """Catch up again if an interrupt or a bad state kept this peer from the step in its record."""
         own = self.collaboration.progress.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
             adopt = self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)

@@ -30,17 +30,12 @@ from colab_swarm.tensors.codecs import Floats
 
 LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
-MAX_ASSISTANTS = 16
 EXTRAPOLATE_S = 3.0
 DISTRUST_S = 300.0
-LAST_RECORD_S = 10.0
-"""A record that appears this soon after its writer's link broke was written before."""
-READS_OF_GRACE = 5
-"""Number of reads for which the result of a round outweighs a peer's own, older record."""
-LATE_BATCHES = 3.0
-"""A trainer that is silent for the time of this many micro-batches does not join a round soon."""
-MAX_REPORT_S = 60.0
-"""Longest time between two records of a peer; without a broken link it is forgotten after four times as long."""
+LAST_RECORD_S = 10.0  # a record this soon after its writer's link broke was written before
+READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
+LATE_BATCHES = 3.0  # a trainer silent for so many micro-batches joins no round soon
+MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
 IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
 """An idle trainer was silent for so many micro-batches, and so long; or longer while its speed is unknown."""
 
@@ -162,7 +157,7 @@ class Progress:
             and record.collaboration in ("", self.prefix)
             and record.told_at > lost.get(peer, -math.inf)
         }
-        self.assistants = dict(list(alive.items())[:MAX_ASSISTANTS])
+        self.assistants = dict(list(alive.items())[:16])
         self._lost_assistants = {p: at for p, at in lost.items() if p in assistants and p not in alive}
 
     def on_records(
