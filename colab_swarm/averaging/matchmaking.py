@@ -87,9 +87,8 @@ class PrefixRouter:
     def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
         """Register an assistant for the collaborations that this peer does not serve itself.
 
-        ``enter(prefix)``: an unserved collaboration got a message and may be served.
-        ``leave(prefix)``: this peer serves it from now on. Raises ValueError if there is an
-        assistant already.
+        ``enter(prefix)``: an unserved collaboration got a message and may be served; ``leave``:
+        this peer serves it from now on. Raises ValueError if there is an assistant already.
         """
         if self.assistant is not None:
             raise ValueError("this peer assists already: stop() that first")

@@ -15,7 +15,7 @@ only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
   divided equally among the line's cells, and within a cell among its peers.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
-Each member votes for a group size that it measured. The median counts, so few liars do no harm.
+Each member votes for a group size, as it measured. The median counts: a few liars do no harm.
 """
 
 import asyncio

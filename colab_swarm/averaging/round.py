@@ -246,8 +246,7 @@ class Averager:
         """Replace ``values`` by the group's weighted mean; all members end with the same bits.
 
         Args:
-            values: float32, contiguous, one-dimensional, ``group.terms.numel`` long. Do not change
-            it
+            values: float32, contiguous, one-dimensional, ``group.terms.numel`` long. Do not change it
                 before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
 

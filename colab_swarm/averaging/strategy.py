@@ -4,8 +4,8 @@ Equation 1 has two rates for every pair of peers. A round here sends member j it
 every vector and returns it: n shares determine all. With V bytes of a contribution, M of the means,
 k contributors (``c_i = 1``) and m peers that need means (``w_i = 1``), peer i moves::
 
-  up    c_i V (1 - r_i)  +  r_i M (m - w_i)
-  down  w_i M (1 - r_i)  +  r_i V (k - c_i)
+    up    c_i V (1 - r_i)  +  r_i M (m - w_i)
+    down  w_i M (1 - r_i)  +  r_i V (k - c_i)
 
 The slowest of these 2n transfers is the round's time: a linear program. Each row bounds one share
 alone, so bisection finds the least time in which shares can add up to 1.

@@ -1,5 +1,4 @@
-"""Calls of experts, at the caller and at the host. Faults of peers are an `ExpertError` that names
-the expert.
+"""Calls of experts, at the caller and at the host. Every fault of a peer is an `ExpertError`.
 
 A call is one stream. The caller sends its tensors in parts (backward: inputs, then gradients) and
 keeps its end open until the answer: a stream that ends or breaks earlier cancels the call. The

@@ -256,12 +256,10 @@ class Directory:
         return list(self._infos(grid, indices, listings).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
-        """Return for each sample the ``k`` best experts that can be called, best first; fewer if
-        fewer are live.
+        """Return for each sample the ``k`` best experts that can be called, or fewer, best first.
 
         ``scores`` are an array (samples, sides[i]) per dimension i, summed over an expert's
-        indices. Raises `NoExpertsError` if no expert is live, `ValueError` if the scores do not fit
-        the grid.
+        indices. Raises `NoExpertsError` if none is live, `ValueError` for scores of other shapes.
         """
         shapes = [s.shape for s in scores]
         require(

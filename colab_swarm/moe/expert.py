@@ -1,5 +1,4 @@
-"""One expert: a module with its own optimizer and step counter, the experts that ship, and how many
-fit a host.
+"""One expert: a module with its own optimizer and step counter; and how many fit a host.
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
 takes an optimizer step at once (Learning@home, section 3.2), one for a merged batch, on the sum of
@@ -207,8 +206,7 @@ def _usual(sample: Sequence[int]) -> tuple[int, ...]:
 def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
     """Let an expert take a step, and measure its memory.
 
-    Raises `ValueError` if it is no expert of such samples, `TypeError` if its state cannot be
-    saved.
+    Raises `ValueError` if it is no expert of such samples, `TypeError` if it cannot be saved.
     """
     expert = Expert("the expert", module, rule, tuple(sample))
     known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}

@@ -1,10 +1,8 @@
-"""Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam
-search for the best.
+"""Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records, and the beam search.
 
 Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
 neighbours share one key. Under it each host stores one signed record: its addresses and experts, or
-prefixes that lead to live ones, for which two hosts are enough. `CLAIMED` is a claimed place's
-step.
+prefixes that lead to live ones (two hosts are enough). `CLAIMED` is the step of a claimed place.
 
 Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
 prefix that has not been looked up, everything counts as live. The caller looks up the unknown

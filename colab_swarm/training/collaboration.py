@@ -211,9 +211,7 @@ class Collaboration:
             self._wake.set()
 
     async def _end_idle(self) -> None:
-        """Look for steps of the others before an idle trainer trains again: it has no vote until
-        then.
-        """
+        """Look for the others' steps before an idle trainer goes on: it has no vote until then."""
         if self.progress.own.idle:
             with suppress(PeerError):
                 await self.refresh()

@@ -127,8 +127,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float, loss: float | None = None
     ) -> RoundResult | None:
-        """Count the gradient of the last ``backward()`` and step with the swarm if its batch is
-        full.
+        """Count the last ``backward()``'s gradient and step with the swarm if its batch is full.
 
         Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer,
         samples=n)``. ``samples`` > 0 is the number whose mean ``loss``, for the charts, was

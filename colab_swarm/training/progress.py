@@ -6,8 +6,8 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 - The *branch* of the swarm is the highest step that at least half of the training peers have
   reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
   The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
-- No vote have peers that cannot be dialled while others can: they could neither form a round nor
-  give their state. Nor, for `DISTRUST_S`, who could not give its claimed state, nor the idle.
+- Without a vote: peers that cannot be dialled while others can (no round would form, no state be
+  given), for `DISTRUST_S` peers that could not give their state, and paused or idle ones.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
   3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
   `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.

@@ -247,7 +247,7 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def uninterrupted(work: Callable[[], T]) -> T:
     """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
 
-    Python interrupts only the main thread, so another one works; it holds no lock to leave locked.
+    Only the main thread is interrupted, so another one works; the main one takes no Python lock.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

@@ -226,8 +226,7 @@ def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int,
 class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
-    ``await stored()``: a checkpoint, None while there are trainers; ``await donors()``: the
-    trainers.
+    ``await stored()``: a checkpoint, None while there are trainers; ``await donors()``: these.
     """
 
     def __init__(

@@ -234,11 +234,8 @@ async def test_at_its_deadline_a_round_ends_with_the_arrived_means() -> None:
 
 async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> None:
     alice = SimNetwork(LAN).peer("alice")
-    averager, group, values = (
-        Averager(alice, SETTINGS),
-        make_group([alice], [1], 1_000_000),
-        vector(0, 1_000_000),
-    )
+    averager, values = Averager(alice, SETTINGS), vector(0, 1_000_000)
+    group = make_group([alice], [1], 1_000_000)
     await averager.average(group, values)
     tracemalloc.start()
     with pytest.raises(RoundRefused, match="given up"):

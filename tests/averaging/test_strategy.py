@@ -80,11 +80,8 @@ def test_fast_servers_among_slow_peers_reduce_everything() -> None:
 
 def random_peers(rng: random.Random) -> list[Ticket]:
     def one(index: int) -> Ticket:
-        weight, up, down = (
-            float(index == 0 or rng.random() < 0.8),
-            rng.lognormvariate(0, 1.5),
-            rng.lognormvariate(0, 1.5),
-        )
+        weight = float(index == 0 or rng.random() < 0.8)
+        up, down = rng.lognormvariate(0, 1.5), rng.lognormvariate(0, 1.5)
         facts = {"reduces": index == 1 or rng.random() < 0.8, "assists": not weight and rng.random() < 0.5}
         return ticket(up * 8e6, down * 8e6, weight=weight, codec=codec, **facts)
 
