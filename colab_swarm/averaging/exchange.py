@@ -1,7 +1,6 @@
 """One round at one member: it contributes, collects the means, and reduces its own span.
 
-Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
-up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
+One stream to each reducer: outgoing connections are enough. No task, timer or copy per chunk.
 """
 
 import asyncio
@@ -59,7 +58,6 @@ class Pace:
         return min(moving, default=1.0)
 
 
-MAX_REASON_CHARS = 200
 LEFT_OUT = "a reducer did not receive its whole contribution"
 
 
@@ -76,7 +74,7 @@ class Trace:
         self._times[kind, member] = self._times.get((kind, member), (since, since))[0], since
 
     def on_dropped(self, member: int, reason: str) -> None:
-        self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
+        self._dropped.setdefault(member, reason[:200])
 
     def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
         """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
@@ -97,11 +95,8 @@ class Trace:
 
 logger = logging.getLogger(__name__)
 
-REDUCER_PATIENCE = 2.5
-"""A reducer may itself wait ``patience_s`` for two silent senders, one after the other."""
-SILENT_S = 3.0
-"""After this much silence of a member, an event names it as the one that the round waits for."""
-OWN_CHUNKS_AT_ONCE = 8
+REDUCER_PATIENCE = 2.5  # a reducer may wait ``patience_s`` for two silent senders in turn
+SILENT_S = 3.0  # after this an event names a silent member as the one that the round waits for
 
 
 class ReduceSpan(Message, frozen=True):
@@ -135,11 +130,9 @@ class RoundPing(Message, frozen=True):
 
 
 class AllReduce:
-    """The state of one round at one member, and its streams to the other members.
+    """One round at one member, whose ``values`` become the means; an assistant only reduces.
 
-    Means replace ``values``, this member's contribution. ``spare`` is float32 memory for the own
-    span, if it fits. An assistant does not collect: it contributes nothing and needs no means.
-    Raises ValueError if this peer is no member.
+    ``spare``: float32 memory for the own span. Raises ValueError if this peer is no member.
     """
 
     def __init__(
@@ -201,7 +194,7 @@ class AllReduce:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
             self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
-            if index % OWN_CHUNKS_AT_ONCE == 0:
+            if index % 8 == 0:
                 await asyncio.sleep(0)
 
     async def talk_to(self, reducer: int) -> None:

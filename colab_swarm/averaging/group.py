@@ -17,13 +17,11 @@ from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
-CHUNK_BYTES = 122_880
-"""Most encoded bytes of a chunk: with headers one packet of a link, and below malloc's mmap threshold."""
+CHUNK_BYTES = 122_880  # encoded, at most: one packet of a link, below malloc's mmap threshold
 MAX_STEP = 1 << 48
 MAX_NUMEL = 1 << 40
 MAX_TEXT = 512  # most characters of a prefix, and most bytes of a digest, in a message
-MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
-"""Outside of these the ratio of two weights would not fit a float32."""
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9  # the ratio of two weights must fit a float32
 
 RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
 
@@ -191,8 +189,7 @@ class SharePlan:
     explanation: str = ""  # one sentence for people
 
 
-Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]
-"""Assigns a share to each ticket, in the order of the tickets."""
+Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]  # a share for each ticket, in order
 
 
 def equal_shares(tickets: Sequence[Ticket]) -> SharePlan:
@@ -267,8 +264,7 @@ class GroupFormation:
     def form(self, round_id: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.
 
-        Raises ValueError without a trainer, without a reducer, or with fewer peers than a fixed
-        size.
+        Raises ValueError without a trainer or a reducer, or with fewer peers than a fixed size.
         """
         joined = sorted(self._joined.items())[: self.settings.size]
         if len(joined) < (self.settings.size or 0):

@@ -1,10 +1,9 @@
 """Finding the group of a round: ask the organizer, or be it.
 
 Organizers with different views are sorted out by rank: a peer that knows a live candidate before
-itself redirects to it, so redirections only lead up the rank. Every member answers an organizer's
-call with the group, so it survives its organizer. Only members pass a group on, otherwise it would
-circulate forever. When its round is over and the swarm did not follow it, they no longer do, so
-that the other peers can take the step together.
+itself redirects to it. Every member answers an organizer's call with the group, so it survives its
+organizer. Only members pass a group on, or it would circulate forever, and no longer once their
+round is over and the swarm did not follow it.
 """
 
 import asyncio
@@ -35,13 +34,10 @@ from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId, Peers, Refu
 logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
-Organized: TypeAlias = Group | Contact | None
-"""What came of organizing: the group, another organizer, or nothing."""
+Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
 
-REFUSALS_S = 60.0
-"""An honest refusal ends with the round that runs without us; one step is not refused for longer."""
+REFUSALS_S = 60.0  # an honest refusal of one step ends with the round that runs without us
 SKIPPED_S = 1800.0  # how long an organizer is left out that sent an invalid group or kept refusing
-MAX_REFUSALS = 256
 REMEMBERED_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
@@ -91,9 +87,8 @@ class PrefixRouter:
     def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
         """Register an assistant for the collaborations that this peer does not serve itself.
 
-        ``enter(prefix)``: a message for an unserved collaboration arrived, and the assistant may
-        start to serve it. ``leave(prefix)``: it must stop, because this peer is going to serve it.
-        Raises ValueError if an assistant is registered already.
+        ``enter(prefix)``: an unserved collaboration got a message and may be served; ``leave``:
+        this peer serves it from now on. Raises ValueError if there is an assistant already.
         """
         if self.assistant is not None:
             raise ValueError("this peer assists already: stop() that first")
@@ -159,8 +154,7 @@ class Matchmaker:
     async def join(self, ticket: Ticket, candidates: Sequence[PeerId], deadline: float) -> Group:
         """Return the group of the ticket's step by ``deadline`` (loop time); all get the same.
 
-        ``candidates`` are peers believed live at this step. Raises RoundRefused if this peer cannot
-        join.
+        ``candidates`` are believed live. Raises RoundRefused if this peer cannot join.
         """
         if not valid_weight(ticket.weight):
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
@@ -202,7 +196,6 @@ class Matchmaker:
         return [*rank(self._prefix, step, reachable), *([me.id] if alone or not reachable else [])]
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
-        """Join at ``organizer``, or where it redirects to; None if it failed or has no group."""
         try:
             joined = await self._join_at(organizer, ticket)
             if joined.group is not None:
@@ -260,7 +253,7 @@ class Matchmaker:
         now = loop_now()
         if self._refused.get(organizer, (None, now))[0] != step:
             self._refused[organizer] = step, now
-            if len(self._refused) > MAX_REFUSALS:
+            if len(self._refused) > 256:
                 del self._refused[next(iter(self._refused))]
         if now - self._refused[organizer][1] < REFUSALS_S:
             return False
@@ -279,7 +272,6 @@ class Matchmaker:
                 del self._groups[next(iter(self._groups))]
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
-        """Return the group of this step, if it stands and is not long over (a run may return)."""
         group, since = self._groups.get(terms.key, (None, 0.0))
         if group is None or loop_now() - since >= REMEMBERED_S:
             return None
@@ -344,7 +336,6 @@ class Matchmaker:
         return formation, task
 
     async def _form(self, formation: GroupFormation) -> Organized:
-        """Form the group, or find it or its organizer elsewhere; None if no group is possible."""
         terms, me = formation.terms, self._peers.id
         calls: list[asyncio.Task[None]] = []
         try:
@@ -377,8 +368,7 @@ class Matchmaker:
         except (PeerError, ValueError) as error:
             formation.on_declined(peer)
             if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
-                # it may join by itself
-                formation.expect(peer, formation.opened_at + self._settings.window_s)
+                formation.expect(peer, formation.opened_at + self._settings.window_s)  # joins by itself
         else:
             contact = self._peers.contact_of(peer)
             if answer.group is not None and answer.group.terms.key == terms.key:

@@ -1,24 +1,21 @@
 """Averaging any vector among all peers that call for it: a meeting, then groups on a grid.
 
 A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in
-milliseconds) in the DHT. All peers take the lowest number. The meeting starts when the first peer
-has waited for the window, or when all peers of the last meeting are back. Its organizer then calls
-the others, which ends their waiting too. A meeting of a fixed size starts as soon as that many
-peers wait on the same terms, and not before. A peer that waits longer than the window takes a new
-number, which also shows that its record is no leftover.
+milliseconds) in the DHT, and all take the lowest. The meeting starts when the first peer has waited
+for the window, or all peers of the last meeting are back; with a fixed size, only once that many
+wait on the same terms. Its organizer calls the others, which ends their waiting too. A peer that
+waits longer takes a new number, so its record is no leftover.
 
-A pass. All peers of a meeting compute the same grid. Round r averages within the lines along axis
-r; each line is a group of its own. After one round per axis all peers have the exact mean, and a
-failed peer costs only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
+A pass. All peers compute the same grid. Round r averages within the lines along axis r; each line
+is a group of its own. After one round per axis all have the exact mean, and a failed peer costs
+only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
 
-- There is no empty cell. Where the number of peers is not a product of sides, some cells hold
-  several peers: a line with a hole would miss the mean of another line.
+- No cell is empty: a line with a hole would miss another line's mean. So cells may hold several.
 - Each peer carries a *weight* with its values. After a round, the weight of all contributors is
   divided equally among the line's cells, and within a cell among its peers.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
-In the meeting each member votes for a group size, from the failures and times that it measured. The
-median vote counts, so a few liars have no effect.
+Each member votes for a group size, as it measured. The median counts: a few liars do no harm.
 """
 
 import asyncio
@@ -58,18 +55,12 @@ WINDOW_S = 5.0  # how long the first peer of a meeting waits for others
 LOOK_S = 0.25
 TTL_S = 30.0
 SKEW_MS = 600_000  # ignore a number that is further from this peer's own time
-MAX_TERMS = 512  # most characters of another peer's terms in an error
 QUICK = GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0)
 MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
 MAX_ROUNDS = 64
-LAG_ROUNDS = 2.0
-"""A peer that is still in the round before announces a delay of this many rounds; its line waits no longer."""
-MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6
-"""Shares of a weight must be valid weights too (`group.valid_weight`)."""
+LAG_ROUNDS = 2.0  # delay that a peer announces which is still in the round before
+MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6  # shares of a weight must be valid too (`group.valid_weight`)
 ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
-
-
-# --- meetings -------------------------------------------------------------------------------------
 
 
 class WaitingPeer(Message, frozen=True):
@@ -127,10 +118,10 @@ class Assembly:
     async def meet(self, numel: int, schema: bytes, vote: Callable[[int], int] = lambda peers: 1) -> Group:
         """Wait for other peers and return the group, which is the same at all its members.
 
-        All must give the same ``numel`` and ``schema``. ``vote(peers)`` is this peer's weight in
-        the group, for all to see. Raises RoundRefused without a peer to meet, or if the others
-        average another vector; with a fixed size only as ``late``, and ValueError if a waiting peer
-        has other terms.
+        All must give the same ``numel`` and ``schema``; ``vote(peers)`` is this peer's weight in
+        the group. Raises RoundRefused without a peer to meet or if the others average another
+        vector; with a fixed size only as ``late``, and ValueError if a waiting peer has other
+        terms.
         """
         deadline = loop_now() + WINDOW_S + self._timeout_s
         try:
@@ -224,18 +215,14 @@ class Assembly:
         return self.waiting
 
     def _agrees(self, peer: PeerId, record: WaitingPeer) -> bool:
-        """Return True for equal terms; raises ValueError for others that are no leftover."""
         if self._size is None or record.terms == self._terms:
             return True
         if self._others.setdefault(peer, record.at) != record.at:
             raise ValueError(
-                f"{short(peer)} has other settings: {record.terms[:MAX_TERMS]!r}; this peer: {self._terms!r}. "
+                f"{short(peer)} has other settings: {record.terms[:512]!r}; this peer: {self._terms!r}. "
                 "Give all peers the same settings"
             )
         return False
-
-
-# --- the grid -------------------------------------------------------------------------------------
 
 
 class MoshpitGrid:
@@ -297,9 +284,6 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
     return tuple(sides)
 
 
-# --- group size -----------------------------------------------------------------------------------
-
-
 @dataclass
 class RoundMeter:
     """Chooses the size of groups by measured times of rounds and failures per second. Pure."""
@@ -315,9 +299,8 @@ class RoundMeter:
     def success_rate(self, peers: int, group_size: int) -> float:
         """Return the global averages per second without a failure (DeDLOC Appendix C).
 
-        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)), with q = 1 - exp(-failures_per_s
-        T(m)), the chance that a peer fails in a round: with one q for all m, pairs would never beat
-        groups of four.
+        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)); q = 1 - exp(-failures_per_s T(m)): a
+        peer fails in a round. With one q for all m, pairs would never beat groups of four.
         """
         rounds, round_s = rounds_for(peers, group_size), self.seconds(group_size)
         return math.exp(-self.failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
@@ -333,9 +316,6 @@ class RoundMeter:
             self._timed = min(self._timed + 1, MEMORY_ROUNDS)
             self.overhead_s += (overhead_s - self.overhead_s) / self._timed
             self.transfer_s += (averaging_s * members / (members - 1) - self.transfer_s) / self._timed
-
-
-# --- averaging ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
@@ -362,8 +342,7 @@ class MoshpitResult:
 class MoshpitAverager:
     """Averages one named vector repeatedly with the other peers that call for it.
 
-    Warning: the codecs onebit and topk drop most of a vector, and there is no error feedback here;
-    means travel as float16 then.
+    Warning: onebit and topk lose most of a vector: no error feedback here. Means are float16 then.
     """
 
     def __init__(
@@ -391,8 +370,6 @@ class MoshpitAverager:
     ) -> tuple[Any, MoshpitResult]:
         """Return the weighted mean of all peers that call now, as far as it was reached.
 
-        The result shows the failures of peers, which are never raised.
-
         Args:
             values: tensor, array or list of real, finite numbers, as many for all; not changed.
                 The mean is of the same kind and shape.
@@ -400,7 +377,7 @@ class MoshpitAverager:
             group_size: vote for this size; None: for the size that the measurements suggest.
 
         Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
-        already.
+        already. Failures of peers are never raised: the result shows them.
         """
         flat, restore = flatten(values)
         require(np.isfinite(flat).all(), "values must be finite: there is a NaN, or a value beyond float32")
@@ -410,9 +387,7 @@ class MoshpitAverager:
         )
         if group_size is not None and group_size < 2:
             raise ValueError(f"group_size={group_size}: a group has 2 members or more")
-        require(
-            not self._busy, "this peer is averaging these values already: wait for that to end", RuntimeError
-        )
+        require(not self._busy, "already averaging these values: wait for that", RuntimeError)
         begun, self._busy = loop_now(), True
         schema = hashlib.sha256(f"{len(flat)} {self.codec}".encode()).digest()[:8]
         try:
@@ -489,8 +464,6 @@ def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
 
 
 class _Pass:
-    """The running pass of one peer."""
-
     def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
         group_size = max(2, int(statistics.median_high(member.weight for member in meeting.members)))
         reachable = {member.id: bool(member.addresses) for member in meeting.members}

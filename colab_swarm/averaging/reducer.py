@@ -1,11 +1,9 @@
 """The pure core of a reducer: weighted means of one span, chunk by chunk, as contributions arrive.
 
-- A chunk is finished when every member that is still expected has delivered it. Its mean never
-  changes afterwards.
+- A chunk is finished when every member still expected delivered it. Its mean never changes then.
 - A member that sends invalid data (NaN, wrong length, unknown chunk) or is lost is dropped. Its
   valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other chunks.
-- A chunk without contributions (all weights zero, or all members lost) has no mean: members keep
-  their local values.
+- A chunk without contributions has no mean: members keep their local values.
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
 

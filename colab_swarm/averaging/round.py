@@ -1,14 +1,13 @@
 """Averaging rounds: a group's vectors become their weighted mean, even if single peers fail.
 
-The survivors recover a lost reducer's span within the round (DeDLOC section 3.2). The *coordinator*
-of the span is the first live reducer after the lost one, in member order. For each chunk it takes
-the lost reducer's mean if any survivor has it. Otherwise it recomputes the mean from the survivors'
-contributions, in member order, as float32, so that all members end with equal bits. They fetch the
-result from the coordinator, or from the next one if that is lost too.
+The survivors recover a lost reducer's span within the round (DeDLOC section 3.2). The first live
+reducer after it, in member order, is the *coordinator*. It takes a chunk's mean if any survivor has
+it, or recomputes it from their contributions, in member order, as float32: all members end with
+equal bits. They fetch the result from it, or from the next one if it is lost too.
 
 Why it does not deadlock: a coordinator's request waits until the answering member is done with the
-*lost reducer*. A fetch waits until the *coordinator* is done with its own recovery, which only
-fetches from coordinators before it. An assistant collects no means and recovers a span on request.
+*lost reducer*, a fetch until the *coordinator* is done with its own recovery, which only fetches
+from coordinators before it. An assistant collects no means and recovers a span on request.
 """
 
 import asyncio
@@ -102,7 +101,6 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
 
 
 async def _recompute(round_: AllReduce, reducer: int) -> None:
-    """As the coordinator: place the lost reducer's mean if a survivor has it, else the survivors'."""
     wanted = round_.ledger.lacking(reducer)
     survivors = [m for m in range(len(round_.group.members)) if m not in (round_.me, reducer)]
     streams: dict[int, Stream] = {}
@@ -215,9 +213,8 @@ class RoundResult:
 class Averager:
     """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
 
-    The other members may still recover chunks from the last finished round of each collaboration.
-    Its vector is not copied, as a copy costs as much as summing: do not change it until the next
-    round has ended.
+    Others may still recover chunks from the last finished round of each collaboration. Its vector
+    is not copied: do not change it until the next round has ended.
     """
 
     def __init__(
@@ -253,9 +250,8 @@ class Averager:
                 before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
 
-        The result shows the failures of peers, which are never raised. Raises ValueError if this
-        peer is no member or the vector does not fit, and RoundRefused if this round was averaged or
-        given up here before.
+        The result shows the failures of peers. Raises ValueError if this peer is no member or the
+        vector does not fit, RoundRefused if this round was averaged or given up here before.
         """
         numel = group.terms.numel
         if (*values.shape, values.dtype) != (numel, np.float32) or not values.flags.c_contiguous:
@@ -266,8 +262,7 @@ class Averager:
     async def reduce(self, group: Group) -> RoundResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
-        values = np.empty(group.terms.numel, np.float32)
-        return await self._take_part(group, values, collects=False)
+        return await self._take_part(group, np.empty(group.terms.numel, np.float32), collects=False)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -345,7 +340,6 @@ class Averager:
 
     @asynccontextmanager
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
-        """Enter the round as ``(round, place of the peer)``; waits: others may get the group first."""
         deadline = loop_now() + self._settings.patience_s
         while round_id not in self._rounds:
             require(loop_now() < deadline, "no such round here", Refusal)

@@ -1,16 +1,14 @@
 """The adaptive strategy (DeDLOC, section 3.2): how much each member of a round reduces.
 
 Equation 1 has two rates for every pair of peers. A round here sends member j its share ``r_j`` of
-every vector and returns it, so n shares determine all rates. With V bytes of a contribution, M of
-the means, k peers that contribute (``c_i = 1``) and m that need the means (``w_i = 1``), peer i
-moves in one round::
+every vector and returns it: n shares determine all. With V bytes of a contribution, M of the means,
+k contributors (``c_i = 1``) and m peers that need means (``w_i = 1``), peer i moves::
 
     up    c_i V (1 - r_i)  +  r_i M (m - w_i)
     down  w_i M (1 - r_i)  +  r_i V (k - c_i)
 
-The round takes as long as the slowest of these 2n transfers: a linear program. Each row bounds one
-share alone, so a given time fixes all bounds, and bisection finds the least time in which shares
-can add up to 1: exact, in about a millisecond.
+The slowest of these 2n transfers is the round's time: a linear program. Each row bounds one share
+alone, so bisection finds the least time in which shares can add up to 1.
 """
 
 import math
@@ -26,9 +24,7 @@ from colab_swarm.tensors.codecs import Precision
 
 Array = npt.NDArray[np.float64]
 
-CLAIM_CAP = 16.0
-"""A claim counts for at most this many times the median: a liar of median bandwidth slows a round by no more."""
-WORTH = 0.9
+CLAIM_CAP = 16.0  # medians that a claim counts for at most: a liar slows a round by no more
 """Shares become unequal if that saves a tenth: measured rates are noisy, and equal shares reveal more about them."""
 SMALL = 0.3  # of an equal share; a smaller share is given only to save time
 LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
@@ -73,7 +69,6 @@ class _Loads:
         return few if self.seconds(few).max() <= (1 + PRECISION) * self.seconds(shares).max() else shares
 
     def _fill(self) -> Array:
-        """Return the shares of the least time, then the least for all that no fixed part binds."""
         longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)
@@ -116,7 +111,6 @@ class _Loads:
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
-    """Return the least time that is ``enough``, by bisection; any time over one that is, is too."""
     low, high = 0.0, most
     while high - low > precision * max(high, precision * most):
         middle = (low + high) / 2
@@ -159,15 +153,14 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
         for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
     ]
     as_equals, planned = plan_round(trusted, equal.shares), plan_round(trusted)
-    return planned if planned.averaging_s * flattery < WORTH * as_equals.averaging_s else as_equals
+    return planned if planned.averaging_s * flattery < 0.9 * as_equals.averaging_s else as_equals
 
 
 class AdaptiveShares:
     """`adaptive_shares` that learns from the errors of its forecasts.
 
-    A link shows only the load that it had. So a peer that reduces more seems to have more
-    bandwidth, and without this correction unequal shares among equal peers would confirm
-    themselves.
+    A link shows only the load that it had: a peer that reduces more seems to have more bandwidth,
+    so unequal shares among equal peers would confirm themselves.
     """
 
     def __init__(self) -> None:

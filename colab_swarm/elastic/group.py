@@ -1,8 +1,7 @@
 """Form an elastic group, and exchange buckets over peer links.
 
-Waiting peers meet (`colab_swarm.averaging.moshpit`). The first member sends its parameters and
-optimizer state to all others. Any two members share one stream as long as the group lives, so the
-round trip is paid once. If it breaks, each counts the other as lost and continues without it.
+Waiting peers meet (`colab_swarm.averaging.moshpit`); the first member sends its state to the
+others. Any two share one stream; if it breaks, each counts the other as lost and continues.
 """
 
 import asyncio
@@ -55,9 +54,8 @@ class PeerExchange(PieceExchange):
 
     async def begin(self) -> None:
         self._begun.set()
-        for index in self._queues:
-            if self._opens(index):
-                self._tasks.add(asyncio.create_task(self._dial(index), name=f"elastic link {index}"))
+        for index in filter(self._opens, self._queues):
+            self._tasks.add(asyncio.create_task(self._dial(index), name=f"elastic link {index}"))
         self.send(READY, b"")
         await wait_until(loop_now() + self._timeout_s, self._all_ready)
         if self._unready:

@@ -4,9 +4,8 @@ A step applies equation 11 of "Elastic Consistency", as in `ElasticOptimizer`. A
 the peer's own values of the same bucket. A correction is the difference between a late bucket and
 its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
 
-Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing
-from a peer that is not lost. Gradients are summed in peer order, so equal gradients give equal bits
-at all peers.
+Invariants: a bucket is applied once; nothing older than the scheduler's ``max_delay`` is missing
+from a live peer; gradients are summed in peer order, so equal ones give equal bits at all peers.
 
 The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i
 lacks what has not arrived, and the residuals eps_j that compression sends later. With plain SGD at
@@ -14,9 +13,8 @@ a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
-All figures are in the unit of gradients, so alpha need not be known. Second moments, the variance
-and the squared distance are averages over recent steps with equal weights, so they can be compared.
-M is that of the peer with the largest second moment.
+All figures are in the unit of gradients, so alpha need not be known. They are averages over recent
+steps with equal weights. M is that of the peer with the largest second moment.
 """
 
 import math
@@ -32,8 +30,7 @@ from colab_swarm.tensors.codecs import Floats
 
 DECAY = 0.95  # weight of the past in an average: about 20 steps count
 
-Missing = tuple[int, int, int]
-"""(peer, step, bucket)."""
+Missing = tuple[int, int, int]  # (peer, step, bucket)
 
 
 @dataclass(frozen=True)
@@ -187,9 +184,7 @@ class GradientLedger:
         assert all(buckets and step < self.step for (_, step), buckets in self._owed.items())
         assert not self.lost & {peer for peer, _ in self._owed}, "a lost peer owes something"
         oldest = self.step - 1 - self._scheduler.max_delay
-        assert all(step > oldest for _, step in self._owed), (
-            "a step ended although something too old was missing"
-        )
+        assert all(step > oldest for _, step in self._owed), "a step ended: too old a bucket is missing"
 
 
 class Recent:
@@ -231,8 +226,7 @@ class _View:
 class Meter:
     """A peer's own distance, exact but for residuals once everything has arrived, and M and sigma.
 
-    Only the norms of residuals are known; they count as if all had the same direction. What a lost
-    peer still owed no longer counts.
+    Residuals, of which only norms are known, count as parallel; what a lost peer owed, not at all.
     """
 
     def __init__(self, buckets: int, peers: int) -> None:

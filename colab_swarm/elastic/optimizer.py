@@ -29,8 +29,6 @@ from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
 
-HISTORY = 500
-
 EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
 """Finds the other members, loads the first one's state into the replica, and gives an exchange.
 
@@ -43,9 +41,8 @@ class Buckets:
     """A model's gradients: one flat vector, cut into equal buckets that fill up during backward.
 
     The vector starts with the last of the ``parameters``, whose gradients come first. A bucket has
-    ``most`` values, a multiple of `BLOCK_VALUES`, or fewer. When all parameters that overlap it have
-    their gradients, backward's thread calls ``on_full(bucket, values)``, with a view of `vector`
-    that changes no more.
+    ``most`` values, a multiple of `BLOCK_VALUES`, or fewer. Once full, backward's thread calls
+    ``on_full(bucket, values)``, with a view of `vector` that changes no more.
     """
 
     def __init__(
@@ -123,9 +120,8 @@ class ElasticOptimizer(WrappedOptimizer):
 
         g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps,   all / p
 
-    So p members with batches of n train like one process with batches of p n, except for what is
-    late. Call `step` once after each ``backward()``. The parameters must stay the same tensors.
-    Buffers, such as the statistics of batch normalization, are local.
+    So p members with batches of n train like one process with p n, except for what is late. Call
+    `step` once after each ``backward()``. Parameters must stay the same tensors; buffers are local.
     """
 
     made_by = "swarm.elastic_optimizer(…)"
@@ -149,7 +145,7 @@ class ElasticOptimizer(WrappedOptimizer):
         lossy = any(self._codec.gamma(numel) for numel in sizes)
         self._feedback = ErrorFeedback(sum(sizes)) if settings.error_feedback and lossy else None
         self._carried: Floats | None = None  # corrections of an earlier group, for all members
-        self._step, self._history = 0, deque[ElasticStep](maxlen=HISTORY)
+        self._step, self._history = 0, deque[ElasticStep](maxlen=500)
         try:
             runtime.call(self._enter(enter))
         except BaseException:  # an interrupt included: the hooks must not stay
@@ -238,7 +234,6 @@ class ElasticOptimizer(WrappedOptimizer):
         self._exchange.kill()
 
     def _on_full(self, bucket: int, values: Floats) -> None:
-        """Runs on the thread of backward."""
         if self._carried is not None:
             values += self._carried[self._buckets.span(bucket)]
         squares = _squares(values)
@@ -272,9 +267,9 @@ class ElasticOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the residuals and corrections of a state; call it before the first ``backward()``.
 
-        Load the wrapped optimizer's part and the parameters before the group is formed: all copy
-        the first member's. Only its corrections count; they are sent with its next gradient.
-        Raises `StateError` if the state belongs to another model.
+        Load parameters and the wrapped optimizer before the group is formed: all copy the first
+        member's. Only its corrections count. Raises `StateError` if the state belongs to another
+        model.
         """
         saved = torch.as_tensor(state_dict.get("corrections", ()), dtype=torch.float32)
         corrections: Floats = saved.cpu().numpy().copy()

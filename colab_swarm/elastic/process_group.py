@@ -1,8 +1,7 @@
 """Elastic groups over `torch.distributed`, for a group in one data centre or on one host.
 
-Each direction of each pair of ranks has its own thread, because gloo's calls block. All messages
-have the size of the largest bucket with its header, so a receiver knows it in advance. Unlike peer
-links, nothing is encrypted, and ranks trust each other.
+Each direction of each pair of ranks has a thread, because gloo's calls block. All messages have one
+size, known in advance. Nothing is encrypted, and ranks trust each other.
 """
 
 import asyncio
@@ -35,8 +34,7 @@ from colab_swarm.training.replica import Replica
 HEADER = struct.Struct("<qqddq")  # step, bucket, squares, residual squares, and bytes of payload
 GOODBYE = Piece(-1, 0)
 GOODBYE_S = 5.0
-SILENCE = timedelta(days=1)
-"""Timeout of a rank that lives but is silent; a dead one is noticed at once."""
+SILENCE = timedelta(days=1)  # timeout of a live, silent rank; a dead one is noticed at once
 
 
 def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
@@ -62,12 +60,10 @@ def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
 async def _enter_ranks(
     events: EventLog, settings: ElasticSettings, terms: str, replica: Replica
 ) -> "AsyncIterator[ProcessGroupExchange]":
-    """With ``events`` bound, an `EnterGroup`."""
     try:
         await asyncio.to_thread(_copy_first, terms, replica, timedelta(seconds=settings.wait_s))
     except RuntimeError as error:
-        text = f"a rank is missing; its own output says why. Restart all ranks. ({error})"
-        raise StateError(text) from error
+        raise StateError(f"a rank is missing: see its output, restart all ranks ({error})") from error
     largest = codec_of(settings.compression).encoded_bytes(chunk_values(settings.compression))
     yield ProcessGroupExchange(events, largest_bytes=largest)
 
@@ -77,9 +73,7 @@ def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
     gathered: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(gathered, terms, group=group)
     if len(set(gathered)) > 1:
-        raise ValueError(
-            f"ranks have different settings: {sorted(set(gathered))}. Give all ranks the same settings"
-        )
+        raise ValueError(f"ranks have different settings: {sorted(set(gathered))}; give all the same")
     own = replica.snapshot()
     box: list[Manifest] = [own.manifest]
     dist.broadcast_object_list(box, 0, group=group)

@@ -16,8 +16,7 @@ from typing import Literal
 
 from colab_swarm.errors import require
 
-RESOLUTION_S = 1e-3
-"""Least waiting time. Clocks round: a shorter one could end too early, again and again."""
+RESOLUTION_S = 1e-3  # least waiting time: clocks round, a shorter one could end too early
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,7 @@ class NormBounded(Scheduler):
     max_delay = 1
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.beta <= 1, f"beta={self.beta} is out of range: choose 0 (never wait) to 1 (always wait)"
-        )
+        require(0 <= self.beta <= 1, f"beta={self.beta}: choose 0 (never wait) to 1 (always wait)")
         require(
             self.measure in ("l2", "l0"),
             f"measure={self.measure!r} is unknown: choose 'l2' (norm) or 'l0' (count of values)",
@@ -211,10 +208,8 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 GAIN = 0.05  # change of beta after a step whose squared distance is off by the square of the target
-MARGIN = 0.7
-"""Mean squared distance to aim at, as a share of the target's square, so that averages of few steps stay below it."""
-MOST = 2.0
-"""Limit of the integrated beta. Beyond 1, many steps wait after one with a large distance."""
+MARGIN = 0.7  # mean squared distance to aim at, as a share of the target's square
+MOST = 2.0  # limit of the integrated beta: beyond 1, many steps wait after a large distance
 
 
 @dataclass(eq=False)

@@ -1,7 +1,6 @@
 """Steps of one group member: its settings, the wait for others' buckets, each step's result.
 
-On the runtime's loop, the exchange reports received buckets and lost members. On the user's thread,
-the optimizer hands over its own buckets during backward and then waits with `finish`.
+The exchange reports on the runtime's loop; the optimizer hands over and waits on the user's thread.
 """
 
 import asyncio
@@ -24,7 +23,6 @@ from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 MAX_PEERS = 16
-EXCESS = 1.1
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class ElasticStep:
     @property
     def passed(self) -> bool:
         """Whether the inconsistency is above its bound, beyond the uncertainty of few steps."""
-        return self.bound is not None and self.inconsistency > EXCESS * self.bound > 0
+        return self.bound is not None and self.inconsistency > 1.1 * self.bound > 0
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,7 @@ class ElasticSnapshot:
     left: bool  # whether it has left the group
 
 
-Squares = Annotated[float, msgspec.Meta(ge=0, lt=sys.float_info.max)]
-"""A finite squared norm."""
+Squares = Annotated[float, msgspec.Meta(ge=0, lt=sys.float_info.max)]  # a finite squared norm
 
 
 class Piece(Message, frozen=True):
@@ -123,8 +120,7 @@ class PieceExchange(ABC):
         """Exchange nothing more with a member that left, was lost or was not honest."""
         if index not in self.lost:
             self.lost[index] = reason
-            now = asyncio.get_running_loop().time()
-            self._events.emit(PeerLeft(now, self._names[index], reason))
+            self._events.emit(PeerLeft(asyncio.get_running_loop().time(), self._names[index], reason))
             self.steps.on_lost(index, reason)
 
     @abstractmethod
@@ -195,8 +191,7 @@ class ElasticSteps:
     async def finish(self, compute_s: float = 0.0) -> None:
         """Wait until the open step may end, and close it; the result is in `finished`.
 
-        In a simulation, ``compute_s`` is the duration of the next forward and backward pass. Raises
-        `RuntimeError` if this member leaves.
+        ``compute_s`` simulates the next passes. Raises `RuntimeError` if this member leaves.
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):

@@ -1,16 +1,15 @@
-"""Calls of experts, at the caller and at the host. Every fault of a peer is an `ExpertError` that names the expert.
+"""Calls of experts, at the caller and at the host. Every fault of a peer is an `ExpertError`.
 
 A call is one stream. The caller sends its tensors in parts (backward: inputs, then gradients) and
-keeps its end open until the answer arrives: a stream that ends or breaks earlier cancels the call.
-The answer is one tensor of the same shape, one part that says the host is busy, or a refusal.
+keeps its end open until the answer: a stream that ends or breaks earlier cancels the call. The
+answer is one tensor of the same shape, a part that says the host is busy, or a refusal.
 
-The host merges calls of any trainers into batches. The event loop receives and sends parts. The
+The host merges calls of any trainers into batches. The event loop receives and sends parts; the
 device thread decodes, checks, computes and encodes. Between them are `Batching`, under a lock, and
-one short task for the thread per call: it computes the next batch, whichever call that contains.
+one short task per call: it computes the next batch, whichever call that contains.
 
-The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call.
-A caller that has calls here may hold at most as much as is still free (the dynamic threshold of
-Choudhury and Hahne, 1998): one caller alone gets half of the memory, two get a third each.
+The key whose oldest call waited longest comes first, and its oldest calls. A caller may hold as
+much as is still free (Choudhury and Hahne, 1998): one alone gets half, two get a third each.
 """
 
 import asyncio
@@ -49,8 +48,6 @@ CLOSE_TIMEOUT_S = 5.0
 MIN_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0  # also that of a paused host
 LINK_BUSY_RETRY_S = 1.0
-UNKNOWN_BYTE_S = 1e-9  # assumed before the first batch
-NEWEST = 0.2  # weight of the newest batch in the mean cost of a byte
 SHOWN_CHARS = 80
 Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
 Outcome: TypeAlias = Answer | BaseException
@@ -267,7 +264,7 @@ class Batching:
         self._queues: dict[Key, deque[Call]] = {}
         self._inside: dict[Call, None] = {}
         self._held = Counter[bytes]()  # bytes by caller
-        self._byte_s = UNKNOWN_BYTE_S  # to compute a byte of a call, mean of the last batches
+        self._byte_s = 1e-9  # to compute a byte of a call, mean of the last batches; the first is a guess
 
     def admit(self, call: Call) -> float | None:
         """Reserve memory for a call; return None, or the seconds to wait before a retry.
@@ -319,7 +316,7 @@ class Batching:
         return batch
 
     def measured(self, size_bytes: int, seconds: float) -> None:
-        self._byte_s += NEWEST * (seconds / size_bytes - self._byte_s)
+        self._byte_s += 0.2 * (seconds / size_bytes - self._byte_s)
 
     def queued(self, uid: str) -> int:
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
@@ -351,10 +348,7 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]
 def _outcomes(
     function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
 ) -> list[Outcome]:
-    """Return answers in the order of the calls; bad data of one call fail only that call.
-
-    A backward that failed for another reason may have taken its step: it is not retried.
-    """
+    """Return answers in order; a backward that failed otherwise may have stepped: not retried."""
     sizes = [call.samples for call in calls]
     try:
         outputs = function(*tensors)

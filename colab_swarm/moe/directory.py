@@ -1,8 +1,7 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
-See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are cached,
-never beyond the expiry of a record. Only the remaining life of a record counts, on this peer's
-monotonic clock; but the order of two claims follows their hosts' clocks.
+Look-ups are cached until a record expires, on this peer's monotonic clock; the order of two claims
+follows their hosts' clocks. See `colab_swarm.moe.grid` for the records and the beam search.
 """
 
 import asyncio
@@ -43,7 +42,6 @@ WITNESSES = 2  # hosts that announce a prefix; the others stay silent
 EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then what is unknown counts as dead
 MAX_GUESSES = 32  # guessed pages that a search reads at once; with more, it reads dimension by dimension
 PAGES_AT_ONCE = 16
-MAX_PAGES = 1024  # pages that a search for vacant places reads
 
 
 class Cache:
@@ -192,7 +190,7 @@ class Directory:
         numbers: Sequence[int] = sorted({grid.number(place) // PAGE for place in places or ()})
         if places is None:
             numbers = range(-(-grid.size // PAGE))
-        numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
+        numbers = self._rng.sample(numbers, min(len(numbers), 1024))
         chosen: list[Index] = []
         while numbers and len(chosen) < count:
             some, numbers = numbers[:PAGES_AT_ONCE], numbers[PAGES_AT_ONCE:]
@@ -210,7 +208,6 @@ class Directory:
         await asyncio.gather(*map(self._publish_page, sorted(pages, key=lambda page: page[1:])))
 
     async def _publish_page(self, page: GridPage) -> None:
-        """Store this peer's record of a page; an empty one if the page has become empty."""
         mine = self._mine[page.grid].items()
         here = {i: place for i, place in mine if GridPage.of(page.grid, i[: page.depth]) == page}
         if page.depth == len(page.grid.sides):
@@ -229,7 +226,6 @@ class Directory:
         self._cache.forget(page)
 
     async def _unwitnessed(self, page: GridPage, positions: set[int]) -> list[int]:
-        """Return those that fewer than `WITNESSES` hosts with smaller ids announce: this peer must."""
         if not positions:
             return []
         by_host = (await self._cache.get([page]))[page].by_host
@@ -260,11 +256,10 @@ class Directory:
         return list(self._infos(grid, indices, listings).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
-        """Return for each sample the ``k`` best experts that can be called, best first; fewer if fewer are live.
+        """Return for each sample the ``k`` best experts that can be called, or fewer, best first.
 
-        ``scores`` are an array (samples, sides[i]) for each dimension i; an expert's score is the
-        sum over its indices. Raises `NoExpertsError` if no expert is live, `ValueError` if the
-        scores do not fit the grid.
+        ``scores`` are an array (samples, sides[i]) per dimension i, summed over an expert's
+        indices. Raises `NoExpertsError` if none is live, `ValueError` for scores of other shapes.
         """
         shapes = [s.shape for s in scores]
         require(
@@ -287,7 +282,6 @@ class Directory:
     ) -> tuple[list[list[Index]], dict[GridPage, Listing]]:
         known: dict[GridPage, Listing] = {}
         found: list[list[Index]] = []
-
         for _ in range(len(grid.sides) + EXTRA_WAITS):
             found, unknown = beam_search(scores, k, partial(self._children, grid, known))
             if not unknown:
@@ -326,7 +320,6 @@ class Directory:
         return infos
 
     async def _read(self, page: GridPage, old: Listing | None, fresh: bool) -> tuple[Listing, float]:
-        """Read a page, quickly the first time; hosts of the old listing stay until their records expire."""
         read = self._dht.read if old or fresh else self._dht.fetch
         found, now = (await read(page.key(self._run_id))).found.items(), self._now()
         kept = {} if old is None else old.by_host

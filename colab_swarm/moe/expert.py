@@ -1,9 +1,8 @@
-"""One expert: a module with its own optimizer and step counter, the experts that ship, and how many fit a host.
+"""One expert: a module with its own optimizer and step counter; and how many fit a host.
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
-takes an optimizer step at once (Learning@home, section 3.2). A batch merged from several callers is
-one step, on the sum of their gradients. Avoid `BatchNorm` and dropout: batch statistics are those
-of all merged calls, and dropout draws another mask at backward than at forward.
+takes an optimizer step at once (Learning@home, section 3.2), one for a merged batch, on the sum of
+gradients. Avoid `BatchNorm` (statistics of merged calls) and dropout (another mask at backward).
 """
 
 import math
@@ -29,9 +28,7 @@ from colab_swarm.tensors.statedict import flatten, unflatten
 ANY_LENGTH = -1
 USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
 UNKNOWN_FREE_BYTES = 2 << 30
-USUAL_LENGTH = 128  # assumed for samples of any length
 MEASURED_SAMPLES = 2  # batch statistics of a single sample are an error
-FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 MOST = 256  # experts per host: with more, their calls would queue
 
 
@@ -167,7 +164,6 @@ class Expert:
             raise StateError(f"this state does not fit {self.uid}: {error}") from error
 
     def _call(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the module's outputs and its new buffers; the module keeps the old ones."""
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         outputs = functional_call(self._module, buffers, (inputs,)) if buffers else self._module(inputs)
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
@@ -204,14 +200,13 @@ class ExpertModel:
 
 
 def _usual(sample: Sequence[int]) -> tuple[int, ...]:
-    return tuple(USUAL_LENGTH if side == ANY_LENGTH else side for side in sample)
+    return tuple(128 if side == ANY_LENGTH else side for side in sample)
 
 
 def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
     """Let an expert take a step, and measure its memory.
 
-    Raises `ValueError` if it cannot be an expert of such samples, `TypeError` if its state cannot
-    be saved.
+    Raises `ValueError` if it is no expert of such samples, `TypeError` if it cannot be saved.
     """
     expert = Expert("the expert", module, rule, tuple(sample))
     known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
@@ -303,8 +298,7 @@ def plan_host(
     plan = HostPlan(grid, make_expert, rule, tuple(shape), model, **settings)
     limits = BatchLimits()
     most = max(1, limits.max_batch_bytes // (4 * math.prod(_usual(shape))))
-    batch_size = min(limits.max_batch_size, most)
-    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
+    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=min(limits.max_batch_size, most))
     fit = min(fit, grid.size)
     why = f"{fit} of {grid} fit: {why}"
     if isinstance(count, Sequence):
@@ -312,7 +306,7 @@ def plan_host(
         return replace(plan, count=len(uids), capacity=len(uids), uids=uids, arithmetic=why)
     if count is None and not fit:
         raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
-    number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
+    number = max(1, int(0.75 * fit)) if count is None else min(count, grid.size)
     require(number >= 1, f"count={count}: host at least one expert")
     capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"

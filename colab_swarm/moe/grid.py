@@ -1,16 +1,14 @@
-"""Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
+"""Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records, and the beam search.
 
 Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
-neighbours share one key. Under it each host stores one signed record: its addresses and experts,
-or, in a page of prefixes, those that lead to live experts; two hosts per prefix are enough. So the
-size of a key is bounded, and a search reads few keys. `CLAIMED` is the step of a claimed place.
+neighbours share one key. Under it each host stores one signed record: its addresses and experts, or
+prefixes that lead to live ones (two hosts are enough). `CLAIMED` is the step of a claimed place.
 
 Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
-prefix that has not been looked up, everything counts as live. The search returns the unknown
-prefixes it met; the caller looks them all up at once and searches again, until none is unknown.
+prefix that has not been looked up, everything counts as live. The caller looks up the unknown
+prefixes met at once and searches again, until none is unknown.
 
-Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different
-prefixes.
+Axis letters: N samples, B prefixes in a beam, M indices of a dimension, U different prefixes.
 """
 
 import itertools
@@ -257,11 +255,7 @@ def beam_search(
 def _descend(
     scores: list[_Doubles], k: int, children: Callable[[Index], Mask | None], barren: dict[Index, set[int]]
 ) -> tuple[bool, set[Index], list[Index], _Ints]:
-    """Walk once from the empty prefix to the experts.
-
-    ``barren`` are the indices below a prefix that have no live child. Return whether more were found,
-    the unknown prefixes, the chosen experts, and each sample's among these, best first.
-    """
+    """Walk once; return whether more are ``barren``, unknown prefixes, experts, each sample's best."""
     samples, unknown, grown = len(scores[0]), set[Index](), False
     prefixes: list[Index] = [()]
     beam_NB: _Ints = np.zeros((samples, 1), np.int64)
@@ -288,10 +282,7 @@ def _descend(
 
 
 def _best(sums_NBM: _Doubles, beam_NB: _Ints, count: int) -> tuple[_Ints, _Doubles]:
-    """Return each sample's ``count`` largest sums, ties by smaller index, and their codes: M * prefix + index.
-
-    -inf has the code `_NONE`.
-    """
+    """Return each sample's ``count`` largest sums and their codes, M * prefix + index or `_NONE`."""
     samples, width, side = sums_NBM.shape
     values = sums_NBM.reshape(samples, width * side)
     worthy = values > -np.inf

@@ -1,9 +1,8 @@
 """Hosting experts, and the experts API of a swarm: hosts, layers, remote experts and panels.
 
-A host starts with the experts whose saves are on its disk, then those that other peers saved and no
-peer hosts, then vacant names. Later, if memory is left, it takes over experts whose hosts died,
-each from the newest save of any owner that is complete and fits. An expert's share of the work is
-the growth of its announced step over the last minute.
+A host starts with the experts saved on its disk, then those that others saved and no peer hosts,
+then vacant names. If memory is left, it takes over experts of dead hosts, each from the newest
+complete save that fits. An expert's share of work is its steps over the last minute.
 """
 
 import asyncio
@@ -34,10 +33,7 @@ from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
-ANNOUNCEMENTS = 3  # in the life of a record
 LIST_EVERY_S = 10.0
-LIST_TIMEOUT_S = 60.0
-SHARE_LISTINGS = 7  # listings that shares are computed from: a minute
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
 
 
@@ -127,8 +123,7 @@ class ExpertHost:
     async def start(self) -> None:
         """Host the requested experts, as far as their names are vacant."""
         plan = self.plan
-        # claims are announced, too
-        self._tasks.every(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce, rest=REST)
+        self._tasks.every(self._directory.settings.ttl_s / 3, self._announce, rest=REST)
         try:
             await self._take(plan.count, self._here())
             await self._fill(plan.count)
@@ -157,8 +152,7 @@ class ExpertHost:
 
     async def _fill(self, count: int) -> None:
         if len(self.experts) < count and (saved := await self._saves.saved(self.grid)):
-            live = {info.uid for info in await self._directory.live(self.grid)}
-            await self._take(count, saved - live)
+            await self._take(count, saved - {info.uid for info in await self._directory.live(self.grid)})
         if len(self.experts) < self.plan.count:
             await self._take(self.plan.count, None)
 
@@ -167,7 +161,6 @@ class ExpertHost:
         return {save.uid for save in self._saves.store.saves() if self.grid.contains(save.uid)}
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
-        """Host more experts, up to ``count``; None: any that the plan allows."""
         given = [set(some) for some in (uids, self.plan.uids) if some is not None]
         wanted = set.intersection(*given) - self.experts.keys() if given else None
         if wanted == set():
@@ -183,7 +176,6 @@ class ExpertHost:
                 await self._announce()
 
     async def _open(self, uid: str, claims: Iterable[tuple[PeerId, SavePlace]]) -> None:
-        """Host an expert, from the first save that is complete and fits, or as a new one."""
         taken_over = False
         self._saves.results.pop(uid, None)
         self._saves.safe.pop(uid, None)
@@ -239,7 +231,6 @@ class ExpertHost:
                 await self._saves.publish_saved(self.grid, saved)
 
     async def _save(self, expert: Expert, others: Set[PeerId] | None = None) -> None:
-        """Save an expert here and at some of ``others``; None: only here."""
         uid, copies = expert.uid, self.plan.copies
         if not expert.step or not self._saves.due(uid, expert.step, others or set(), copies):
             return  # before its first step an expert equals a new one
@@ -296,7 +287,7 @@ class ExpertsWatch:
     ) -> None:
         self._runtime, self._me, self._directory = runtime, me, directory
         self._grid, self._served = grid, served
-        self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
+        self._listings: deque[list[ExpertInfo]] = deque(maxlen=7)
         self._live: list[LiveExpert] = []
         self._seen: set[str] = set()
         self._began_at, self._fault = float("-inf"), ""
@@ -316,12 +307,11 @@ class ExpertsWatch:
             self._listing = asyncio.create_task(self._list(), name="list experts")
         left_out = self._seen & self._directory.banned()
         live = tuple(one for one in self._live if one.uid not in left_out)
-        dead = self._seen - left_out - {one.uid for one in live}
         self._last = ExpertsSnapshot(
             self._grid,
             live,
             left_out=tuple(sorted(left_out)),
-            dead=tuple(sorted(dead)),
+            dead=tuple(sorted(self._seen - left_out - {one.uid for one in live})),
             listed=bool(self._listings),
             served=tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid)),
             fault=self._fault,
@@ -330,7 +320,7 @@ class ExpertsWatch:
 
     async def _list(self) -> None:
         try:
-            async with asyncio.timeout(LIST_TIMEOUT_S):
+            async with asyncio.timeout(60.0):
                 found = await self._directory.live(self._grid)
         except Exception as error:  # shown in the panel, and retried
             logger.info("the experts could not be listed", exc_info=True)

@@ -1,8 +1,7 @@
 """A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
-Samples are grouped: one call per expert and direction, all in parallel. The weights are
-renormalised over the answers. Do not scale the loss (`GradScaler`): experts step on the gradients
-they receive.
+One call per expert and direction, all in parallel. The weights are renormalised over the answers.
+Do not scale the loss (`GradScaler`): experts step on the gradients they receive.
 
 Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of
 a dimension, S the shape of a sample, D values of a sample.
@@ -286,7 +285,6 @@ class _Batch:
                     self.infos.append(info)
 
     def _groups(self, wanted_BK: Mask) -> Iterator[tuple[ExpertInfo, Places, Places]]:
-        """Yield each expert's wanted samples: rows, and which choice of a row it is."""
         for place, info in enumerate(self.infos):
             rows, slots = np.nonzero(wanted_BK & (self.experts_BK == place))
             if len(rows):
@@ -317,7 +315,6 @@ class _Batch:
             calls.count(answers=1)
 
     async def _wait(self, calls: Mapping[asyncio.Task[Floats], Places], rows: Places) -> None:
-        """Wait until each row has ``k_min`` answers or cannot get them, then ``grace_s`` for the others."""
         open_calls_B = np.zeros(len(self._inputs_BS), np.intp)
         missing_B = np.zeros_like(open_calls_B)
         missing_B[rows] = self._layer.k_min

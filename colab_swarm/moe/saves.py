@@ -1,13 +1,12 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
-A save is a state in chunks (`colab_swarm.tensors.chunks`); its manifest is a chunk too, whose hash
-names the whole save. Every read is checked, so writes are not synced. A holder receives the
-manifest, answers with the chunks that it lacks, and gets those. It keeps the newest two saves per
-expert and owner, for a day.
+A save is a state in chunks (`colab_swarm.tensors.chunks`); the hash of its manifest, a chunk too,
+names it. Every read is checked, so writes are not synced. A holder gets the manifest and the chunks
+that it lacks, and keeps the newest two saves per expert and owner, for a day.
 
-The owner's signed record names its newest save, and before it the last one that as many peers hold
-as should. So after the loss of the host and all holders but one, only the steps since the last save
-are lost. Any peer may claim a save of any step: claims are tried from the highest step down.
+The owner's signed record names its newest save, and before it the last one that has all its
+holders: losing the host and all holders but one costs only the steps since the last save. Any peer
+may claim a save of any step: claims are tried from the highest step down.
 """
 
 import asyncio
@@ -57,7 +56,6 @@ from colab_swarm.tensors.statedict import write_file
 
 logger = logging.getLogger(__name__)
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
-RENEWALS = 24  # of an unchanged save during its life
 ANNOUNCE_S = 60.0  # between two announcements of a holder
 PROBE_S = 10.0  # timeout of the first request to a holder
 PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
@@ -231,10 +229,7 @@ class SaveResult:
 
 
 class ExpertSaves:
-    """Saves this peer's experts, keeps saves for others, and finds those of any peer. One per peer.
-
-    It serves calls at once; `start` announces it.
-    """
+    """Saves this peer's experts, keeps saves for others, and finds those of any peer."""
 
     def __init__(self, services: RunServices, store: ReplicaStore) -> None:
         self.store = store
@@ -297,7 +292,7 @@ class ExpertSaves:
         if last is None or last.step != step or last.fault:
             return True
         lacking = len(last.holders) < min(copies, len(others)) or not last.holders <= others
-        return lacking or self._peers.time() - last.at > KEPT_S / RENEWALS
+        return lacking or self._peers.time() - last.at > KEPT_S / 24
 
     async def save(self, saved: Snapshot, others: Set[PeerId], copies: int) -> SaveResult:
         """Save on this disk and at ``copies`` of the others, then publish it."""
@@ -307,10 +302,8 @@ class ExpertSaves:
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
         place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
-        saves = (place,) if former.manifest == place.manifest else (place, former)
-        if not (
-            contacts and await self._dht.publish(self._key(uid, "save"), SaveRecord(saves), ttl_s=KEPT_S)
-        ):
+        record = SaveRecord((place,) if former.manifest == place.manifest else (place, former))
+        if not (contacts and await self._dht.publish(self._key(uid, "save"), record, ttl_s=KEPT_S)):
             fault = fault or f"no peer stored the record of the save of {uid}"
         result = self.results[uid] = SaveResult(step, frozenset(holders), self._peers.time(), fault)
         # Former holders count even while they are away: a save with few holders is no safe one after an outage.
@@ -331,7 +324,6 @@ class ExpertSaves:
         return None
 
     async def _spread(self, saved: Snapshot, others: Set[PeerId], copies: int) -> list[PeerId]:
-        """Send a save to former holders, then to others, in an order that depends on the expert."""
         subject = saved.manifest.subject
         last = self.results.get(subject.decode())
         known = last.holders if last else frozenset()

@@ -1,8 +1,7 @@
 """Trains one model with many batches in flight, which hides the latency of experts and networks.
 
-Each thread takes a batch, copies the shared parameters, computes gradients with the copy and
-applies them to the shared parameters at once. The gradient is *stale* by the updates in between,
-about ``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). One lock guards copies and updates.
+Each thread computes the gradients of a batch with a copy of the parameters and applies them at
+once, *stale* by about ``concurrency - 1`` updates (Learning@home, sections 3.1 and 4.2).
 """
 
 import copy
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 POLL_S = 0.5
 PAUSE_S = 1.0  # before a batch is retried after a peer's failure
-SHOWN_LOSSES = 100
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class _Run(Generic[Batch]):
         self.stopped = threading.Event()
         self.error: BaseException | None = None
         self.result = TrainerResult()
-        self.losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
+        self.losses: deque[float] = deque(maxlen=100)
         self.began = self.last_success = time.monotonic()
 
     def take(self) -> Iterator[Batch]:
@@ -111,8 +109,7 @@ class AsyncTrainer(Generic[Batch]):
         self._progress, self._on_update = progress, on_update
         self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
         self._lock = threading.Lock()  # of model, optimizer and the run's result
-        self.result = TrainerResult()
-        """Of the last `fit`, even after an interrupt."""
+        self.result = TrainerResult()  # of the last `fit`, even after an interrupt
 
     def __repr__(self) -> str:
         return f"AsyncTrainer({self._concurrency} batches in flight; {self.result})"

@@ -1,12 +1,11 @@
 """A state as hashed chunks, fetched from several donors at once. Does not import torch.
 
-Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes. A `Layout` says what
-they are. The blob is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's
-own hash is the *root*, which names the whole state.
+Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes, as a `Layout` says.
+A `Manifest` has the BLAKE3 hash of each chunk of it; its own is the *root*, which names the state.
 
-Fetching. One worker per donor takes chunks from a common queue, so a fast donor sends more, and
-asks for twice as many after each quick answer. A chunk is accepted by its hash and length only: a
-donor that lies, stalls or vanishes costs the chunks in flight, which the others send again.
+Fetching. One worker per donor takes chunks from a common queue, and asks for twice as many after
+each quick answer. A chunk is accepted by its hash and length only: a donor that lies, stalls or
+vanishes costs the chunks in flight, which the others send again.
 """
 
 import asyncio
@@ -42,7 +41,6 @@ CHUNK_BYTES = 1 << 18
 MAX_CHUNKS = 4096
 MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
 MAX_STEP = 1 << 48
-MAX_SUBJECT_BYTES = 256
 DIGEST_BYTES = 32
 ALIGNMENT_BYTES = 64
 MAX_DIMENSIONS = 64  # of a tensor, as in numpy
@@ -131,7 +129,7 @@ def digest_of(data: Buffer) -> bytes:
 class Manifest(Message, frozen=True):
     """Description of a state in chunks; ``subject`` says of what: a run's lineage, or an expert's name."""
 
-    subject: Annotated[bytes, msgspec.Meta(max_length=MAX_SUBJECT_BYTES)]
+    subject: Annotated[bytes, msgspec.Meta(max_length=256)]
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
     layout: bytes  # an encoded `Layout`
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # of the blob
@@ -196,9 +194,7 @@ class Snapshot:
         digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
         snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
         if len(snapshot.head) > MAX_PAYLOAD_BYTES:
-            raise StateError(
-                f"a state has too many parts to be shared: their names take {len(layout):,} bytes"
-            )
+            raise StateError(f"a state has too many parts: their names take {len(layout):,} bytes")
         return snapshot
 
     @cached_property
@@ -287,9 +283,7 @@ class ChunkDownload:
             kept = await asyncio.gather(*map(self._work, left))
             left = [donor for donor, works in zip(left, kept, strict=True) if works]
         if self._queue:
-            raise StateError(
-                f"{len(self._queue)} of {self._manifest.chunks} chunks of the state could not be fetched"
-            )
+            raise StateError(f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive")
 
     async def _work(self, donor: PeerId) -> bool:
         count, now = 1, asyncio.get_running_loop().time

@@ -9,14 +9,13 @@
     onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
     topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
-Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off.
+Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off. All
+is little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
 
-Everything is numpy and little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
-
-**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code. The lowest
-``l = floor(log2(d / K))`` bits of each index are written directly. The rest, h, is a one at place ``h + i`` of a string
-of ``K + ((d - 1) >> l)`` bits, for the i-th index: half a bit over the minimum. The size depends on d and K alone. The
-encoder estimates a threshold from a sample, slightly too low, collects all values above it, and picks the K largest.
+**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code: the
+lowest ``l = floor(log2(d / K))`` bits of each directly, the rest, h, as a one at place ``h + i`` of
+a string of ``K + ((d - 1) >> l)`` bits, for the i-th index. The encoder estimates a threshold from
+a sample, slightly too low, and picks the K largest of the values above it.
 """
 
 import math
@@ -150,7 +149,6 @@ class TopK:
         return out
 
     def _index_sizes(self, numel: int) -> tuple[int, int, int]:
-        """Return bits of an index written directly, bytes of all these, and bits of the rest."""
         kept = self.kept(numel)
         low_bits = (numel // kept).bit_length() - 1 if kept else 0
         return low_bits, -(-kept * low_bits // 8), kept + (max(numel - 1, 0) >> low_bits)
@@ -212,8 +210,7 @@ def mean_codec_for(codec: str) -> str:
 class Precision:
     """One codec, or ``adaptive``: small tensors as float16, the others as int8.
 
-    Normalization layers and biases are few but sensitive values; large matrices tolerate 8 bits
-    (hivemind's SizeAdaptiveCompression).
+    Normalization layers and biases are few but sensitive (hivemind's SizeAdaptiveCompression).
     """
 
     name: str  # of a codec, or adaptive
@@ -374,8 +371,7 @@ class OneBit:
         for here, rows in _rows(values):
             over = np.count_nonzero(rows > 0, axis=1)
             sums = [part(rows, 0).sum(axis=1, dtype=np.float64) for part in (np.maximum, np.minimum)]
-            counts = np.maximum([over, rows.shape[1] - over], 1)
-            means[here] = (np.array(sums) / counts).T
+            means[here] = (np.array(sums) / np.maximum([over, rows.shape[1] - over], 1)).T
         require(all_finite(means), "values that are not finite cannot travel as onebit: drop this vector")
         return means.tobytes() + np.packbits(values > 0).tobytes()
 
@@ -395,7 +391,7 @@ class OneBit:
 
 
 def _rows(values: npt.NDArray[T]) -> Iterator[tuple[slice, npt.NDArray[T]]]:
-    """Yield views of the whole blocks (k, 4096) and, if there is one, the shorter last block, and which these are."""
+    """Yield views of whole blocks (k, 4096), then of a shorter last one, and which these are."""
     whole = len(values) // BLOCK_VALUES
     cut = whole * BLOCK_VALUES
     yield slice(whole), values[:cut].reshape(-1, BLOCK_VALUES)

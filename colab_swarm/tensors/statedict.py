@@ -7,9 +7,8 @@ exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-Both may come from a stranger: `unflatten` checks all of it before use. A file is in the safetensors
-format; its metadata hold the skeleton and a SHA-256 over tensors and skeleton. This module does not
-import torch: a relay keeps checkpoints without it.
+Both may come from a stranger: `unflatten` checks all of it. A file is in the safetensors format; its
+metadata hold the skeleton and a SHA-256 over all. A relay keeps checkpoints without torch.
 """
 
 import base64
@@ -65,8 +64,7 @@ def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     parts, or an integer that Python does not print.
     """
     walk = _Walk({})
-    skeleton = walk.split(state, "", 0)
-    return walk.tensors, json.dumps(skeleton, separators=(",", ":")).encode()
+    return walk.tensors, json.dumps(walk.split(state, "", 0), separators=(",", ":")).encode()
 
 
 def copied(state: Any) -> Any:
@@ -88,15 +86,11 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         raise StateError(f"state skeleton cannot be read: {error}") from error
     if unused := tensors.keys() - walk.used:
-        raise StateError(
-            f"state holds {len(unused)} tensors that its skeleton does not name, such as {min(unused)!r}"
-        )
+        raise StateError(f"the skeleton does not name {len(unused)} tensors, such as {min(unused)!r}")
     return state
 
 
 class _Walk:
-    """One pass through a state or its skeleton, which counts the parts."""
-
     def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
         self.tensors, self.used = tensors, set[str]()
         self._names: dict[Any, str] = {}
@@ -125,15 +119,11 @@ class _Walk:
                 return items if isinstance(state, list) else {"tuple": items}
             case Mapping():
                 return {"dict": [self._pair(key, value, path, depth + 1) for key, value in state.items()]}
-        raise TypeError(
-            f"state has a {type(state).__name__} at {path!r}, which cannot be saved without pickle: convert it"
-        )
+        raise TypeError(f"{path!r} is a {type(state).__name__}, not saved without pickle: convert it")
 
     def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
         if not isinstance(key, PLAIN):
-            raise TypeError(
-                f"state has a {type(key).__name__} as a key at {path!r}: only plain values can be saved"
-            )
+            raise TypeError(f"a key at {path!r} is a {type(key).__name__}, not a plain value")
         step = key if isinstance(key, str) else repr(key)
         below = f"{path}/{step}" if path else step
         return [self.split(key, path, depth), self.split(value, below, depth)]
@@ -169,9 +159,7 @@ class _Walk:
                 return tuple(self.join(item, depth + 1) for item in items)
             case {"dict": list(pairs)} if len(skeleton) == 1:
                 return self._dictionary(pairs, depth + 1)
-        raise ValueError(
-            f"it has a {type(skeleton).__name__} of unknown meaning, or a tensor that is not there"
-        )
+        raise ValueError(f"it has an unknown {type(skeleton).__name__}, or lacks a tensor")
 
     def _dictionary(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -223,10 +211,7 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:
-    """Write a state as a safetensors file, as `write_file` does, and sync it.
-
-    The largest types come first, so that every tensor is aligned.
-    """
+    """Write a state as a safetensors file and sync it, largest types first: all are aligned."""
     ordered = dict(sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0])))
     metadata = {"colab_swarm": VERSION, "skeleton": skeleton.decode(), "sha256": digest(tensors, skeleton)}
     head: dict[str, Any] = {"__metadata__": metadata}

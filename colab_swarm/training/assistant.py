@@ -1,8 +1,7 @@
 """An assistant (DeDLOC's auxiliary peer) trains nothing, and lets peers that only dial out train.
 
 It organizes their rounds, reduces, and passes on the training state to late joiners. It needs no
-torch, no data and no model, because the calling trainer's ticket describes the round. Where
-trainers reduce themselves, it is one more reducer.
+torch, data or model, because the calling trainer's ticket describes the round.
 """
 
 import asyncio
@@ -27,13 +26,10 @@ logger = logging.getLogger(__name__)
 PUBLISH_S = 15.0
 TTL_S = 4 * PUBLISH_S
 FRESH_S = 1.0  # older records are read again before peers are invited to a round
-READ_TIMEOUT_S = 3.0
 IDLE_S = 900.0
-MAX_COLLABORATIONS = 16
 MAX_ROUNDS = 4  # of one collaboration at once
 UNKNOWN_MEMORY_BYTES = 8 << 30
-VECTORS_IN_MEMORY = 4
-"""This round's and the last one's, with a reserve; a model too large for that is refused."""
+VECTORS_IN_MEMORY = 4  # two rounds', and a reserve; a larger model is refused
 MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 
@@ -114,7 +110,7 @@ class Assistant:
         """Start to help a collaboration whose message arrived."""
         wanted = prefix == self._only if self._only else prefix.startswith(f"{self._run_id}/")
         if wanted and len(prefix) <= MAX_TEXT:
-            if len(self._parts) > MAX_COLLABORATIONS:
+            if len(self._parts) > 16:
                 self.leave(min(filter(None, self._parts), key=lambda other: self._parts[other].used_at))
             self._parts[prefix] = _Part(self, self._services, prefix, self._stored)
 
@@ -140,8 +136,7 @@ class _Part:
         self._matchmaker = Matchmaker(
             services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
-        give = partial(stored, prefix)
-        self._mirror = Mirror(services.router, prefix, give, self._donors)
+        self._mirror = Mirror(services.router, prefix, partial(stored, prefix), self._donors)
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
@@ -197,7 +192,7 @@ class _Part:
         if loop_now() - self._read_at < FRESH_S:
             return
         try:  # after a timeout the old ones must do
-            async with asyncio.timeout(READ_TIMEOUT_S):
+            async with asyncio.timeout(3.0):
                 await self._progress.refresh(self._services.dht, self._services.peers)
             self._read_at = loop_now()
         except (PeerError, TimeoutError) as error:

@@ -1,11 +1,9 @@
 """One trainer's part in the swarm: progress, averaging rounds, catching up. Does not import torch.
 
-It runs on the runtime's event loop; the optimizer drives it from the user's thread.
-
-The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer
-follows the rounds with weight 0 and collects their means, which it then applies in order: s, s+1, …
-Meanwhile it sends and reduces nothing, so it cannot slow down a round. Donors that keep failing
-lose their vote: a peer that claims an absurd step keeps no late joiner out.
+It runs on the runtime's event loop; the optimizer drives it from the user's thread. The swarm does
+not wait for a peer that catches up. While the snapshot of step s downloads, the peer follows the
+rounds with weight 0 and collects their means, which it then applies in order: s, s+1, … It slows
+down no round, as it sends and reduces nothing. Donors that keep failing lose their vote.
 """
 
 import asyncio
@@ -51,17 +49,13 @@ from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
-LATE_S, ANSWER_S = 2.0, 2.0
-"""When to look for silent peers while a group forms, and how soon a healthy peer answers."""
-ATTEMPTS, BRANCHES = 5, 4
-"""Downloads per branch, and branches: trainers that died together may each have left one."""
-MAX_REPLAY_BYTES = 1 << 30
-"""Memory for the means that a late joiner collects while it downloads the state."""
+LATE_S, ANSWER_S = 2.0, 2.0  # look for silent peers after this; a healthy one answers within that
+ATTEMPTS, BRANCHES = 5, 4  # downloads per branch, and branches: of trainers that died together
+MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
 PAUSE_S = 1.0
 PATIENCE_S = 30.0  # donors may fail for this long, or `ATTEMPTS` times, before others are tried
 
-CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
-"""A state to load, and the means of the rounds since, in order."""
+CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]  # a state, and the means since, in order
 
 
 Due: TypeAlias = Literal["nothing", "a local step", "a round", "catching up"]
@@ -217,7 +211,7 @@ class Collaboration:
             self._wake.set()
 
     async def _end_idle(self) -> None:
-        """Before an idle trainer trains again, look for steps of the others: it has no vote until it caught up."""
+        """Look for the others' steps before an idle trainer goes on: it has no vote until then."""
         if self.progress.own.idle:
             with suppress(PeerError):
                 await self.refresh()
@@ -502,7 +496,6 @@ class CatchUp:
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _complete(self, snapshot: Snapshot) -> CaughtUp:
-        """Order the means after the snapshot. Runs between two rounds, so that none is missed."""
         step, lineage = snapshot.manifest.step, snapshot.manifest.subject
         means: list[Floats] = []
         while (mean := self._means.get((step, lineage))) is not None:

@@ -1,8 +1,7 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
-Only rank 0 talks to the swarm. At each step it sums the ranks' gradients and counts them as one
-micro-batch. If that changed its parameters, all ranks get them. Each rank makes the same calls in
-the same order. Their other messages are small, use gloo, and stay on this host.
+Only rank 0 talks to the swarm. It sums the ranks' gradients as one micro-batch; if that changed its
+parameters, all ranks get them. All ranks make the same calls in the same order.
 """
 
 from collections.abc import Callable
@@ -70,7 +69,6 @@ class HostOptimizer:
         return self._follow_lead(self._step)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
-        """See `SwarmOptimizer.wait_step`."""
         require(
             timeout_s < self._timeout.total_seconds(),
             f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less",
@@ -122,7 +120,6 @@ class HostOptimizer:
         return self.lead
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
-        """Let rank 0 act; return its result, and take its parameters, on all ranks."""
         own: _Update | None = None
         failure: BaseException | None = None
         if dist.get_rank() == LEAD:

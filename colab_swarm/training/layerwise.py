@@ -9,8 +9,6 @@ from torch import Tensor
 
 from colab_swarm.errors import require
 
-EPS = 1e-8
-
 
 class _Layerwise(torch.optim.Optimizer):
     """Updates one tensor at a time: as fast as fused lists here, with memory for one tensor."""
@@ -129,14 +127,12 @@ class Lars(_Layerwise):
         if not lr:
             return
         weight_norm, gradient_norm = _norm(weight), _norm(gradient)
-        # Computed on the device: reading the norms here would make the host wait at every tensor.
         adapts = (weight_norm > 0) & (gradient_norm > 0)
-        ratio = group["trust"] * weight_norm / (gradient_norm + decay * weight_norm + EPS)
+        ratio = group["trust"] * weight_norm / (gradient_norm + decay * weight_norm + 1e-8)
         if group["clip"]:
             ratio = (ratio / lr).clamp(max=1.0)
         update = gradient.add(weight * adapts, alpha=decay)
         update.mul_(torch.where(adapts, ratio, 1.0))
         if not (state := self.state[weight]):
             state["momentum_buffer"] = torch.zeros_like(weight)
-        momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
-        weight.sub_(momentum, alpha=lr)
+        weight.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update), alpha=lr)

@@ -1,8 +1,7 @@
 """`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's.
 
-One thread at a time uses an optimizer. Another thread that knows that the session is about to end
-must not change the model while the trainer computes with it. So it requests the end
-(`SwarmOptimizer.end`).
+One thread at a time uses an optimizer. Another that knows that the session is about to end must not
+change the model meanwhile, so it requests the end (`SwarmOptimizer.end`).
 
 With a state folder, checkpoints are saved there, from a copy and on a thread of its own: every two
 minutes, or less often where that takes long, and once more after an interrupt and at the end.
@@ -36,8 +35,7 @@ from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_c
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 10.0
-"""How often a trainer that waits for the swarm's next step checks whether the session ends."""
+LOOK_S = 10.0  # how often a waiting trainer checks whether the session ends
 SAVE_S = 120.0
 MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
@@ -129,23 +127,20 @@ class SwarmOptimizer(WrappedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float, loss: float | None = None
     ) -> RoundResult | None:
-        """Count the gradient of the last ``backward()`` and step with the swarm if its batch is full.
+        """Count the last ``backward()``'s gradient and step with the swarm if its batch is full.
 
-        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer, samples=n)``.
-
-        ``samples`` > 0 is the number whose mean ``loss``, for the charts, was differentiated. No
-        ``closure`` is supported. Returns the averaging round's result if the global step advanced,
-        else None. Delayed updates: the first call after its end returns it; the model gets the
-        parameters when the next begins.
+        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer,
+        samples=n)``. ``samples`` > 0 is the number whose mean ``loss``, for the charts, was
+        differentiated. No ``closure`` is supported. Returns the averaging round's result if the
+        global step advanced, else None. Delayed updates: the first call after its end returns it;
+        the model gets the parameters when the next begins.
 
         Raises `StateError` if this peer fell behind and no peer could give it the state, and
         `RuntimeError` if this peer has left, as you closed it or its session ends.
         """
         self._refuse_closure(closure)
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
-            raise ValueError(
-                f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
-            )
+            raise ValueError(f"samples={samples!r}: pass the batch size, such as len(input_ids)")
         with self._trainer_call():
             landed = self._land()
             self._recover()
@@ -267,9 +262,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.rule.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise TypeError(
-            "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
-        )
+        raise TypeError("peers share one state: use optimizer.load(path) with a file of save(path)")
 
     def _act(self, due: Due) -> RoundResult | None:
         if due == "catching up":
@@ -296,7 +289,6 @@ class SwarmOptimizer(WrappedOptimizer):
         return lineage
 
     def _take_off(self) -> None:
-        """Start a round with the accumulated gradients, and give the model the last round's update."""
         values, weight = self._contribution(), self._gathered.samples
         self._flight = self._runtime.call(self._begin(values, weight)), values, weight
         self._gathered.forget()
@@ -308,7 +300,6 @@ class SwarmOptimizer(WrappedOptimizer):
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
-        """Return the result of the running round if it has ended; gradients that it could not deliver come back."""
         if self._flight is None:
             return None
         task, values, weight = self._flight
@@ -334,7 +325,6 @@ class SwarmOptimizer(WrappedOptimizer):
             self._recover()  # at once: by its record this peer has caught up already
 
     def _recover(self) -> None:
-        """Catch up again if an interrupt or a bad state kept this peer from the step in its record."""
         own = self.collaboration.progress.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
             adopt = self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
@@ -342,7 +332,6 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
-        """Hold the lock for a call of the trainer, and explain an interrupt."""
         gate = self._services.gate
         require(
             not gate.closed_by_this_thread,

@@ -2,14 +2,12 @@
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
-- A *lineage* is a chain of digests over the first parameters and every mean applied since. Two
-  peers hold equal parameters exactly when their lineages are equal.
+- Equal *lineages*, digests of the first parameters and every mean since, mean equal parameters.
 - The *branch* of the swarm is the highest step that at least half of the training peers have
   reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
   The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
-- Some peers have no vote. Peers that cannot be dialled have none while others can: among themselves
-  they could neither form a round nor give their state. Peers that could not give the state that
-  they claim have none for `DISTRUST_S`. Paused and idle peers must not hold back the others.
+- Without a vote: peers that cannot be dialled while others can (no round would form, no state be
+  given), for `DISTRUST_S` peers that could not give their state, and paused or idle ones.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
   3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
   `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
@@ -32,17 +30,12 @@ from colab_swarm.tensors.codecs import Floats
 
 LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
-MAX_ASSISTANTS = 16
 EXTRAPOLATE_S = 3.0
 DISTRUST_S = 300.0
-LAST_RECORD_S = 10.0
-"""A record that appears this soon after its writer's link broke was written before."""
-READS_OF_GRACE = 5
-"""Number of reads for which the result of a round outweighs a peer's own, older record."""
-LATE_BATCHES = 3.0
-"""A trainer that is silent for the time of this many micro-batches does not join a round soon."""
-MAX_REPORT_S = 60.0
-"""Longest time between two records of a peer; without a broken link it is forgotten after four times as long."""
+LAST_RECORD_S = 10.0  # a record this soon after its writer's link broke was written before
+READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
+LATE_BATCHES = 3.0  # a trainer silent for so many micro-batches joins no round soon
+MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
 IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
 """An idle trainer was silent for so many micro-batches, and so long; or longer while its speed is unknown."""
 
@@ -164,7 +157,7 @@ class Progress:
             and record.collaboration in ("", self.prefix)
             and record.told_at > lost.get(peer, -math.inf)
         }
-        self.assistants = dict(list(alive.items())[:MAX_ASSISTANTS])
+        self.assistants = dict(list(alive.items())[:16])
         self._lost_assistants = {p: at for p, at in lost.items() if p in assistants and p not in alive}
 
     def on_records(
@@ -172,8 +165,7 @@ class Progress:
     ) -> None:
         """Take the live records just read.
 
-        The result of a round outlives a few reads of an older record. A lost peer counts again when
-        it is ``linked`` or, after `LAST_RECORD_S`, publishes a new record.
+        A lost peer counts again when it is ``linked`` or, after `LAST_RECORD_S`, has a new record.
         """
         self._no_vote = self._distrusted.ends(now)
         self._lost = {

@@ -26,11 +26,9 @@ from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
 
 T = TypeVar("T")
 
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
-"""Of the swarm's steps if peers take local ones (DiLoCo, section 3)."""
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of the swarm's steps after local ones (DiLoCo, section 3)
 MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
-SMALL_VALUES = 1 << 16
-"""Tensors with fewer values are small, such as biases: they are at the front of a flat vector."""
+SMALL_VALUES = 1 << 16  # smaller tensors, such as biases, are at the front of a flat vector
 
 
 @dataclass(frozen=True)
@@ -129,14 +127,13 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Return all that continues training; tensors are shared with the live ones."""
         scheduler = self.rule.scheduler
-        own = {"local": self.rule.optimizer.state_dict()} if self.rule.local else {}
         return {
             "step": self.step,
             "lineage": self.lineage,
             "parameters": [parameter.detach() for parameter in self.parameters],
             "optimizer": self._optimizer.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            **own,
+            **({"local": self.rule.optimizer.state_dict()} if self.rule.local else {}),
         }
 
     def load(self, state: Any) -> None:
@@ -239,7 +236,6 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse absurd options, and those of another optimizer: torch would fail in the next step."""
     if missing := own.keys() - given.keys():
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
     for name, value in given.items():
@@ -251,8 +247,7 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def uninterrupted(work: Callable[[], T]) -> T:
     """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
 
-    Python delivers an interrupt to the main thread only, so there another thread does the work. The
-    main thread takes no lock in Python code, which an interrupt could leave locked forever.
+    Only the main thread is interrupted, so another one works; the main one takes no Python lock.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

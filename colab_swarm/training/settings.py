@@ -21,8 +21,7 @@ from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
 ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
-ROUND_PART = 0.5
-"""Longest round at the budget's speed, as a part of the time in which the swarm computes: all peers wait for it."""
+ROUND_PART = 0.5  # longest round at the budget's speed, as a part of the computing time
 SAVING = "int8"
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
@@ -92,7 +91,6 @@ class TrafficBudgetPolicy:
         return CommunicationPlan(reduces, precision, steps, over <= steps)
 
     def _ratios(self, group: Group, reduces: bool, precision: str, compute_s: float) -> tuple[float, float]:
-        """Volume (more if overdrawn) and time of a round, as parts of the budget."""
         terms, others = group.terms, len(group.members) - 1
         total = sum(member.share for member in group.members)
         planned = sum(member.share for member in group.members if member.id == self._me) / total

@@ -1,13 +1,11 @@
 """The training state: in a file, and shared with late joiners in hashed chunks.
 
-A checkpoint is one safetensors file, written atomically (`colab_swarm.tensors.statedict`).
-
 A shared snapshot is a copy, so a donor trains on while it serves. Donors on one branch hold equal
 states, so their chunks are interchangeable (`colab_swarm.tensors.chunks`).
 
 A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial
-out. Both are linked to an assistant, which forwards manifest and chunks, one at a time in memory. A
-backbone's assistant gives a checkpoint of its own when no trainer is left.
+out. An assistant linked to both forwards manifest and chunks, one at a time in memory. That of a
+backbone gives a checkpoint of its own when no trainer is left.
 """
 
 import asyncio
@@ -46,10 +44,7 @@ from colab_swarm.tensors.statedict import (
 
 logger = logging.getLogger(__name__)
 
-DONORS = 4
-PATIENCE_S = CHUNK_TIMEOUT_S / 3
-"""A mirror's timeout for a donor; the late joiner's own must be longer than two of them."""
-MIRROR_DONORS = 2
+PATIENCE_S = CHUNK_TIMEOUT_S / 3  # of a mirror for a donor; a late joiner waits for two
 REMEMBERED = 4
 
 
@@ -162,7 +157,7 @@ async def download_state(
     `StateError` if no donor had a state, or all were lost before it was complete.
     """
     manifest, holders, refusals = await agree_on_state(
-        peers, DescribeState(prefix), donors, limit=DONORS, timeout_s=CHUNK_TIMEOUT_S
+        peers, DescribeState(prefix), donors, limit=4, timeout_s=CHUNK_TIMEOUT_S
     )
     if manifest is None:
         raise StateError(f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}")
@@ -231,8 +226,7 @@ def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int,
 class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
-    ``await stored()`` is a checkpoint to give, None while there are trainers, and ``await donors()``
-    the trainers on the branch.
+    ``await stored()``: a checkpoint, None while there are trainers; ``await donors()``: these.
     """
 
     def __init__(
@@ -252,7 +246,7 @@ class Mirror(StateSharing):
             return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
         manifest, holders, refusals = await agree_on_state(
-            self._peers, ask, donors, limit=MIRROR_DONORS, timeout_s=PATIENCE_S
+            self._peers, ask, donors, limit=2, timeout_s=PATIENCE_S
         )
         if manifest is None:
             raise Refusal(f"no trainer linked to this assistant gave its state: {'; '.join(refusals)[:500]}")
@@ -282,6 +276,5 @@ class Mirror(StateSharing):
         ask = msgspec.structs.replace(ask, digests=tuple(pending))
         async with await self._peers.stream(holder, ask, timeout_s=PATIENCE_S) as source:
             while pending:
-                payload = await receive_chunk(source, pending[0], timeout_s=PATIENCE_S)
-                await stream.send(StateChunk(), payload)
+                await stream.send(StateChunk(), await receive_chunk(source, pending[0], timeout_s=PATIENCE_S))
                 del pending[0]

@@ -53,8 +53,7 @@ def now() -> float:
 
 
 async def test_all_get_the_same_group_with_everyones_vote() -> None:
-    place = await Place(4).open()
-    group = await place.meet_all(4, apart_s=1.0)
+    group = await (await Place(4).open()).meet_all(4, apart_s=1.0)
     assert sorted(member.weight for member in group.members) == [2, 3, 4, 5]
     assert now() == pytest.approx(WINDOW_S, abs=0.5)
 
@@ -146,8 +145,7 @@ async def test_a_caller_is_expected_although_its_record_is_late() -> None:
 
 
 async def test_a_group_of_a_fixed_size_is_formed_as_soon_as_all_wait_and_not_before() -> None:
-    place = await Place(3, size=3).open()
-    await place.meet_all(3, apart_s=4.2 * WINDOW_S)
+    await (await Place(3, size=3).open()).meet_all(3, apart_s=4.2 * WINDOW_S)
     assert now() == pytest.approx(2 * 4.2 * WINDOW_S, abs=1.0)
 
 

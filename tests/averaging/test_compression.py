@@ -6,19 +6,11 @@ import pytest
 from colab_swarm.averaging.exchange import AllReduce, Chunk, UploadEncoding
 from colab_swarm.averaging.group import Span
 from colab_swarm.net.peers import Buffer
-from colab_swarm.tensors.codecs import (
-    BLOCK_VALUES,
-    ErrorFeedback,
-    Float16,
-    Floats,
-    Int8,
-    Precision,
-    mean_codec_for,
-)
+from colab_swarm.tensors import codecs
 from tests.averaging.swarm import NAMES, run_round, vector
 
-FINE = 4 * BLOCK_VALUES
-NUMEL = 64 * BLOCK_VALUES
+FINE = 4 * codecs.BLOCK_VALUES
+NUMEL = 64 * codecs.BLOCK_VALUES
 
 
 def test_adaptive_sends_small_tensors_finer_than_large_ones() -> None:
@@ -27,7 +19,7 @@ def test_adaptive_sends_small_tensors_finer_than_large_ones() -> None:
     got, wanted = outcome.assert_equal_vectors(), outcome.mean()
     np.testing.assert_allclose(got[:FINE], wanted[:FINE], atol=4e-3)
     assert 4e-3 < np.abs(got[FINE:] - wanted[FINE:]).max() < 0.05
-    fine, coarse = Float16().encoded_bytes(NUMEL), Int8().encoded_bytes(NUMEL)
+    fine, coarse = codecs.Float16().encoded_bytes(NUMEL), codecs.Int8().encoded_bytes(NUMEL)
     for result in outcome.results.values():
         assert 1.5 * coarse < result.sent_bytes < 1.5 * fine
 
@@ -41,8 +33,7 @@ def test_an_assistant_that_does_not_know_the_tensors_sends_their_means_as_float1
 
 
 def test_a_member_may_send_less_than_the_group_has_agreed() -> None:
-    encodings = {"bob": UploadEncoding(precision="int8")}
-    outcome = run_round(codec="float16", encodings=encodings)
+    outcome = run_round(codec="float16", encodings={"bob": UploadEncoding(precision="int8")})
     outcome.assert_mean(atol=0.05)
     assert len(outcome.results["bob"].contributors) == 4
     assert outcome.results["bob"].sent_bytes < 0.8 * outcome.results["alice"].sent_bytes
@@ -65,13 +56,13 @@ def test_an_unknown_codec_costs_its_sender_the_round(monkeypatch: pytest.MonkeyP
 
 
 def test_the_residual_is_exactly_the_part_that_the_codec_cut_off() -> None:
-    feedback = ErrorFeedback(NUMEL)
+    feedback = codecs.ErrorFeedback(NUMEL)
     outcome = run_round(numel=NUMEL, codec="int8", encodings={"alice": UploadEncoding(feedback=feedback)})
     feedback.settle()
     own, bobs = (slice(*outcome.spans[name]) for name in ("alice", "bob"))
     assert not feedback.residual[own].any()  # nothing is cut off what does not travel
     sent = vector(0, NUMEL)[bobs]
-    arrived = Int8().decode(Int8().encode(sent), len(sent))
+    arrived = codecs.Int8().decode(codecs.Int8().encode(sent), len(sent))
     np.testing.assert_array_equal(feedback.residual[bobs], sent - arrived)
 
 
@@ -87,11 +78,11 @@ def test_with_codecs_that_need_feedback_everyone_ends_with_the_same_mean(codec: 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
 def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
     """The same vectors in every round: the mean of what arrived comes near their mean."""
-    feedbacks = {name: ErrorFeedback(NUMEL) for name in NAMES[:4]}
+    feedbacks = {name: codecs.ErrorFeedback(NUMEL) for name in NAMES[:4]}
     encodings = {name: UploadEncoding(feedback=feedback) for name, feedback in feedbacks.items()}
     total, wanted, errors = np.zeros(NUMEL), run_round(numel=NUMEL).mean(), []
 
-    def add_owed(contributions: dict[str, Floats]) -> None:
+    def add_owed(contributions: dict[str, codecs.Floats]) -> None:
         for name, feedback in feedbacks.items():
             contributions[name] += feedback.residual
             feedback.begin()
@@ -106,13 +97,13 @@ def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
 
 
 def test_means_lose_little_where_contributions_lose_much() -> None:
-    assert all(mean_codec_for(name) == name for name in ("float32", "int8", "adaptive"))
-    assert all(mean_codec_for(name) == "float16" for name in ("onebit", "topk:0.01", "topk:0.5"))
+    assert all(codecs.mean_codec_for(name) == name for name in ("float32", "int8", "adaptive"))
+    assert all(codecs.mean_codec_for(name) == "float16" for name in ("onebit", "topk:0.01", "topk:0.5"))
 
 
 def test_an_unknown_precision_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"int8, onebit, adaptive or topk:0\.01"):
-        Precision("zip")
+        codecs.Precision("zip")
 
 
 @pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])

@@ -68,8 +68,7 @@ async def test_a_member_that_never_joins_is_reported_as_silent_first_and_as_too_
 
 
 def test_a_reducer_that_refuses_shows_as_that() -> None:
-    outcome = run_round(2, delays={"bob": 55.0})
-    bob = seen_by(outcome, "alice")["bob"]
+    bob = seen_by(run_round(2, delays={"bob": 55.0}), "alice")["bob"]
     assert bob.dropped == f"refused: {bob.peer[:8]}: no such round here" and bob.means is None
 
 

@@ -84,11 +84,8 @@ def test_invalid_weights_are_refused(g: GroupFormation, weight: float) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"lineage": b"other"}, "resync"),
-        ({"step": 8}, "resync"),
-        ({"numel": 99}, "invalid"),
-        ({"schema": b"other"}, "invalid"),
-        ({"codec": "int8"}, "invalid"),
+        *(({"lineage": b"other"}, "resync"), ({"step": 8}, "resync"), ({"numel": 99}, "invalid")),
+        *(({"schema": b"other"}, "invalid"), ({"codec": "int8"}, "invalid")),
     ],
 )
 def test_a_ticket_of_another_run_is_refused(

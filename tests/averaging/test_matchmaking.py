@@ -186,8 +186,7 @@ async def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
 
 
 async def test_an_organizer_that_sends_an_invalid_group_is_left_out_for_half_an_hour() -> None:
-    town = Town(3)
-    liar, *honest = town.trainers
+    liar, *honest = Town(3).trainers
 
     async def answer(_peer: PeerId, message: JoinRound) -> Joined:
         asked.append(message)
@@ -232,15 +231,13 @@ async def test_peers_that_know_different_candidates_still_form_one_group() -> No
 
 
 async def test_an_organizer_that_will_not_come_leaves_the_round_to_the_next() -> None:
-    town = Town(4)
-    first, *others = town.trainers
+    first, *others = Town(4).trainers
     first.ready_in_s = None
     await one_group(*(trainer.join() for trainer in others), size=3)
 
 
 async def test_a_ticket_of_another_lineage_is_sent_to_resync() -> None:
-    town = Town(3)
-    first, second, stray = town.trainers
+    first, second, stray = Town(3).trainers
     second.ready_in_s = 3.0
     stray.ticket = ticket_of(lineage=b"stray")
     joining = one_group(first.join(), second.join(after_s=3), size=2)
@@ -262,8 +259,7 @@ async def test_alone_a_peer_is_its_own_group_and_asking_again_gives_another_roun
 
 
 async def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
-    town = Town(3)
-    first, second, third = town.trainers
+    first, second, third = Town(3).trainers
     third.ready_in_s = 6.0
     impatient = asyncio.create_task(second.join(timeout_s=2.0))
     await one_group(first.join(), third.join(after_s=5.9), size=2)
@@ -271,8 +267,7 @@ async def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
 
 
 async def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_prefix_refused() -> None:
-    town = Town(2)
-    first, second = town.trainers
+    first, second = Town(2).trainers
     for change in ({"lineage": b"other"}, {"step": 8}):
         call = ticket_of(**change).terms
         answer = await first.peers.call(second.peers.id, call, JoinEta, timeout_s=1)
@@ -284,8 +279,7 @@ async def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_anothe
 
 @pytest.mark.parametrize("reason", ["late", "resync", "invalid"])
 async def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReason) -> None:
-    town = Town(3)
-    liar, *honest = town.trainers
+    liar, *honest = Town(3).trainers
 
     async def refuse(_peer: PeerId, _message: JoinRound) -> Joined:
         return Joined(reason=reason, text="no")
@@ -316,8 +310,7 @@ async def test_refusing_each_step_once_is_honest() -> None:
 
 
 async def test_contributing_needs_the_role_of_a_worker() -> None:
-    town = Town(2)
-    first, second = town.trainers
+    first, second = Town(2).trainers
     second.peers.role = Role.REDUCER
     with pytest.raises(RoundRefused, match="only a worker") as caught:
         await second.join()
@@ -414,8 +407,7 @@ async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reser
 
 @pytest.mark.parametrize("weight", [1e9, 1e-10, -1.0, float("nan")])
 async def test_a_weight_out_of_range_is_refused_before_anybody_is_called(weight: float) -> None:
-    town = Town(2)
-    first, second = town.trainers
+    first, second = Town(2).trainers
     second.ticket = msgspec.structs.replace(TICKET, weight=weight)
     began = asyncio.get_running_loop().time()
     with pytest.raises(RoundRefused, match="neither 0 nor in") as caught:

@@ -90,8 +90,7 @@ def test_a_crash_costs_its_own_group_of_that_round_only() -> None:
     struck = [name for name, one in first.items() if one and len(one.contributors) < 4]
     assert len(struck) == 3
     untouched = [name for name in first if name not in struck]
-    groups = {one.group.round_id for name in untouched if (one := first[name])}
-    for group in groups:
+    for group in {one.group.round_id for name in untouched if (one := first[name])}:
         members = [name for name in untouched if (one := first[name]) and one.group.round_id == group]
         assert len(members) == 4
         for name in members:
@@ -106,8 +105,7 @@ def test_a_peer_that_falls_silent_is_given_up_and_the_others_go_on() -> None:
     story = play(Town(9, group_size=3), script=script)
     assert [fault.name for fault in story.fired] == ["partition"]
     first = {name: result.rounds[0] for name, result in story.results.items()}
-    in_time = [name for name, one in first.items() if one and len(one.contributors) == 3]
-    assert len(in_time) == 6
+    assert len([name for name, one in first.items() if one and len(one.contributors) == 3]) == 6
     assert sum(result.seconds < WINDOW_S + 5 for result in story.results.values()) >= 4  # not in p4's groups
     assert max(result.seconds for result in story.results.values()) < 60  # the links are given up after 30
 
@@ -141,8 +139,7 @@ async def test_the_first_caller_waits_for_others_within_the_window() -> None:
     alice, bob = await few("alice", "bob")
     both = await asyncio.gather(after(0.0, alice, ONES), after(WINDOW_S - 1, bob, 3 * ONES))
     np.testing.assert_array_equal([mean for mean, _ in both], [2 * ONES] * 2)
-    result = both[0][1]
-    assert result.seconds == pytest.approx(WINDOW_S, abs=0.5)
+    assert both[0][1].seconds == pytest.approx(WINDOW_S, abs=0.5)
 
 
 async def test_a_late_caller_is_alone_and_joins_the_next_pass() -> None:
@@ -165,10 +162,8 @@ async def test_vectors_of_different_lengths_do_not_meet() -> None:
 @pytest.mark.parametrize(
     ("values", "options", "text"),
     [
-        (ONES * np.nan, {}, "finite"),
-        (ONES, {"weight": -1.0}, "weight=-1.0"),
-        (ONES, {"weight": 1e7}, "weight="),
-        (ONES, {"group_size": 1}, "2 members"),
+        *((ONES * np.nan, {}, "finite"), (ONES, {"weight": -1.0}, "weight=-1.0")),
+        *((ONES, {"weight": 1e7}, "weight="), (ONES, {"group_size": 1}, "2 members")),
     ],
 )
 async def test_invalid_arguments_are_refused_at_once(

@@ -54,8 +54,7 @@ def test_everyone_ends_with_the_same_weighted_mean(codec: str, error: float) -> 
 
 
 def test_bytes_are_counted_once_up_and_once_down() -> None:
-    outcome = run_round(numel=4 * 16384)
-    for result in outcome.results.values():
+    for result in run_round(numel=4 * 16384).results.values():
         assert result.sent_bytes == result.received_bytes == 6 * 65536
 
 
@@ -186,8 +185,7 @@ async def test_a_member_that_sends_garbage_is_left_out_and_still_gets_the_mean(
     async with await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
         await stream.send(Chunk(index), payload)
         answer, returned = await stream.receive(Chunk)
-    result = await going
-    assert result.contributors == (alice.id,) and answer.averaged
+    assert (await going).contributors == (alice.id,) and answer.averaged
     np.testing.assert_allclose(np.frombuffer(returned, np.float32), vector(0, 10), rtol=1e-6)
 
 
@@ -229,20 +227,15 @@ async def test_at_its_deadline_a_round_ends_with_the_arrived_means() -> None:
     alice, bob = pair()
     averager, values = Averager(alice, AveragingSettings(round_timeout_s=5)), vector(0, 10)
     Averager(bob, SETTINGS)
-    group = make_group([alice, bob], [1, 1], 10)
-    result = await averager.average(group, values)
+    result = await averager.average(make_group([alice, bob], [1, 1], 10), values)
     assert result.seconds == pytest.approx(5) and result.kept_local == ((0, 10),)
     assert len(result.spans_lost) == 1
 
 
 async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> None:
-    network = SimNetwork(LAN)
-    alice = network.peer("alice")
-    averager, group, values = (
-        Averager(alice, SETTINGS),
-        make_group([alice], [1], 1_000_000),
-        vector(0, 1_000_000),
-    )
+    alice = SimNetwork(LAN).peer("alice")
+    averager, values = Averager(alice, SETTINGS), vector(0, 1_000_000)
+    group = make_group([alice], [1], 1_000_000)
     await averager.average(group, values)
     tracemalloc.start()
     with pytest.raises(RoundRefused, match="given up"):
@@ -340,8 +333,7 @@ async def test_a_recall_of_a_span_that_does_not_exist_is_refused(reducer: int, w
 
 
 async def test_rounds_of_two_collaborations_do_not_push_each_other_out() -> None:
-    network = SimNetwork(LAN, seed=0)
-    alice = network.peer("alice")
+    alice = SimNetwork(LAN, seed=0).peer("alice")
     averager, vectors = Averager(alice, SETTINGS), [vector(n, 10) for n in range(2)]
     for n, values in enumerate(vectors):
         group = make_group([alice], [1], 10, round_id=n)

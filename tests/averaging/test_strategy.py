@@ -80,11 +80,8 @@ def test_fast_servers_among_slow_peers_reduce_everything() -> None:
 
 def random_peers(rng: random.Random) -> list[Ticket]:
     def one(index: int) -> Ticket:
-        weight, up, down = (
-            float(index == 0 or rng.random() < 0.8),
-            rng.lognormvariate(0, 1.5),
-            rng.lognormvariate(0, 1.5),
-        )
+        weight = float(index == 0 or rng.random() < 0.8)
+        up, down = rng.lognormvariate(0, 1.5), rng.lognormvariate(0, 1.5)
         facts = {"reduces": index == 1 or rng.random() < 0.8, "assists": not weight and rng.random() < 0.5}
         return ticket(up * 8e6, down * 8e6, weight=weight, codec=codec, **facts)
 
@@ -133,8 +130,7 @@ def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
     for row, (entries, _) in zip(matrix, rows, strict=True):
         row[list(entries)] = list(entries.values())
     goal = np.append(np.zeros(2 * n * n), -1.0)
-    found = linprog(goal, A_ub=matrix, b_ub=[limit for _, limit in rows], method="highs")
-    return float(-found.fun)
+    return float(-linprog(goal, A_ub=matrix, b_ub=[limit for _, limit in rows], method="highs").fun)
 
 
 @given(st.lists(st.floats(0.05, 20), min_size=2, max_size=5))
@@ -196,11 +192,9 @@ def test_an_assistant_has_no_contribution_wants_no_mean_and_gets_load_although_i
 
 @pytest.mark.parametrize("claim", [1e12, math.inf, math.nan, -1.0])
 def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
-    honest = [ticket(8e6)] * 7
-    shares = adaptive_shares([*honest, ticket(claim)]).shares
+    shares = adaptive_shares([*([ticket(8e6)] * 7), ticket(claim)]).shares
     truth = [peer(1)] * 8
-    slowed = plan_round(truth, shares).averaging_s / plan_round(truth).averaging_s
-    assert slowed < CLAIM_CAP
+    assert (plan_round(truth, shares).averaging_s / plan_round(truth).averaging_s) < CLAIM_CAP
     assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]  # one of two does not make the median
     assert believed([None, 0.0]) == [None, None]
 

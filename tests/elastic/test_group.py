@@ -43,8 +43,7 @@ def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> No
 @pytest.mark.parametrize("quiet", ["alice", "bob"])
 def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
     def begin(swarm: Swarm) -> torch.Tensor:
-        optimizer = join_group(swarm, net := model(seed=len(swarm.name)), 2)
-        step_and_close(optimizer, net)
+        step_and_close(join_group(swarm, net := model(seed=len(swarm.name)), 2), net)
         return parameters_of(net)
 
     with cs.simulate(1, network="lan", seed=1) as sim:

@@ -37,8 +37,7 @@ def test_an_interrupted_step_can_be_repeated_without_loss() -> None:
         for step in range(3):
             loss_of(net, step, rows_of(optimizer.member, 2)).backward()
             if step == 1:
-                timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
-                timer.start()
+                threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
                 interrupted.set()

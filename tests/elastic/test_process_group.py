@@ -34,7 +34,7 @@ def test_different_settings_are_reported_to_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(RANK, "differ", tmp_path) == [0, 0]
     for rank in range(RANKS):
         text = (tmp_path / f"error {rank}").read_text()
-        assert "float16" in text and "int8" in text and "same settings" in text
+        assert "float16" in text and "int8" in text and "give all the same" in text
 
 
 def test_a_missing_process_group_is_reported_with_the_remedy() -> None:

@@ -77,9 +77,7 @@ def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching:
 @pytest.mark.parametrize(
     ("samples", "size_bytes", "text"),
     [
-        (0, 0, "at least"),
-        (-1, -1, "at least"),
-        (1, 81, "split it"),
+        *((0, 0, "at least"), (-1, -1, "at least"), (1, 81, "split it")),
         (10**12, 10**15, "a call of .* MiB: .* MiB"),
     ],
 )

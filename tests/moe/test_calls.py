@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import (
-    LINK_BUSY_RETRY_S,
-    PART_BYTES,
-    ExpertServer,
-    ForwardExpert,
-    Part,
-    encoded,
-    spans,
-)
+from colab_swarm.moe import calls as expert_calls
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Contact, Message, Stream
@@ -32,7 +24,7 @@ from tests.net.swarm import peers
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
-Answering = Callable[[ForwardExpert, Stream], Awaitable[None]]
+Answering = Callable[[expert_calls.ForwardExpert, Stream], Awaitable[None]]
 
 
 def info(host: Contact) -> ExpertInfo:
@@ -45,9 +37,9 @@ def pair() -> tuple[SimNetwork, SimPeers, SimPeers]:
 
 
 @contextlib.asynccontextmanager
-async def hosted(bob: SimPeers) -> AsyncIterator[tuple[ExpertServer, Expert]]:
+async def hosted(bob: SimPeers) -> AsyncIterator[tuple[expert_calls.ExpertServer, Expert]]:
     """An expert that bob hosts."""
-    server, expert = ExpertServer(bob, EventLog()), Expert("ffn.0", FeedForward(4), RULE, (4,))
+    server, expert = expert_calls.ExpertServer(bob, EventLog()), Expert("ffn.0", FeedForward(4), RULE, (4,))
     server.add(expert)
     yield server, expert
     await server.close()
@@ -57,25 +49,25 @@ class Other(Message, frozen=True):
     text: str
 
 
-async def truncates(opening: ForwardExpert, stream: Stream) -> None:
-    await stream.receive(Part)
+async def truncates(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
+    await stream.receive(expert_calls.Part)
 
 
-async def breaks_off(opening: ForwardExpert, stream: Stream) -> None:
-    await stream.receive(Part)
+async def breaks_off(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
+    await stream.receive(expert_calls.Part)
     stream.reset("no more")
 
 
-async def gives(payload: bytes, opening: ForwardExpert, stream: Stream) -> None:
-    await stream.receive(Part)
-    await stream.send(Part(), payload)
+async def gives(payload: bytes, opening: expert_calls.ForwardExpert, stream: Stream) -> None:
+    await stream.receive(expert_calls.Part)
+    await stream.send(expert_calls.Part(), payload)
 
 
-async def says(message: Message, opening: ForwardExpert, stream: Stream) -> None:
+async def says(message: Message, opening: expert_calls.ForwardExpert, stream: Stream) -> None:
     await stream.send(message)
 
 
-async def crashes(opening: ForwardExpert, stream: Stream) -> None:
+async def crashes(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
     raise ZeroDivisionError("a bug")
 
 
@@ -96,7 +88,7 @@ FAULTY: dict[str, tuple[Answering, str]] = {
 async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
     async with peers("alice", "bob") as (alice, bob):
         answer, text = FAULTY[case]
-        bob.serve_stream(ForwardExpert, answer)
+        bob.serve_stream(expert_calls.ForwardExpert, answer)
         with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]}: .*{text}") as caught:
             await calls_of(alice).forward(info(bob.contact), INPUTS)
         assert caught.value.retry_s is None
@@ -108,10 +100,10 @@ async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -
 @pytest.mark.real_time
 async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
     async with peers("alice", "bob") as (alice, bob):
-        bob.serve_stream(ForwardExpert, partial(says, Part(busy_s=said)))
+        bob.serve_stream(expert_calls.ForwardExpert, partial(says, expert_calls.Part(busy_s=said)))
         calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
         with pytest.raises(ExpertError, match="busy") as caught:
-            await calls.attempt(ForwardExpert, info(bob.contact), [large])
+            await calls.attempt(expert_calls.ForwardExpert, info(bob.contact), [large])
         assert caught.value.retry_s == heard
         assert alice.statistics(bob.id).sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
@@ -119,11 +111,13 @@ async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: floa
 @pytest.mark.real_time
 async def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
     async with peers("alice", "bob", max_streams_per_link=1) as (alice, bob):
-        bob.serve_stream(ForwardExpert, truncates)
-        first = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5)
+        bob.serve_stream(expert_calls.ForwardExpert, truncates)
+        first = await alice.stream(
+            bob.id, expert_calls.ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5
+        )
         with pytest.raises(ExpertError, match="1 streams are open") as caught:
-            await calls_of(alice).attempt(ForwardExpert, info(bob.contact), [INPUTS])
-        assert caught.value.retry_s == LINK_BUSY_RETRY_S
+            await calls_of(alice).attempt(expert_calls.ForwardExpert, info(bob.contact), [INPUTS])
+        assert caught.value.retry_s == expert_calls.LINK_BUSY_RETRY_S
         first.reset()
 
 
@@ -142,11 +136,11 @@ async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> Non
 
 
 async def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
-    async def silent(opening: ForwardExpert, stream: Stream) -> None:
+    async def silent(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()
 
     _, alice, bob = pair()
-    bob.serve_stream(ForwardExpert, silent)
+    bob.serve_stream(expert_calls.ForwardExpert, silent)
     with pytest.raises(ExpertError, match=r"did not answer in 7 s"):
         await calls_of(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
     assert virtual_time() == pytest.approx(7.0)
@@ -170,11 +164,13 @@ async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
     network, alice, bob = pair()
     network.introduce()
     async with hosted(bob) as (server, _):
-        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (4,), "float32"), timeout_s=5)
+        stream = await alice.stream(
+            bob.id, expert_calls.ForwardExpert("ffn.0", 4096, (4,), "float32"), timeout_s=5
+        )
         await asyncio.sleep(59)
         assert len(server._batching._inside) == 1
         with pytest.raises(CallRefused, match="took over 60 s"):
-            await stream.receive(Part)
+            await stream.receive(expert_calls.Part)
         assert not server._batching._inside
     assert virtual_time() == pytest.approx(60, abs=0.1)
 
@@ -185,18 +181,18 @@ NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]
 @given(st.sampled_from(NAMES), st.integers(0, 1_000_000))
 def test_spans_tile_a_tensor_and_fit_into_a_part(name: str, numel: int) -> None:
     codec = codec_of(name)
-    found = list(spans(numel, codec))
+    found = list(expert_calls.spans(numel, codec))
     assert [span.start for span in found] == [0, *(span.stop for span in found)][: len(found)]
     assert not found or found[-1].stop == numel
-    assert all(0 < codec.encoded_bytes(span.stop - span.start) <= PART_BYTES for span in found)
+    assert all(0 < codec.encoded_bytes(span.stop - span.start) <= expert_calls.PART_BYTES for span in found)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_hold_what_spans_announce(name: str) -> None:
     codec = codec_of(name)
     values = np.random.default_rng(0).standard_normal((70, 1001), np.float32)
-    parts = list(encoded(values, codec))
-    lengths = [span.stop - span.start for span in spans(values.size, codec)]
+    parts = list(expert_calls.encoded(values, codec))
+    lengths = [span.stop - span.start for span in expert_calls.spans(values.size, codec)]
     assert [len(part) for part in parts] == [codec.encoded_bytes(length) for length in lengths]
     decoded = [codec.decode(part, length) for part, length in zip(parts, lengths, strict=True)]
     lost = np.concatenate(decoded) - values.ravel()

@@ -60,8 +60,7 @@ def test_backward_steps_as_a_training_loop_would() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        got = ours.backward(inputs, grads)
-        assert leaf.grad is not None and torch.equal(got, leaf.grad)
+        assert leaf.grad is not None and torch.equal(ours.backward(inputs, grads), leaf.grad)
     assert ours.step == 5 and equal(values(ours), dict(module.state_dict()))
 
 
@@ -123,10 +122,8 @@ RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
 @pytest.mark.parametrize(
     ("module", "sample", "samples"),
     [
-        (FeedForward(8), (8,), (8,)),
-        (FeedForward(8, 3), (8,), (8,)),
-        (TransformerBlock(8, 2), (-1, 8), (7, 8)),
-        (TransformerBlock(8, 2, 5), (4, 8), (4, 8)),
+        *((FeedForward(8), (8,), (8,)), (FeedForward(8, 3), (8,), (8,))),
+        *((TransformerBlock(8, 2), (-1, 8), (7, 8)), (TransformerBlock(8, 2, 5), (4, 8), (4, 8))),
         (nn.Identity(), (2, 3), (2, 3)),
     ],
 )

@@ -90,16 +90,10 @@ ROW = GridRecord((), (ExpertPlace(1, 2, 3, ()),))
 @pytest.mark.parametrize(
     ("subkey", "record", "owner"),
     [
-        (ALICE, ROW, BOB),
-        (ALICE, ROW, None),
-        (b"", ROW, ALICE),
-        (ALICE, [[], [7]], ALICE),
-        (ALICE, None, ALICE),
-        (ALICE, [[], [[-1, 2, 3, []]]], ALICE),
-        (ALICE, [[], [[PAGE, 2, 3, []]]], ALICE),
-        (ALICE, [[], [[1, 2, -2, []]]], ALICE),
-        (ALICE, [[], [[1, 2, 3, [1] * 9]]], ALICE),
-        (ALICE, [["a" * 1000], []], ALICE),
+        *((ALICE, ROW, BOB), (ALICE, ROW, None), (b"", ROW, ALICE), (ALICE, [[], [7]], ALICE)),
+        *((ALICE, None, ALICE), (ALICE, [[], [[-1, 2, 3, []]]], ALICE)),
+        *((ALICE, [[], [[PAGE, 2, 3, []]]], ALICE), (ALICE, [[], [[1, 2, -2, []]]], ALICE)),
+        *((ALICE, [[], [[1, 2, 3, [1] * 9]]], ALICE), (ALICE, [["a" * 1000], []], ALICE)),
         (ALICE, [["a"] * 17, []], ALICE),
     ],
 )

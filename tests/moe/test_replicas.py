@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import CallRefused, StateError
-from colab_swarm.moe.saves import (
-    ExpertSaves,
-    FetchSave,
-    KeepSave,
-    LackedChunks,
-    SavePlace,
-    SaveRecord,
-    SaveResult,
-    send_save,
-)
+from colab_swarm.moe import saves as expert_saves
 from colab_swarm.net.peers import Buffer, Contact, PeerId
 from colab_swarm.sim import virtual_time
 from colab_swarm.tensors.chunks import Snapshot, StateChunk, digest_of
@@ -39,10 +30,10 @@ class Scene:
             self.members[name] = await self.run.join(name)
             await self.saves(name).start()
 
-    def saves(self, name: str) -> ExpertSaves:
+    def saves(self, name: str) -> expert_saves.ExpertSaves:
         return self.members[name].resources.saves
 
-    async def save(self, state: Snapshot, copies: int = 2) -> SaveResult:
+    async def save(self, state: Snapshot, copies: int = 2) -> expert_saves.SaveResult:
         alice = self.saves("alice")
         return await alice.save(state, await alice.others(), copies)
 
@@ -53,7 +44,7 @@ class Scene:
     def name(self, peer: PeerId) -> str:
         return next(name for name, member in self.members.items() if member.peers.id == peer)
 
-    def reader(self, kept: SaveResult) -> ExpertSaves:
+    def reader(self, kept: expert_saves.SaveResult) -> expert_saves.ExpertSaves:
         """Return the saves of a peer that holds none of it."""
         others = (name for name in self.members if name != "alice")
         return next(self.saves(n) for n in others if self.members[n].peers.id not in kept.holders)
@@ -70,7 +61,7 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-async def fetched(saves: ExpertSaves, uid: str = "ffn.0.0") -> Snapshot:
+async def fetched(saves: expert_saves.ExpertSaves, uid: str = "ffn.0.0") -> Snapshot:
     _, place = (await saves.claims(uid))[0]
     return await saves.fetch(uid, place, limit_bytes=LIMIT_BYTES)
 
@@ -166,7 +157,7 @@ async def test_a_holder_without_space_refuses_and_another_is_used(scene: Scene) 
     full = scene.saves("bob")
     full.store._quota_bytes = 1000
     with pytest.raises(CallRefused, match="1,000 bytes are left here"):
-        await send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved())
+        await expert_saves.send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved())
     kept = await scene.save(saved(), copies=1)
     assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.saves() == []
 
@@ -179,7 +170,7 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
     (save,) = shelf_of(liar).saves()
     lies: list[bytes] = []
 
-    async def lie(ask: FetchSave, stream: Any) -> None:
+    async def lie(ask: expert_saves.FetchSave, stream: Any) -> None:
         for digest in ask.digests:
             lies.append(digest)
             await stream.send(StateChunk(), bytes(1 << 18))
@@ -187,8 +178,8 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
     scene.crash("alice")
     for lies_now in (False, True):
         if lies_now:
-            liar.peers.unserve(FetchSave)
-            liar.peers.serve_stream(FetchSave, lie)
+            liar.peers.unserve(expert_saves.FetchSave)
+            liar.peers.serve_stream(expert_saves.FetchSave, lie)
         again = await fetched(scene.reader(kept))
         assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
     assert lies and len(save.digests) == 11 and [fault.name for fault in scene.run.network.fired] == ["crash"]
@@ -223,7 +214,9 @@ async def test_a_false_claim_of_a_real_save_does_not_hide_the_owners(scene: Scen
     ((owner, claim),) = await scene.saves("bob").claims("ffn.0.0")
     for name in ("mallory", "zoe"):  # an id below and above alice's
         liar = scene.members[name].services
-        record = SaveRecord((msgspec.structs.replace(claim, step=10**9, holders=(liar.peers.contact,)),))
+        record = expert_saves.SaveRecord(
+            (msgspec.structs.replace(claim, step=10**9, holders=(liar.peers.contact,)),)
+        )
         await liar.dht.publish("run/experts/ffn.0.0/save", record, ttl_s=600)
     assert (owner, claim) in await scene.saves("bob").claims("ffn.0.0")
 
@@ -250,7 +243,9 @@ async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(s
     for piece in whole.chunks.values():
         chunks.put(piece)
     with pytest.raises(StateError, match="1 of 10 chunks"):
-        await scene.saves("alice").fetch("ffn.0.0", SavePlace(1, head, ()), limit_bytes=LIMIT_BYTES)
+        await scene.saves("alice").fetch(
+            "ffn.0.0", expert_saves.SavePlace(1, head, ()), limit_bytes=LIMIT_BYTES
+        )
 
 
 @pytest.mark.parametrize("fault", ["hash", "length"])
@@ -261,13 +256,13 @@ async def test_a_save_whose_chunks_do_not_match_is_not_kept(scene: Scene, tmp_pa
         digests = digest_of(b"something else") + manifest.digests[32:]
         manifest = msgspec.structs.replace(manifest, digests=digests)
     head = msgspec.msgpack.encode(manifest)
-    async with await alice.stream(bob, KeepSave(digest_of(head)), timeout_s=5) as stream:
+    async with await alice.stream(bob, expert_saves.KeepSave(digest_of(head)), timeout_s=5) as stream:
         await stream.send(StateChunk(), head)
-        lacked, _ = await stream.receive(LackedChunks)
+        lacked, _ = await stream.receive(expert_saves.LackedChunks)
         assert len(lacked.places) == 10
         await stream.send(StateChunk(), b"something else")
         with pytest.raises(CallRefused, match="does not match its hash or its length"):
-            await stream.receive(LackedChunks)
+            await stream.receive(expert_saves.LackedChunks)
     assert not shelf_of(scene.members["bob"]).saves()
     assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
 

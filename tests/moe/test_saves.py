@@ -82,8 +82,7 @@ def test_saves_outlive_the_process_and_partial_files_do_not(tmp_path: Path) -> N
     (tmp_path / "chunks" / "ab").mkdir(exist_ok=True)
     (tmp_path / "chunks" / "ab" / "half-written.partial").write_bytes(b"x")
     (tmp_path / "saves" / "garbled.save").write_bytes(b"\xff" * 9)
-    again = ReplicaStore(tmp_path, me=ALICE)
-    assert again.saves() == [save] and files(tmp_path) == 2
+    assert ReplicaStore(tmp_path, me=ALICE).saves() == [save] and files(tmp_path) == 2
     assert not (tmp_path / "saves" / "garbled.save").exists()
 
 

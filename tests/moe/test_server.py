@@ -137,8 +137,7 @@ async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
     near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
     async with hosting() as (server, alice, bob, _):
         calls = calls_of(alice, codec=codec)
-        outputs = await calls.forward(info(bob), inputs)
-        assert np.abs(outputs - here(local, inputs)).mean() < near
+        assert np.abs((await calls.forward(info(bob), inputs)) - here(local, inputs)).mean() < near
         back = await calls.backward(info(bob), inputs, grads)
         assert np.abs(back - here(local, inputs, grads)).mean() < near
         counted = server.statistics()["ffn.0"]
@@ -250,10 +249,8 @@ async def test_impossible_calls_are_refused_before_anything_is_received(case: st
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ([31], "a part of 31 bytes, expected 32"),
-        ([64], "a part of 64 bytes"),
-        ([0], "a part of 0 bytes"),
-        ([32, 32], "more parts"),
+        *(([31], "a part of 31 bytes, expected 32"), ([64], "a part of 64 bytes")),
+        *(([0], "a part of 0 bytes"), ([32, 32], "more parts")),
     ],
 )
 async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:

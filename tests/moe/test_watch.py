@@ -55,8 +55,7 @@ async def test_shares_follow_the_steps_of_the_last_minute(run: Run) -> None:
     busy, idle = sorted(hosting.experts)
     for _ in range(3):
         hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
-    seen = await look(watch, 60.0)
-    assert {one.uid: one.share for one in seen.live} == {busy: 1.0, idle: 0.0}
+    assert {one.uid: one.share for one in (await look(watch, 60.0)).live} == {busy: 1.0, idle: 0.0}
 
 
 async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(run: Run) -> None:

@@ -9,26 +9,15 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES
-from colab_swarm.tensors.chunks import (
-    ALIGNMENT_BYTES,
-    CHUNK_BYTES,
-    MAX_STATE_BYTES,
-    Layout,
-    Manifest,
-    Snapshot,
-    chunk_bytes,
-    digest_of,
-    pack,
-    unpack,
-)
+from colab_swarm.tensors import chunks
 
 
 def test_every_type_of_tensor_is_aligned_and_comes_back() -> None:
     some = torch.tensor([True]), torch.rand(3).bfloat16(), torch.arange(3), torch.empty(0), torch.tensor(0.5)
     state = dict(zip("abcde", some, strict=True))
-    layout, blob = pack(state)
-    again = unpack(layout, blob)
-    assert again.keys() == state.keys() and blob.nbytes == 4 * ALIGNMENT_BYTES
+    layout, blob = chunks.pack(state)
+    again = chunks.unpack(layout, blob)
+    assert again.keys() == state.keys() and blob.nbytes == 4 * chunks.ALIGNMENT_BYTES
     assert all(torch.equal(state[key], again[key]) and state[key].dtype == again[key].dtype for key in state)
 
 
@@ -36,50 +25,45 @@ def test_every_type_of_tensor_is_aligned_and_comes_back() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_state_that_is_not_finite_is_refused(kind: torch.dtype, value: float) -> None:
     with pytest.raises(StateError, match=r"NaN or infinite values in 'weight'"):
-        unpack(*pack({"weight": torch.tensor([1.0, value], dtype=kind)}))
+        chunks.unpack(*chunks.pack({"weight": torch.tensor([1.0, value], dtype=kind)}))
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        {"shape": (10**9,)},
-        {"shape": (-1,)},
-        {"shape": (50,)},
-        {"shape": (100, *[1] * 64)},
-        {"kind": "object"},
-        {"kind": "load"},
-        {"name": "another"},
+        *({"shape": (10**9,)}, {"shape": (-1,)}, {"shape": (50,)}, {"shape": (100, *[1] * 64)}),
+        *({"kind": "object"}, {"kind": "load"}, {"name": "another"}),
     ],
 )
 def test_a_layout_that_lies_about_its_tensors_is_refused(lie: dict[str, object]) -> None:
-    layout, blob = pack({"weight": torch.rand(100)})
-    whole = msgspec.msgpack.decode(layout, type=Layout)
+    layout, blob = chunks.pack({"weight": torch.rand(100)})
+    whole = msgspec.msgpack.decode(layout, type=chunks.Layout)
     entry = {**dict(zip(("name", "kind", "shape"), whole.tensors[0], strict=True)), **lie}
     with pytest.raises(StateError):
-        unpack(msgspec.msgpack.encode(Layout(whole.skeleton, (tuple(entry.values()),))), blob)
+        chunks.unpack(msgspec.msgpack.encode(chunks.Layout(whole.skeleton, (tuple(entry.values()),))), blob)
 
 
 def test_an_empty_tensor_of_an_impossible_shape_and_one_that_is_named_twice_are_refused() -> None:
-    empty = Layout(b'{"tensor":"w"}', (("w", "float32", (0, 2**64 - 1)),))
+    empty = chunks.Layout(b'{"tensor":"w"}', (("w", "float32", (0, 2**64 - 1)),))
     with pytest.raises(StateError, match="invalid tensor 'w'"):
-        unpack(msgspec.msgpack.encode(empty), np.zeros(0, np.uint8))
-    layout, blob = pack({"weight": torch.rand(16)})
-    whole = msgspec.msgpack.decode(layout, type=Layout)
-    twice = msgspec.msgpack.encode(Layout(whole.skeleton, whole.tensors * 2))
+        chunks.unpack(msgspec.msgpack.encode(empty), np.zeros(0, np.uint8))
+    layout, blob = chunks.pack({"weight": torch.rand(16)})
+    whole = msgspec.msgpack.decode(layout, type=chunks.Layout)
+    twice = msgspec.msgpack.encode(chunks.Layout(whole.skeleton, whole.tensors * 2))
     with pytest.raises(StateError, match="twice"):
-        unpack(twice, np.concatenate([blob, blob]))
+        chunks.unpack(twice, np.concatenate([blob, blob]))
 
 
 @given(st.binary(max_size=200))
 def test_an_arbitrary_layout_raises_only_state_error(layout: bytes) -> None:
     with pytest.raises(StateError):
-        unpack(layout, np.zeros(256, np.uint8))
+        chunks.unpack(layout, np.zeros(256, np.uint8))
 
 
-@given(st.integers(0, MAX_STATE_BYTES))
+@given(st.integers(0, chunks.MAX_STATE_BYTES))
 def test_any_state_up_to_the_limit_has_chunks_that_fit_in_a_message(size_bytes: int) -> None:
-    assert CHUNK_BYTES <= chunk_bytes(size_bytes) <= MAX_PAYLOAD_BYTES
-    assert -(-size_bytes // chunk_bytes(size_bytes)) <= 4096
+    assert chunks.CHUNK_BYTES <= chunks.chunk_bytes(size_bytes) <= MAX_PAYLOAD_BYTES
+    assert -(-size_bytes // chunks.chunk_bytes(size_bytes)) <= 4096
 
 
 @given(st.binary(max_size=99), st.integers(-5, 2**40), st.integers(-5, 2**50), st.integers(250, 260))
@@ -87,15 +71,15 @@ def test_a_manifest_that_does_not_add_up_is_refused(
     digests: bytes, size: int, step: int, letters: int
 ) -> None:
     try:
-        manifest = Manifest.decode(msgspec.msgpack.encode([b"u" * letters, step, b"", size, digests]))
+        manifest = chunks.Manifest.decode(msgspec.msgpack.encode([b"u" * letters, step, b"", size, digests]))
     except StateError:
         return
     assert len(digests) == 32 * manifest.chunks and 0 <= step < 2**48 and letters <= 256
 
 
 def test_chunks_tile_the_blob_and_have_its_hashes() -> None:
-    blob = np.random.default_rng(0).integers(0, 256, 3 * CHUNK_BYTES + 5, np.uint8)
-    whole = Snapshot.of(b"", 1, b"", blob)
-    assert [whole.manifest.length(chunk) for chunk in range(4)] == [CHUNK_BYTES] * 3 + [5]
+    blob = np.random.default_rng(0).integers(0, 256, 3 * chunks.CHUNK_BYTES + 5, np.uint8)
+    whole = chunks.Snapshot.of(b"", 1, b"", blob)
+    assert [whole.manifest.length(chunk) for chunk in range(4)] == [chunks.CHUNK_BYTES] * 3 + [5]
     assert b"".join(whole.chunks.values()) == blob.tobytes()
-    assert all(digest_of(piece) == digest for digest, piece in whole.chunks.items())
+    assert all(chunks.digest_of(piece) == digest for digest, piece in whole.chunks.items())

@@ -14,16 +14,7 @@ from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
-from tests.training.toy import (
-    join_training,
-    joint_reference,
-    lineages,
-    loss_of,
-    model,
-    parameters_of,
-    train_freely,
-    train_rows,
-)
+from tests.training import toy
 
 Result = tuple[torch.Tensor, bytes] | None
 HALVES = {"bob": slice(0, 3), "carol": slice(3, 10)}
@@ -49,17 +40,17 @@ def train_halves(swarm: Swarm, steps: int) -> Result:
     if swarm.name not in HALVES:
         swarm.serve_as_reducer()
         return None
-    optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0)
+    optimizer = toy.join_training(swarm, net := toy.model(), matchmaking_timeout_s=20.0)
     wait_for(swarm, optimizer, len(HALVES))
-    train_rows(optimizer, net, HALVES[swarm.name], steps)
-    return parameters_of(net), optimizer.lineage
+    toy.train_rows(optimizer, net, HALVES[swarm.name], steps)
+    return toy.parameters_of(net), optimizer.lineage
 
 
 def train_or_assist(swarm: Swarm, steps: int) -> Result:
     if swarm.name == "alice":
         swarm.serve_as_reducer()
         return None
-    return train_freely(swarm, steps)
+    return toy.train_freely(swarm, steps)
 
 
 @pytest.mark.slow
@@ -69,9 +60,9 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
         assistance = sim.swarms["alice"].assistant
         helped = sim.swarms["alice"].events.recent(RoundFinished)
-    assert len(lineages(results)) == 1
+    assert len(toy.lineages(results)) == 1
     for name in HALVES:
-        torch.testing.assert_close(results[name][0], joint_reference(10), rtol=0, atol=1e-5)
+        torch.testing.assert_close(results[name][0], toy.joint_reference(10), rtol=0, atol=1e-5)
     assert all(e.group_size == 3 and len(e.contributors) == 2 for e in rounds)
     assert assistance.rounds == len(helped) >= 9
     assert all(e.samples == 10 and e.members and e.seconds >= e.averaging_s for e in helped)
@@ -84,7 +75,7 @@ def test_a_late_joiner_gets_the_state_of_unreachable_peers_through_the_assistant
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         received = sim.swarms["dave"].events.recent(StateReceived)
         assert received and received[0].donors == (sim.swarms["alice"].id.hex(),)
-    assert results["dave"] and len(lineages(results)) == 1
+    assert results["dave"] and len(toy.lineages(results)) == 1
 
 
 @pytest.mark.slow
@@ -99,7 +90,7 @@ def test_training_continues_when_the_assistant_crashes_in_a_round_and_returns(ph
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
         assert sim.swarms["alice"].assistant.rounds > 20
     assert {e.group_size for e in rounds} == {1, 3}  # alone while it was away
-    assert results["bob"] and results["carol"] and len(lineages(results)) == 1
+    assert results["bob"] and results["carol"] and len(toy.lineages(results)) == 1
 
 
 def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -> None:
@@ -108,7 +99,7 @@ def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -
         results = sim.run(lambda swarm: train_or_assist(swarm, 12))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
         assert sim.swarms["alice"].assistant.rounds >= 8
-    assert len(lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
+    assert len(toy.lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
     assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
 
 
@@ -119,7 +110,7 @@ def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -
         sim.network.when(lambda m: isinstance(m, Chunk), sender="alice", nth=8).crash("alice")
         results = sim.run(lambda swarm: train_or_assist(swarm, 12))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-    assert sim.network.fired and len(lineages(results)) == 1
+    assert sim.network.fired and len(toy.lineages(results)) == 1
     assert not any(e.kept_local for e in rounds)
 
 
@@ -129,7 +120,7 @@ def test_a_trainer_that_vanishes_is_waited_for_once_at_most() -> None:
         sim.network.at(6.2).crash("dave")  # between two rounds
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-    assert sim.network.fired and len(lineages(results)) == 1
+    assert sim.network.fired and len(toy.lineages(results)) == 1
     later = [e for e in rounds if e.at > 6.2]
     assert {e.group_size for e in later} == {3} and sum(e.seconds > 3.0 for e in later) <= 1
 
@@ -147,11 +138,11 @@ def test_an_assistant_helps_two_models_of_one_peer_or_only_the_named_one() -> No
         if swarm.name == "alice":
             swarm.serve_as_reducer(only)
             return {}
-        nets = {name: model(seed) for seed, name in enumerate(("one", "two"))}
-        optimizers = {name: join_training(swarm, net, name=name) for name, net in nets.items()}
+        nets = {name: toy.model(seed) for seed, name in enumerate(("one", "two"))}
+        optimizers = {name: toy.join_training(swarm, net, name=name) for name, net in nets.items()}
         for _ in range(30):
             for name, net in nets.items():
-                loss_of(net, optimizers[name].global_step, slice(0, 2)).backward()
+                toy.loss_of(net, optimizers[name].global_step, slice(0, 2)).backward()
                 optimizers[name].step(samples=2)
         assert min(optimizer.global_step for optimizer in optimizers.values()) >= 3
         return {name: optimizer.global_step for name, optimizer in optimizers.items()}
@@ -172,7 +163,7 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
             assistance.stop()
             assert "stopped" in repr(assistance)
             return 0
-        optimizer = join_training(swarm, model())
+        optimizer = toy.join_training(swarm, toy.model())
         swarm.runtime.call(optimizer.collaboration.refresh())
         return len(optimizer.collaboration.progress.assistants)
 
@@ -186,11 +177,11 @@ def test_an_assistant_may_begin_to_train() -> None:
             swarm.serve_as_reducer()
             while not swarm.assistant.collaborations:
                 swarm.runtime.call(asyncio.sleep(1))
-        return train_freely(swarm, 12)
+        return toy.train_freely(swarm, 12)
 
     with simulation("bob", "carol") as sim:
         results = sim.run(train)
-    assert all(results.values()) and len(lineages(results)) == 1
+    assert all(results.values()) and len(toy.lineages(results)) == 1
 
 
 @pytest.mark.slow
@@ -205,10 +196,10 @@ def test_over_real_links_two_peers_train_and_a_third_gets_their_state_through_th
         )
         with ThreadPoolExecutor(2) as pool:
             results = list(pool.map(lambda swarm: train_halves(swarm, 5), (bob, carol)))
-        optimizer = join_training(dave, net := model())
+        optimizer = toy.join_training(dave, net := toy.model())
         assert optimizer.global_step == 5
-        assert all(torch.equal(parameters_of(net), result[0]) for result in results if result)
-        torch.testing.assert_close(parameters_of(net), joint_reference(5), rtol=0, atol=1e-5)
+        assert all(torch.equal(toy.parameters_of(net), result[0]) for result in results if result)
+        torch.testing.assert_close(toy.parameters_of(net), toy.joint_reference(5), rtol=0, atol=1e-5)
         assert assistance.rounds == 5
         (received,) = dave.events.recent(StateReceived)
         assert isinstance(received, StateReceived) and received.donors == (backbone.id.hex(),)

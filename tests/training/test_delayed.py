@@ -10,27 +10,16 @@ from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
-from tests.training.toy import (
-    ROWS,
-    alone,
-    join_training,
-    lineages,
-    loss_of,
-    model,
-    parameters_of,
-    take,
-    train_freely,
-    wait_for_peers,
-)
+from tests.training import toy
 
 
 def stale_reference(steps: int) -> torch.Tensor:
     """By hand: the gradient of step t is taken at the parameters that lack the update of step t - 1."""
-    shown, updated = model(), model()
+    shown, updated = toy.model(), toy.model()
     optimizer = Lamb(updated.parameters(), lr=0.01)
     for step in range(steps):
         shown.zero_grad()
-        loss_of(shown, step).backward()
+        toy.loss_of(shown, step).backward()
         shown_next = [parameter.detach().clone() for parameter in updated.parameters()]
         for mine, theirs in zip(updated.parameters(), shown.parameters(), strict=True):
             mine.grad = theirs.grad.clone() if theirs.grad is not None else None
@@ -38,22 +27,22 @@ def stale_reference(steps: int) -> torch.Tensor:
         with torch.no_grad():
             for mine, newer in zip(shown.parameters(), shown_next, strict=True):
                 mine.copy_(newer)
-    return parameters_of(updated)
+    return toy.parameters_of(updated)
 
 
 def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch, once; the next batch is computed while a round runs."""
-    optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0, overlap=True)
-    wait_for_peers(swarm, optimizer, len(ROWS))
-    rows = ROWS[swarm.name]
+    optimizer = toy.join_training(swarm, net := toy.model(), matchmaking_timeout_s=20.0, overlap=True)
+    toy.wait_for_peers(swarm, optimizer, len(toy.ROWS))
+    rows = toy.ROWS[swarm.name]
     for step in range(steps):
-        loss_of(net, step, rows).backward()
+        toy.loss_of(net, step, rows).backward()
         optimizer.step(samples=rows.stop - rows.start)
         while optimizer._gathered.samples:  # until a round has begun with them
             optimizer._land(wait=True)
             optimizer._act(swarm.runtime.call(optimizer.collaboration.wait_due(float("inf"))))
     optimizer.wait_step()
-    return parameters_of(net), optimizer.lineage
+    return toy.parameters_of(net), optimizer.lineage
 
 
 @pytest.mark.slow
@@ -62,7 +51,7 @@ def test_four_peers_equal_a_one_step_stale_reference(network: str) -> None:
     with cs.simulate(4, network=network, seed=1) as sim:
         results = sim.run(lambda swarm: train_delayed(swarm, 20))
         assert len(sim.swarms["alice"].events.recent(RoundFinished)) == 20
-    assert len(results) == 4 and len(lineages(results)) == 1
+    assert len(results) == 4 and len(toy.lineages(results)) == 1
     for parameters, _ in results.values():
         torch.testing.assert_close(parameters, stale_reference(20), rtol=0, atol=1e-5)
 
@@ -72,7 +61,7 @@ def test_rounds_hide_behind_computing() -> None:
     ends = {}
     for delayed in (False, True):
         with cs.simulate(4, network="home", seed=1, samples_per_s=10.0) as sim:
-            sim.run(lambda swarm, d=delayed: train_freely(swarm, 12, target_batch_size=40, overlap=d))
+            sim.run(lambda swarm, d=delayed: toy.train_freely(swarm, 12, target_batch_size=40, overlap=d))
             ends[delayed] = sim.time
     assert ends[True] < 0.9 * ends[False]
 
@@ -86,35 +75,37 @@ def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: py
         return await join(matchmaker, *args)
 
     def train(swarm: Swarm) -> tuple[torch.Tensor, int]:
-        optimizer = join_training(swarm, net := model(), overlap=True)
-        assert take(optimizer, net, 0) is None  # the round began, and will be refused
+        optimizer = toy.join_training(swarm, net := toy.model(), overlap=True)
+        assert toy.take(optimizer, net, 0) is None  # the round began, and will be refused
         assert optimizer.wait_step() is not None
-        return parameters_of(net), optimizer.global_step
+        return toy.parameters_of(net), optimizer.global_step
 
     join = Matchmaker.join
     monkeypatch.setattr(Matchmaker, "join", refuse_once)
-    parameters, steps = alone(train)
+    parameters, steps = toy.alone(train)
     assert next(refusals, None) is None and steps == 1
     torch.testing.assert_close(parameters, stale_reference(1))
 
 
 def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, torch.Tensor]:
-        optimizer = join_training(swarm, net := model(), overlap=True)
+        optimizer = toy.join_training(swarm, net := toy.model(), overlap=True)
         for step in range(3):
-            take(optimizer, net, step)
+            toy.take(optimizer, net, step)
         optimizer.close()
-        return parameters_of(net), torch.cat([p.detach().flatten() for p in optimizer._replica.parameters])
+        return toy.parameters_of(net), torch.cat(
+            [p.detach().flatten() for p in optimizer._replica.parameters]
+        )
 
-    shown, newest = alone(train)
+    shown, newest = toy.alone(train)
     torch.testing.assert_close(shown, newest, rtol=0, atol=0)
-    assert not torch.equal(shown, parameters_of(model()))
+    assert not torch.equal(shown, toy.parameters_of(toy.model()))
 
 
 def test_the_optimizers_state_moves_along_with_its_parameters() -> None:
-    net = model()
+    net = toy.model()
     optimizer = Lamb(net.parameters(), lr=0.01)
-    loss_of(net, 0).backward()
+    toy.loss_of(net, 0).backward()
     optimizer.step()
     replica = Replica(UpdateRule(optimizer, delayed=True))
     assert set(map(id, optimizer.state)) == set(map(id, replica.parameters))

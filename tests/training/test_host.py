@@ -10,17 +10,8 @@ import torch
 import colab_swarm as cs
 from colab_swarm.training.host import host_optimizer
 from colab_swarm.training.layerwise import Lamb
+from tests.training import toy
 from tests.training.host_rank import RANKS, STEPS
-from tests.training.toy import (
-    ROWS,
-    join_training,
-    joint_reference,
-    model,
-    parameters_of,
-    run_ranks,
-    take,
-    train_rows,
-)
 
 pytestmark = pytest.mark.slow
 ALONE_STEPS, RANK = 2, "tests.training.host_rank"
@@ -28,46 +19,43 @@ Alive: TypeAlias = Callable[[], bool]
 
 
 def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch(tmp_path: Path) -> None:
-    net = model()
+    net = toy.model()
     with cs.create("host", peer_name="carol", options=cs.NetworkOptions(lan=False)) as carol:
         (tmp_path / "invite").write_text(carol.invite())
-        optimizer = join_training(carol, net, matchmaking_timeout_s=20.0)
+        optimizer = toy.join_training(carol, net, matchmaking_timeout_s=20.0)
         for step in range(ALONE_STEPS):  # so that the host has something to catch up with
-            take(optimizer, net, step)
+            toy.take(optimizer, net, step)
 
         def take_the_other_rows(alive: Alive) -> None:
             while len(optimizer.collaboration.progress.records) < 2 and alive():
                 carol.runtime.call(optimizer.collaboration.refresh())
             if alive():
-                train_rows(optimizer, net, slice(3, 10), STEPS)
+                toy.train_rows(optimizer, net, slice(3, 10), STEPS)
 
-        assert run_ranks(RANK, "train", tmp_path, take_the_other_rows) == [0, 0]
-    assert (ROWS["alice"].start, ROWS["bob"].stop) == (0, 3)
+        assert toy.run_ranks(RANK, "train", tmp_path, take_the_other_rows) == [0, 0]
+    assert (toy.ROWS["alice"].start, toy.ROWS["bob"].stop) == (0, 3)
     for parameters in (
-        parameters_of(net),
+        toy.parameters_of(net),
         *(torch.load(tmp_path / f"parameters {rank}") for rank in range(RANKS)),
     ):
-        torch.testing.assert_close(parameters, joint_reference(STEPS), rtol=0, atol=1e-5)
+        torch.testing.assert_close(parameters, toy.joint_reference(STEPS), rtol=0, atol=1e-5)
     assert (tmp_path / "0.checkpoint").exists() and not (tmp_path / "1.checkpoint").exists()
 
 
 @pytest.mark.ordeal
 def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach_all(tmp_path: Path) -> None:
-    assert run_ranks(RANK, "equal", tmp_path) == [0, 0]
+    assert toy.run_ranks(RANK, "equal", tmp_path) == [0, 0]
     for rank in range(RANKS):
-        torch.testing.assert_close(torch.load(tmp_path / f"second {rank}"), joint_reference(2))
-        assert torch.equal(torch.load(tmp_path / f"parameters {rank}"), parameters_of(model()))
+        torch.testing.assert_close(torch.load(tmp_path / f"second {rank}"), toy.joint_reference(2))
+        assert torch.equal(torch.load(tmp_path / f"parameters {rank}"), toy.parameters_of(toy.model()))
     assert (tmp_path / "error 0").read_text().startswith("ValueError: samples=0.0")
-    assert (
-        (tmp_path / "error 1")
-        .read_text()
-        .startswith("HostError: rank 0, which talks to the swarm, failed: Val")
-    )
+    error = (tmp_path / "error 1").read_text()
+    assert error.startswith("HostError: rank 0, which talks to the swarm, failed: Val")
 
 
 @pytest.mark.ordeal
 def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tmp_path: Path) -> None:
-    assert run_ranks(RANK, "delay", tmp_path) == [0, 0]
+    assert toy.run_ranks(RANK, "delay", tmp_path) == [0, 0]
     seen = [torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS)]
     assert torch.equal(*seen) and len(seen[0].unique(dim=0)) > 3
 
@@ -77,7 +65,7 @@ def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tm
 def test_the_other_rank_fails_at_once_when_a_rank_dies(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / f"victim {victim}"
     folder.mkdir()
-    statuses = run_ranks(RANK, "die", folder)
+    statuses = toy.run_ranks(RANK, "die", folder)
     assert statuses[victim] == 7 and statuses[1 - victim] == 0
     output = (folder / f"error {1 - victim}").read_text()
     assert f"at rank {1 - victim} a rank is missing that has died" in output
@@ -85,7 +73,7 @@ def test_the_other_rank_fails_at_once_when_a_rank_dies(tmp_path: Path, victim: i
 
 @pytest.mark.ordeal
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
-    assert run_ranks(RANK, "hang", tmp_path) == [0, 0]
+    assert toy.run_ranks(RANK, "hang", tmp_path) == [0, 0]
     output = (tmp_path / "error 0").read_text()
     assert "did not respond within 6 s" in output and "Rank 1 failed" in output
 
@@ -93,7 +81,7 @@ def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
 def test_without_a_process_group_or_with_a_swarm_at_the_wrong_rank_the_call_says_what_to_do(
     tmp_path: Path,
 ) -> None:
-    lamb = Lamb(model().parameters())
+    lamb = Lamb(toy.model().parameters())
     with pytest.raises(RuntimeError, match="init_process_group"):
         host_optimizer(None, lamb, target_batch_size=10)
     torch.distributed.init_process_group(

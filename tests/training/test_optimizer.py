@@ -28,20 +28,7 @@ from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
-from tests.training.toy import (
-    alone,
-    join_training,
-    joint_reference,
-    lineages,
-    loss_of,
-    model,
-    parameters_of,
-    take,
-    train_freely,
-    train_own_rows,
-    train_rows,
-    wait_for_peers,
-)
+from tests.training import toy
 
 
 def simulation(peers: int = 4, network: str = "lan") -> Simulation:
@@ -52,16 +39,16 @@ def simulation(peers: int = 4, network: str = "lan") -> Simulation:
 @pytest.mark.parametrize("network", ["lan", "home"])
 def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch(network: str) -> None:
     with simulation(4, network) as sim:
-        results = sim.run(lambda swarm: train_own_rows(swarm, 20))
-    assert len(results) == 4 and len(lineages(results)) == 1
+        results = sim.run(lambda swarm: toy.train_own_rows(swarm, 20))
+    assert len(results) == 4 and len(toy.lineages(results)) == 1
     for parameters, _ in results.values():
-        torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
+        torch.testing.assert_close(parameters, toy.joint_reference(20), rtol=0, atol=1e-5)
 
 
 def test_a_peer_alone_trains_like_plain_torch() -> None:
     with simulation(1) as sim:
-        results = sim.run(lambda swarm: train_freely(swarm, 5, samples=10))
-    torch.testing.assert_close(results["alice"][0], joint_reference(5))
+        results = sim.run(lambda swarm: toy.train_freely(swarm, 5, samples=10))
+    torch.testing.assert_close(results["alice"][0], toy.joint_reference(5))
 
 
 @pytest.mark.slow
@@ -74,11 +61,11 @@ def test_a_crash_costs_the_others_nothing_and_late_joiners_catch_up(delayed: boo
 
         def train(swarm: Swarm) -> tuple[torch.Tensor, bytes]:
             overlap = delayed and swarm.name != "frank"
-            return train_freely(swarm, 14, target_batch_size=40, overlap=overlap)
+            return toy.train_freely(swarm, 14, target_batch_size=40, overlap=overlap)
 
         results = sim.run(train)
         assert [fault.name for fault in sim.network.fired] == ["crash"]
-        assert results.keys() == {"alice", "bob", "dave", "erin", "frank"} and len(lineages(results)) == 1
+        assert results.keys() == {"alice", "bob", "dave", "erin", "frank"} and len(toy.lineages(results)) == 1
         assert sim.swarms["erin"].events.recent(StateReceived)
         assert not any(e.kept_local for e in sim.swarms["alice"].events.recent(RoundFinished))
 
@@ -90,39 +77,39 @@ def test_organizers_that_vanish_do_not_stop_the_swarm(phase: type) -> None:
         for name in ("alice", "bob"):  # each dies of the first round it organizes
             role = {"sender": name} if phase is RoundTerms else {"receiver": name}
             sim.network.when(lambda message: isinstance(message, phase), **role).crash(name)
-        results = sim.run(lambda swarm: train_freely(swarm, 12))
+        results = sim.run(lambda swarm: toy.train_freely(swarm, 12))
         assert len(sim.network.fired) == 2
-        assert results.keys() == {"carol", "dave"} and len(lineages(results)) == 1
+        assert results.keys() == {"carol", "dave"} and len(toy.lineages(results)) == 1
 
 
 def test_a_nan_gradient_is_dropped_and_reported() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped]]:
-        optimizer = join_training(swarm, net := model())
+        optimizer = toy.join_training(swarm, net := toy.model())
         (net(torch.full((1, 8), float("nan")))).sum().backward()
         optimizer.step(samples=10)
         assert optimizer.global_step == 0
-        take(optimizer, net, 0)
-        return parameters_of(net), swarm.events.recent(BatchDropped)
+        toy.take(optimizer, net, 0)
+        return toy.parameters_of(net), swarm.events.recent(BatchDropped)
 
-    parameters, dropped = alone(train)
-    torch.testing.assert_close(parameters, joint_reference(1))
+    parameters, dropped = toy.alone(train)
+    torch.testing.assert_close(parameters, toy.joint_reference(1))
     assert "NaN" in dropped[0].reason
 
 
 @pytest.mark.parametrize("samples", [0, -1, float("nan"), float("inf"), "16"])
 def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
     def train(swarm: Swarm) -> None:
-        optimizer = join_training(swarm, model())
-        with pytest.raises(ValueError, match="pass the number of samples"):
+        optimizer = toy.join_training(swarm, toy.model())
+        with pytest.raises(ValueError, match="pass the batch size"):
             optimizer.step(samples=samples)  # type: ignore[arg-type]
 
-    alone(train)
+    toy.alone(train)
 
 
 @pytest.mark.parametrize("settings", [{"target_batch_size": 0}, {"compression": "float12"}])
 def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
     with simulation(1) as sim, pytest.raises(ValueError, match=str(next(iter(settings.values())))):
-        sim.run(lambda swarm: join_training(swarm, model(), **settings))
+        sim.run(lambda swarm: toy.join_training(swarm, toy.model(), **settings))
 
 
 @pytest.mark.parametrize("option", ["compresion", "prefix"])
@@ -131,7 +118,7 @@ def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
 )
 def test_an_unknown_option_is_named(make: Callable[..., object], option: str) -> None:
     with simulation(1) as sim, pytest.raises(TypeError, match=f"'{option}'"):
-        sim.run(lambda swarm: make(swarm, Lamb(model().parameters()), **{option: "int8"}))
+        sim.run(lambda swarm: make(swarm, Lamb(toy.model().parameters()), **{option: "int8"}))
 
 
 @pytest.mark.parametrize(
@@ -156,49 +143,49 @@ def test_docstrings_list_the_options(method: Callable[..., object], settings: ty
 
 def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        net = model()
+        net = toy.model()
         inner = torch.optim.SGD(net.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
         optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=scheduler, max_grad_norm=0.1)
-        train_rows(optimizer, net, slice(0, 3) if swarm.name == "alice" else slice(3, 10), 4)
-        return parameters_of(net)
+        toy.train_rows(optimizer, net, slice(0, 3) if swarm.name == "alice" else slice(3, 10), 4)
+        return toy.parameters_of(net)
 
-    net = model()
+    net = toy.model()
     for step in range(4):
         net.zero_grad()
-        loss_of(net, step).backward()
+        toy.loss_of(net, step).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter -= parameter.grad / (1 + step)
     with simulation(2) as sim:
         for parameters in sim.run(train).values():
-            torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-6)
+            torch.testing.assert_close(parameters, toy.parameters_of(net), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow(delayed: bool) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        optimizer = join_training(swarm, net := model(), overlap=delayed)
+        optimizer = toy.join_training(swarm, net := toy.model(), overlap=delayed)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
             optimizer.zero_grad()
-            scaler.scale(loss_of(net, step) * factor).backward()
+            scaler.scale(toy.loss_of(net, step) * factor).backward()
             scaler.step(optimizer, samples=10)
             scaler.update()
             if delayed and optimizer._flight is not None:
                 optimizer.wait_step()  # nothing is stale
         assert scaler.get_scale() < 2.0**8
-        return parameters_of(net)
+        return toy.parameters_of(net)
 
-    torch.testing.assert_close(alone(train), joint_reference(2))
+    torch.testing.assert_close(toy.alone(train), toy.joint_reference(2))
 
 
 def test_peers_that_begin_with_different_parameters_agree_on_one() -> None:
     def train(swarm: Swarm) -> bytes:
-        optimizer = join_training(swarm, net := model(seed=len(swarm.name)))
+        optimizer = toy.join_training(swarm, net := toy.model(seed=len(swarm.name)))
         while optimizer.global_step < 3:
-            take(optimizer, net, optimizer.global_step, slice(0, 2))
+            toy.take(optimizer, net, optimizer.global_step, slice(0, 2))
         return optimizer.lineage
 
     with simulation(3) as sim:
@@ -209,16 +196,16 @@ def test_five_minutes_of_clock_skew_do_not_matter() -> None:
     with simulation(4) as sim:
         sim.network.now().skew("bob", 300.0)
         sim.network.now().skew("carol", -300.0)
-        results = sim.run(lambda swarm: train_freely(swarm, 4))
+        results = sim.run(lambda swarm: toy.train_freely(swarm, 4))
         rounds = sim.swarms["alice"].events.recent(RoundFinished)
-        assert len(sim.network.fired) == 2 and len(results) == 4 and len(lineages(results)) == 1
+        assert len(sim.network.fired) == 2 and len(results) == 4 and len(toy.lineages(results)) == 1
         assert max(e.group_size for e in rounds) == 4
 
 
 def test_a_peer_with_another_model_gets_an_event() -> None:
     def train(swarm: Swarm) -> str:
         if swarm.name == "alice":
-            train_freely(swarm, 3)
+            toy.train_freely(swarm, 3)
             return ""
         other = torch.nn.Linear(3, 3)
         with pytest.raises(StateError, match="another model") as caught:
@@ -236,10 +223,10 @@ def test_two_halves_of_a_broken_network_grow_together_again() -> None:
     with simulation(4) as sim:
         sim.network.at(4.0).partition({"alice", "bob"}, {"carol", "dave"})
         sim.network.at(60.0).heal()
-        results = sim.run(lambda swarm: train_freely(swarm, 150))
+        results = sim.run(lambda swarm: toy.train_freely(swarm, 150))
         assert len(sim.network.fired) == 2 and len(results) == 4
         assert any(s.events.recent(StateReceived) for s in sim.swarms.values())
-        assert len(lineages(results)) == 1
+        assert len(toy.lineages(results)) == 1
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -247,8 +234,8 @@ def test_many_peers_that_only_dial_out_stay_with_the_one_that_listens(seed: int)
     with cs.simulate(1, network="home", seed=seed) as sim:
         for name in ("bob", "carol", "dave", "erin"):
             sim.join(name, listen=False)
-        results = sim.run(lambda swarm: train_freely(swarm, 8))
-    assert len(results) == 5 and len(lineages(results)) == 1
+        results = sim.run(lambda swarm: toy.train_freely(swarm, 8))
+    assert len(results) == 5 and len(toy.lineages(results)) == 1
 
 
 def test_a_state_that_cannot_be_loaded_raises_and_the_peer_catches_up_later(
@@ -265,14 +252,14 @@ def test_a_state_that_cannot_be_loaded_raises_and_the_peer_catches_up_later(
     def train(swarm: Swarm) -> tuple[torch.Tensor, bytes]:
         if swarm.name == "bob":
             with pytest.raises(StateError, match="nonsense"):
-                join_training(swarm, model())
-        return train_freely(swarm, 12)
+                toy.join_training(swarm, toy.model())
+        return toy.train_freely(swarm, 12)
 
     monkeypatch.setattr(Replica, "load_snapshot", once_bad)
     with simulation(1) as sim:
         sim.join("bob", at=2.0)
         results = sim.run(train)
-    assert len(refused) > 1 and len(lineages(results)) == 1
+    assert len(refused) > 1 and len(toy.lineages(results)) == 1
 
 
 def test_an_update_waits_until_a_save_by_another_thread_is_done(
@@ -286,49 +273,49 @@ def test_an_update_waits_until_a_save_by_another_thread_is_done(
         save_checkpoint(path, state)
 
     def train(swarm: Swarm) -> None:
-        optimizer = join_training(swarm, net := model())
+        optimizer = toy.join_training(swarm, net := toy.model())
         saver = threading.Thread(target=optimizer.save, args=(tmp_path / "saved",))
         saver.start()
         assert writing.wait(10)
-        loss_of(net, 0).backward()
+        toy.loss_of(net, 0).backward()
         threading.Timer(0.1, go_on.set).start()
         optimizer.step(samples=10)
         saver.join()
         assert load_checkpoint(tmp_path / "saved")["step"] == 0 and optimizer.global_step == 1
 
     monkeypatch.setattr("colab_swarm.training.optimizer.save_checkpoint", slow_save)
-    alone(train)
+    toy.alone(train)
 
 
 def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path: Path) -> None:
     folder = cs.CheckpointFolder(tmp_path, keep=2)
 
     def train(swarm: Swarm) -> None:
-        optimizer = join_training(swarm, net := model())
+        optimizer = toy.join_training(swarm, net := toy.model())
         with pytest.raises(StateError, match="no checkpoint"):
             optimizer.load(folder)
         for step in range(4):
-            take(optimizer, net, step)
+            toy.take(optimizer, net, step)
             optimizer.save(folder)
-        saved = parameters_of(net)
-        optimizer = join_training(swarm, net := model(seed=5))
+        saved = toy.parameters_of(net)
+        optimizer = toy.join_training(swarm, net := toy.model(seed=5))
         optimizer.load(folder)
-        assert optimizer.global_step == 4 and torch.equal(parameters_of(net), saved)
+        assert optimizer.global_step == 4 and torch.equal(toy.parameters_of(net), saved)
 
-    alone(train)
+    toy.alone(train)
     assert len(folder.paths()) == 2
 
 
 def test_after_leaving_every_call_says_so() -> None:
     with simulation(1) as sim:
         swarm = sim.swarms["alice"]
-        optimizer = join_training(swarm, model())
+        optimizer = toy.join_training(swarm, toy.model())
         swarm.leave()
         swarm.leave()
         with pytest.raises(RuntimeError, match="has left its swarm"):
             optimizer.step(samples=1)
         with pytest.raises(RuntimeError, match="has left its swarm"):
-            join_training(swarm, model())
+            toy.join_training(swarm, toy.model())
 
 
 async def lie(services: PeerServices, step: int) -> None:
@@ -344,7 +331,7 @@ def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_late_joiners() ->
         if swarm.name == "bob":
             swarm.runtime.call(lie(swarm.services, 10**9))
             return None
-        return train_freely(swarm, 60)
+        return toy.train_freely(swarm, 60)
 
     with simulation(2) as sim:
         sim.join("carol", at=30.0)
@@ -357,10 +344,10 @@ def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_late_joiners() ->
 
 def test_a_record_has_the_peers_present_addresses() -> None:
     def train(swarm: Swarm) -> list[tuple[bool, tuple[str, ...]]]:
-        optimizer, published = join_training(swarm, net := model()), []
+        optimizer, published = toy.join_training(swarm, net := toy.model()), []
         for listen in (True, False, True):
             sim.network.by_name[swarm.name].announce(("ws://alice:1",) if listen else ())
-            take(optimizer, net, optimizer.global_step)
+            toy.take(optimizer, net, optimizer.global_step)
             swarm.runtime.call(optimizer.collaboration._exchange())
             own = optimizer.collaboration.progress.own
             published.append((own.reduces, own.addresses))
@@ -375,16 +362,16 @@ def test_a_record_has_the_peers_present_addresses() -> None:
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
     def train(swarm: Swarm) -> float:
-        optimizer = join_training(swarm, net := model(), target_batch_size=40, overlap=delayed)
-        wait_for_peers(swarm, optimizer, 3)
+        optimizer = toy.join_training(swarm, net := toy.model(), target_batch_size=40, overlap=delayed)
+        toy.wait_for_peers(swarm, optimizer, 3)
         if swarm.name == "carol":
             for _ in range(3):
-                loss_of(net, 0).backward()
+                toy.loss_of(net, 0).backward()
                 optimizer.step(samples=2)
             swarm.leave(hand_over_s=60.0)
             return optimizer.global_step
         while optimizer.global_step < 4:
-            loss_of(net, optimizer.global_step).backward()
+            toy.loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=2)
         return optimizer.global_step
 

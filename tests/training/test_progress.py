@@ -93,11 +93,8 @@ def test_a_peer_that_took_steps_without_the_branch_is_behind() -> None:
 
 
 def test_samples_of_another_step_or_of_a_syncing_peer_do_not_count() -> None:
-    others = {
-        BOB: record(0, samples=40),
-        CAROL: record(1, samples=1000),
-        DAVE: record(0, samples=9, syncing=True),
-    }
+    others = {BOB: record(0, samples=40), CAROL: record(1, samples=1000)}
+    others[DAVE] = record(0, samples=9, syncing=True)
     swarm = progress(record(0, samples=59), others)
     assert swarm.samples(0.0) == 99 and not swarm.batch_full(0.0)
     swarm.own = record(0, samples=60)

@@ -47,12 +47,8 @@ def setting(name: str, value: object) -> Callable[[Replica], None]:
 @pytest.mark.parametrize(
     "poison",
     [
-        poison_parameter,
-        poison_moment,
-        setting("lr", float("nan")),
-        setting("lr", 1e30),
-        setting("lr", -0.1),
-        setting("weight_decay", float("inf")),
+        *(poison_parameter, poison_moment, setting("lr", float("nan")), setting("lr", 1e30)),
+        *(setting("lr", -0.1), setting("weight_decay", float("inf"))),
     ],
 )
 def test_a_state_that_would_ruin_the_model_is_refused(poison: Callable[[Replica], Any]) -> None:

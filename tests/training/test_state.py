@@ -61,8 +61,7 @@ async def test_a_state_arrives_whole_from_several_donors() -> None:
 async def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
     scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
     scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=6).crash("bob")
-    got = await scene.download()
-    assert np.array_equal(got.blob, BLOB)
+    assert np.array_equal((await scene.download()).blob, BLOB)
     assert [fault.name for fault in scene.network.fired] == ["crash"]
 
 
@@ -102,8 +101,7 @@ async def test_a_donor_that_trickles_after_a_good_start_holds_its_chunks_for_30_
             return await super().read(digest)
 
     sent: list[bytes] = []
-    donors = {"alice": snapshot(), "bob": Trickling(snapshot().manifest, BLOB)}
-    got = await Scene(donors).download()
+    got = await Scene({"alice": snapshot(), "bob": Trickling(snapshot().manifest, BLOB)}).download()
     assert np.array_equal(got.blob, BLOB) and len(sent) > 3 and virtual_time() < CHUNK_TIMEOUT_S + 5
 
 
@@ -112,14 +110,14 @@ async def test_a_chunk_of_another_length_is_refused_though_its_hash_is_right() -
     digests = digest_of(short) + whole.manifest.digests[32:]
     lie = Snapshot(msgspec.structs.replace(whole.manifest, digests=digests), BLOB)
     lie.chunks[digest_of(short)] = memoryview(short)
-    with pytest.raises(StateError, match="20 of 20 chunks of the state could not be fetched"):
+    with pytest.raises(StateError, match="20 of 20 chunks did not arrive"):
         await Scene({"mallory": lie}).download()
 
 
 async def test_all_donors_lost_is_a_clear_error() -> None:
     scene = Scene({"alice": snapshot()}, HOME)
     scene.network.when(lambda m: isinstance(m, StateChunk), nth=4).crash("alice")
-    with pytest.raises(StateError, match="chunks of the state could not be fetched"):
+    with pytest.raises(StateError, match="chunks did not arrive"):
         await scene.download()
     assert scene.network.fired
 
@@ -127,7 +125,7 @@ async def test_all_donors_lost_is_a_clear_error() -> None:
 async def test_a_download_that_failed_goes_on_where_it_stopped() -> None:
     scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
     scene.network.when(lambda m: isinstance(m, StateChunk), sender="alice", nth=4).crash("alice")
-    with pytest.raises(StateError, match="17 of 20 chunks of the state could not be fetched"):
+    with pytest.raises(StateError, match="17 of 20 chunks did not arrive"):
         await scene.download("alice")
     got = await scene.download("bob")
     assert np.array_equal(got.blob, BLOB) and scene.network.fired
@@ -158,8 +156,7 @@ async def test_a_donor_without_a_state_says_so() -> None:
 
 async def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
     scene = Scene({"alice": snapshot()})
-    root = (await scene.download()).manifest.root
-    ask = FetchState((bytes(32),), "run", root)
+    ask = FetchState((bytes(32),), "run", (await scene.download()).manifest.root)
     stream = await scene.joiner.stream(scene.donors["alice"].id, ask, timeout_s=5)
     with pytest.raises(ConnectionError, match="chunk 00000000 is not here"):
         await stream.receive(StateChunk)
@@ -174,8 +171,7 @@ class Mirrored:
         self.donors = {name: self.client(name) for name in donors}
         self.joiner = self.client("joiner")
         self.network.introduce()
-        router = PrefixRouter(self.backbone)
-        self.mirror = Mirror(router, "run", self.stored, self.trainers)
+        self.mirror = Mirror(PrefixRouter(self.backbone), "run", self.stored, self.trainers)
         for name, peers in self.donors.items():
             StateSharing(PrefixRouter(peers), "run", lambda made=donors[name]: self.give(made))
 
