@@ -41,7 +41,6 @@ class LanSwarm:
 
     @property
     def run(self) -> str:
-        """The run's display name."""
         return self.run_id.rpartition("-")[0] or self.run_id
 
 

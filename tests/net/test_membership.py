@@ -99,9 +99,9 @@ def test_guests_are_counted() -> None:
 def test_a_membership_ends_with_ten_minutes_of_slack_for_clocks() -> None:
     end = NOW + 4 * HOUR
     assert admit(membership(), now=end + SLACK_S - 1) is Role.WORKER
-    refused(membership(), "ended 3 hours ago: join again with a new invitation", now=end + 3 * HOUR)
+    refused(membership(), "ended 3 hours ago: join again with an invitation", now=end + 3 * HOUR)
     assert admit(membership(), now=NOW - SLACK_S + 1) is Role.WORKER
-    refused(membership(), "starts in 2 hours: one of our clocks is off, set it", now=NOW - 2 * HOUR)
+    refused(membership(), "starts in 2 hours: set the clock that is off", now=NOW - 2 * HOUR)
 
 
 def test_a_cached_membership_expires() -> None:

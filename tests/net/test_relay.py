@@ -389,7 +389,6 @@ async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
             return Reserved(("192.0.2.1", 1))
 
         carol.serve(Reserve, drop)
-
         circuits = Circuits(alice, candidates(carol), lambda: None, random.Random(1))
         circuits.start()
         await until(lambda: places == 1)

@@ -35,7 +35,6 @@ async def relayed() -> AsyncIterator[tuple[Node, Node, dict[PeerId, str | None]]
     async with peers("carol") as (carol,), peers("alice", "bob", listen=False) as (alice, bob):
         Relay(carol)
         outcomes: dict[PeerId, str | None] = {}
-
         for node in (alice, bob):
             bobs = Circuits(node, candidates(carol), lambda: None, random.Random(1))
             Upgrades(node, bobs.seen_at.get, outcomes.__setitem__, random.Random(2))
