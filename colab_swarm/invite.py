@@ -28,7 +28,6 @@ from colab_swarm.net.peers import UNDECODABLE, Contact, Role
 PROJECT_URL = "https://OWNER.github.io/colab_swarm"
 VERSION = 2
 CHECK_BYTES = 6
-MAX_CHARACTERS = 8192
 MAX_ENTRIES = 8
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
@@ -126,8 +125,8 @@ class Invite(Signed, frozen=True):
         """
         body = _body_of(text)
         advice = "`pip install -U colab-swarm`" if body[0] > VERSION else "ask for a new invitation"
-        versions = f"of version {body[0]}, this colab_swarm reads version {VERSION}"
-        require(body[0] == VERSION, f"this invitation is {versions}: {advice}", InviteError)
+        text = f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: {advice}"
+        require(body[0] == VERSION, text, InviteError)
         try:
             invite = msgspec.msgpack.decode(body[1:], type=cls)
         except UNDECODABLE as error:
@@ -135,8 +134,7 @@ class Invite(Signed, frozen=True):
         require(invite._is_genuine(), "this invitation was tampered with: ask for a new one", InviteError)
         late_s = (time.time() if now is None else now) - invite.expires_at
         ago = f"{in_words(late_s)} ago, by the clock of this machine"
-        fix = "ask for a new one (`swarm.invite()`)"
-        require(late_s <= 0, f"this invitation expired {ago}: {fix}", InviteError)
+        require(late_s <= 0, f"this invitation expired {ago}: ask for a new one", InviteError)
         return invite
 
     def _is_genuine(self) -> bool:
@@ -150,7 +148,7 @@ class Invite(Signed, frozen=True):
 def _body_of(text: str) -> bytes:
     """Return the version byte and the contents; their signatures are not checked yet."""
     long = f"this is not an invitation: {len(text):,} characters; paste only the https://…#… line"
-    require(len(text) <= MAX_CHARACTERS, long, InviteError)
+    require(len(text) <= 8192, long, InviteError)
     payload = _FOREIGN.sub("", text.rpartition("#")[2]).rstrip(".").rpartition(".")[2]
     data = b""
     with contextlib.suppress(ValueError):

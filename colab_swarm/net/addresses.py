@@ -59,13 +59,11 @@ def ip_of(host: str) -> IP | None:
 
 def is_local(host: str) -> bool:
     """Return True for an IP address of this machine, a home or office network, or a carrier's NAT."""
-    ip = ip_of(host)
-    return ip is not None and any(ip in network for network in _LOCAL)
+    return (ip := ip_of(host)) is not None and any(ip in network for network in _LOCAL)
 
 
 def is_loopback(host: str) -> bool:
-    ip = ip_of(host)
-    return ip is not None and ip.is_loopback
+    return (ip := ip_of(host)) is not None and ip.is_loopback
 
 
 def may_dial_back(address: str, seen: str) -> bool:

@@ -41,7 +41,8 @@ from colab_swarm.net.peers import (
 MAX_RUN_ID_BYTES = 64
 BURST_S, MIN_BURST_BYTES = 0.1, 1 << 16
 MAX_SIZE_BYTES = 32 << 20
-FIRST_BYTES, ENOUGH_S = 64 << 10, 0.5
+FIRST_BYTES = 64 << 10
+ENOUGH_S = 0.5
 PAUSE_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
 PART = bytes(120 << 10)  # one packet, no copy
@@ -80,14 +81,12 @@ class NodeSettings:
     max_calls_per_link: int = 1024
 
     def __post_init__(self) -> None:
-        fits = len(self.run_id.encode()) <= MAX_RUN_ID_BYTES
-        require(fits, f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes")
+        require(len(self.run_id.encode()) <= MAX_RUN_ID_BYTES, f"run_id={self.run_id!r} is over 64 bytes")
         require(0 <= self.port < 1 << 16, f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
         announce = self.announce or ()
         for address in announce:
             require(is_address(address), f"{address!r} is not an address: ws://HOST:PORT is expected")
-        fits = len(announce) <= MAX_ADDRESSES
-        require(fits, f"{len(announce)} addresses to announce are over {MAX_ADDRESSES}")
+        require(len(announce) <= MAX_ADDRESSES, f"{len(announce)} addresses are over {MAX_ADDRESSES}")
 
 
 class TokenBucket:

@@ -41,7 +41,6 @@ from colab_swarm.net.websocket import WebSocket, accept
 VERSION = 1
 STAGGER_S = 0.25
 DETOUR_AFTER_S = 1.5  # detours are tried then if no address has answered
-CONNECTING_S = 1.0
 TICKET = b"colab_swarm circuit "  # begins a connection to a relay that is half of a circuit
 NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 _DOMAIN = b"colab_swarm hello"
@@ -129,8 +128,8 @@ class Introduction:
             hello = msgspec.msgpack.decode(payload, type=Hello)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable hello: {error}") from error
-        signed = _DOMAIN + self._noise.remote_static + hash_before
-        genuine = verify(hello.public_key, hello.signature, signed)
+        told = _DOMAIN + self._noise.remote_static + hash_before
+        genuine = verify(hello.public_key, hello.signature, told)
         require(genuine, "a hello with a wrong signature", ProtocolError)
         if (peer := id_of(hello.public_key)) == self._identity.id:
             raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
@@ -293,7 +292,7 @@ class Listener:
     def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
         """Return True until it is a link; one without a transport is about to connect, or gone."""
         if connection.transport is None:
-            return now - since < CONNECTING_S
+            return now - since < 1.0
         protocol = connection.transport.get_protocol()
         return protocol is connection or isinstance(getattr(protocol, "receiver", None), HandshakeReceiver)
 

@@ -54,6 +54,6 @@ class Identity:
                 file.write(identity._key.private_bytes_raw())
             aside.replace(path)
             return identity
-        fault = f"is not a saved identity (32 bytes expected, {len(seed)} found)"
-        require(len(seed) == 32, f"{path} {fault}; delete it to make a new one")
+        fault = f"{path} is not a saved identity (32 bytes expected, {len(seed)} found)"
+        require(len(seed) == 32, f"{fault}; delete it to make a new one")
         return cls(seed)

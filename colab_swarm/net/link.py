@@ -322,10 +322,7 @@ class Link:
             self._resume = self._loop.call_later(pause_s, self.carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
-        if writable:
-            self._writable.set()
-        else:
-            self._writable.clear()
+        (self._writable.set if writable else self._writable.clear)()
 
     def on_lost(self, reason: str) -> None:
         """Fail all calls and streams: the carrier is gone. Idempotent."""

@@ -148,8 +148,6 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
 
 STREAM_WINDOW_BYTES = 1 << 21
 ITEM_OVERHEAD_BYTES = 64
-MAX_TEXT_CHARS = 1000
-MAX_PING_BYTES = 32
 MAX_CREDIT_BYTES = 1 << 31
 _U32 = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -277,8 +275,7 @@ class Mux:
 
     def may_send(self, id: int) -> bool:
         """Return True if an item may be sent now: the stream is open and has credit."""
-        flow = self.streams.get(id)
-        return flow is not None and flow.credit > 0
+        return (flow := self.streams.get(id)) is not None and flow.credit > 0
 
     def send(self, id: int, message: bytes, payload: Buffer) -> None:
         """Queue an item; check `may_send` first."""
@@ -327,9 +324,7 @@ class Mux:
 
         Act on each frame before taking the next: a call or stream that is over gets no further frames.
         """
-        for frame in self._reader.read(packet):
-            if self._admit(frame):
-                yield frame
+        yield from filter(self._admit, self._reader.read(packet))
 
     def _admit(self, frame: Frame) -> bool:
         kind, id = frame.kind, frame.id
@@ -348,7 +343,7 @@ class Mux:
         return kind in (FrameKind.LEAVING, FrameKind.PONG) or self._on_stream_control(frame)
 
     def _on_ping(self, frame: Frame) -> bool:
-        if len(frame.message) > MAX_PING_BYTES:
+        if len(frame.message) > 32:
             raise ProtocolError(f"a ping of {len(frame.message)} bytes")
         self.queue.append(encode(FrameKind.PONG, 0, frame.message))
         return False
@@ -423,9 +418,8 @@ class Mux:
             self._their_streams -= not self._is_ours(id)
 
     def _new_id(self) -> int:
-        id = self._next_id
         self._next_id += 2
-        return id
+        return self._next_id - 2
 
 
 def encode_opening(message: Message) -> bytes:
@@ -437,5 +431,5 @@ def encode_opening(message: Message) -> bytes:
 
 
 def _failure(code: str, text: str) -> bytes:
-    sendable = text[:MAX_TEXT_CHARS].encode(errors="replace").decode()  # a file name may hold surrogates
+    sendable = text[:1000].encode(errors="replace").decode()  # a file name may hold surrogates
     return _encoder.encode((code, sendable))

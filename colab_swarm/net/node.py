@@ -43,8 +43,6 @@ __all__ = ["Linker", "Node", "NodeSettings", "SwarmClock"]
 logger = logging.getLogger(__name__)
 MAX_OFFSET_S = 600.0
 CLOSE_TIMEOUT_S = 1.0
-MISSED_KEEP_ALIVES = 3
-DIALS = 3
 
 
 class SwarmClock:
@@ -122,7 +120,7 @@ class Linker:
             return self._own_link()
         try:
             async with asyncio.timeout(timeout_s):
-                for _ in range(DIALS):
+                for _ in range(3):
                     self._require_open()
                     if peer not in self._awaited:
                         awaited = self._awaited[peer] = self._loop.create_future()
@@ -315,7 +313,7 @@ class Linker:
             self.recheck()
             now = self._loop.time()
             for link in self.table:
-                if now - link.heard_at > MISSED_KEEP_ALIVES * settings.keep_alive_s:
+                if now - link.heard_at > 3 * settings.keep_alive_s:
                     link.abort(f"silent for {now - link.heard_at:.0f} s")
                 elif link.mux.leaving and link.mux.quiet and now - link.used_at > LEAVE_TIMEOUT_S:
                     link.close("no longer needed")
@@ -485,13 +483,11 @@ class Node:
             services.remove(kind)
 
     def role_of(self, peer: PeerId) -> Role:
-        links = self.linker.table.of(peer)
-        known = max((link.remote.role for link in links), default=Role.GUEST)
+        known = max((link.remote.role for link in self.linker.table.of(peer)), default=Role.GUEST)
         return Role.AUTHORITY if peer == self.id else known
 
     def path_to(self, peer: PeerId) -> Path | None:
-        link = self.linker.table.best(peer)
-        return None if link is None else link.remote.path
+        return None if (link := self.linker.table.best(peer)) is None else link.remote.path
 
     def way_to(self, peer: PeerId) -> str:
         if (path := self.path_to(peer)) is None:

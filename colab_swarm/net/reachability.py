@@ -35,7 +35,6 @@ VERIFIERS = 3
 CHECK_EVERY_S = 5.0
 VERIFY_EVERY_S = 300.0
 DIAL_BACK_GAP_S = 1.0  # least time between two dial-backs for the same peer
-MAX_PROBED = 8
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -238,8 +237,7 @@ class ReachabilityWatch:
         self._update()
 
     def _is_near(self, peer: PeerId) -> bool:
-        remote = (self._node.path_to(peer) or Path()).remote
-        return remote is None or is_local(remote[0])
+        return (remote := (self._node.path_to(peer) or Path()).remote) is None or is_local(remote[0])
 
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
@@ -255,7 +253,7 @@ class ReachabilityWatch:
         rare = self._dial_backs.admit(peer, self._loop.time())
         require(rare, f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago", Refusal)
         seen = path.seen_host
-        tried = [address for address in ask.addresses if may_dial_back(address, seen)][:MAX_PROBED]
+        tried = [address for address in ask.addresses if may_dial_back(address, seen)][:8]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
         return DialledBack(seen, tuple(zip(tried, faults, strict=True)))
 

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 GO = b"go"
 BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16  # one read, and fragments received before
-TICKET_S = 15.0  # time for the two ends to show their tickets
-OFFER_TIMEOUT_S = 10.0
 CIRCUITS_PER_PAIR = 4  # so that one caller cannot use up all circuits of another peer
 IDLE_S = 120.0  # a circuit that carries nothing for so long is dead, since links ping
 PLACES = 2
@@ -48,7 +46,6 @@ CANDIDATES = 8
 ENTRIES = 2  # addresses of one relay that others learn
 RETRY_S = 1.0
 OFFERS_AT_ONCE = 32  # by one relay, while this peer still connects: each costs a connection
-NEARER = 0.7  # a relay replaces another if its round trip is shorter by this factor
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Seen = tuple[Annotated[str, msgspec.Meta(max_length=64)], int]
@@ -136,8 +133,7 @@ class RelayState:
             count, most = sum(peer in one.ends for one in self.circuits), quota.circuits_per_peer
             require(count < most, f"{most} circuits of {short(peer)} are open here", Refusal)
         between = sum({caller, called} == {*one.ends} for one in self.circuits)
-        text = f"{CIRCUITS_PER_PAIR} circuits between the two are open here"
-        require(between < CIRCUITS_PER_PAIR, text, Refusal)
+        require(between < CIRCUITS_PER_PAIR, f"{between} circuits between the two are open here", Refusal)
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
         own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
@@ -173,7 +169,7 @@ class RelayState:
             age_s = now - circuit.opened_at
             if now - circuit.used_at > IDLE_S:
                 late[circuit] = "the circuit was silent"
-            if len(circuit.pumps) < 2 and age_s > TICKET_S:
+            if len(circuit.pumps) < 2 and age_s > 15.0:
                 late[circuit] = "the other end did not connect"
             if limit_s is not None and age_s > limit_s:
                 late[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
@@ -226,7 +222,7 @@ class Relay:
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:  # the relay dials a peer that has no place
-            await self._node.call(called, offer, Ack, timeout_s=OFFER_TIMEOUT_S)
+            await self._node.call(called, offer, Ack, timeout_s=10.0)
         except PeerError as error:
             self.end(circuit, str(error))
 
@@ -311,10 +307,9 @@ class _Pump:
             self.socket.resume_reading()
 
 
-def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PLACES) -> list[PeerId]:
+def choose(rtts_s: dict[PeerId, float], held: Container[PeerId], places: int = PLACES) -> list[PeerId]:
     """Return the nearest relays; those held get a bonus, to avoid needless changes."""
-    held = set(held)
-    return sorted(rtts_s, key=lambda id: (rtts_s[id] * (NEARER if id in held else 1.0), id))[:places]
+    return sorted(rtts_s, key=lambda id: (rtts_s[id] * (0.7 if id in held else 1.0), id))[:places]
 
 
 class Circuits:

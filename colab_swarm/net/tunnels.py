@@ -35,7 +35,6 @@ from colab_swarm.net.addresses import is_address
 logger = logging.getLogger(__name__)
 DOWNLOAD_TIMEOUT_S = 60.0  # for the 10 MB of the ngrok agent, the first time it is used
 OPEN_TIMEOUT_S = 45.0
-WARN_AT = (0.5, 0.8, 0.95)
 PROBES, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 3, 10.0, 15.0
 BACK_OFF_S, MAX_BACK_OFF_S = 0.5, 60.0
 LOG_LINES = 3
@@ -333,7 +332,7 @@ class Tunnel:
     def _check_quota(self) -> None:
         used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes
         if self._settings.kind == "ngrok" and quota_bytes is not None:
-            passed = sum(used_bytes >= share * quota_bytes for share in WARN_AT)
+            passed = sum(used_bytes >= share * quota_bytes for share in (0.5, 0.8, 0.95))
             if passed > self._warned:
                 self._warned = passed
                 share = f"{used_bytes / quota_bytes:.0%} of the plan's {quota_bytes / 1e6:.0f} MB a month"

@@ -33,7 +33,6 @@ NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lo
 CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")  # Windows' SO_REUSEADDR lets any process take a port
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
-_POLICY_VIOLATION = 1008
 
 
 class Head(NamedTuple):
@@ -161,8 +160,7 @@ class WebSocket(asyncio.BufferedProtocol):
     def close(self, reason: str = "") -> None:
         """Send what is queued and ``reason`` (123 bytes of it, in clear), then close."""
         if not self._transport.is_closing():
-            told = _POLICY_VIOLATION.to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2]
-            self._control(_CLOSE, told)
+            self._control(_CLOSE, (1008).to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2])
             self._transport.close()
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 

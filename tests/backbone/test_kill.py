@@ -57,8 +57,6 @@ keep = 2
 
 
 class Process:
-    """A process that prints JSON objects, one per line."""
-
     def __init__(self, script: str, *arguments: str) -> None:
         command = [sys.executable, "-c", script, *arguments]
         self.process = subprocess.Popen(
@@ -82,7 +80,6 @@ class Process:
                 return message
 
     def kill(self) -> None:
-        """Send SIGKILL: no notice to others, nothing is written."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
@@ -90,8 +87,6 @@ class Process:
 
 
 class Scene:
-    """A run.toml and the processes of its run."""
-
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.stack = stack
         with socket.socket() as free:
