@@ -101,9 +101,10 @@ class RunMember:
         except CallRefused as error:
             raise JoinError(self._words_of(error)) from error
         except PeerError as error:
-            text = "only the organizer's peer can admit you by this invitation, and it cannot be reached"
-            advice = "Is it running? Try again later, or ask for an invitation of unlimited use"
-            raise JoinError(f"{text}: {error}. {advice}") from error
+            raise JoinError(
+                "only the organizer's peer can admit you by this invitation, and it cannot be reached: "
+                f"{error}. Is it running? Try again later, or ask for an invitation of unlimited use"
+            ) from error
 
     async def tick(self) -> None:
         """Renew the membership if due, show it to linked peers that have not seen it, check the clock."""
@@ -111,7 +112,8 @@ class RunMember:
         refused = abs(behind_s) > SLACK_S, abs(reported_s) > SLACK_S
         if abs(behind_s - reported_s) > REPORT_S or refused[0] != refused[1]:
             self._reported_s = behind_s
-            self._notice(clock_advice(behind_s) or "this machine's clock is right again")
+            text = clock_advice(behind_s) or "this machine's clock is right again"
+            self._events.emit(Notice(self._loop.time(), text))
         if self._access.invitation is not None:
             held, now = Membership.decode(self._admission.membership), self._peers.time()
             due_at = held.issued_at if held.grant else (held.issued_at + held.expires_at) / 2
@@ -130,23 +132,22 @@ class RunMember:
             refused = isinstance(error, CallRefused) and error.code == "refused"
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
                 why = "" if refused else "the organizer's peer cannot be reached for a new one: "
-                hours = max(0.0, left_s) / 3600
-                self._notice(f"membership ends in {hours:.1f} h: {why}{self._words_of(error)}")
+                text = f"{max(0.0, left_s) / 3600:.1f} h: {why}{self._words_of(error)}"
+                self._events.emit(Notice(self._loop.time(), f"membership ends in {text}"))
             return
         self._absent.forgive("authority")
         self._unaware = set(self._peers.linked())
-        self._notice(f"membership renewed for {(renewed.expires_at - self._peers.time()) / 3600:.1f} h")
-
-    def _notice(self, text: str) -> None:
-        self._events.emit(Notice(self._loop.time(), text))
+        left_h = (renewed.expires_at - self._peers.time()) / 3600
+        self._events.emit(Notice(self._loop.time(), f"membership renewed for {left_h:.1f} h"))
 
     async def _request(self, proof: bytes) -> Membership:
         authority = id_of(self._admission.authority)
         linked = authority in self._peers.linked()
         if not linked and (contact := await self._dht.find_peer(authority)) is not None:
             self._peers.learn(contact)
-        ask = RequestMembership(proof, self._access.token)
-        answer = await self._peers.call(authority, ask, IssuedMembership, timeout_s=20.0)
+        answer = await self._peers.call(
+            authority, RequestMembership(proof, self._access.token), IssuedMembership, timeout_s=20.0
+        )
         issued = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
         self._admission.membership = answer.membership
         return issued
@@ -157,8 +158,9 @@ class RunMember:
 
     async def _present(self, peer: PeerId) -> None:
         try:
-            shown = IssuedMembership(self._admission.membership)
-            await self._peers.call(peer, shown, Ack, timeout_s=CALL_TIMEOUT_S)
+            await self._peers.call(
+                peer, IssuedMembership(self._admission.membership), Ack, timeout_s=CALL_TIMEOUT_S
+            )
             self._unaware.discard(peer)
         except PeerError as error:
             logger.debug("%s does not take the renewed membership: %s", short(peer), error)
@@ -349,8 +351,7 @@ class RunAccess:
         key_file: str | Path | None,
     ) -> "RunAccess":
         """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
-        use = "use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
-        require(NAME.fullmatch(name), f"{name!r} is no run name: {use}")
+        require(NAME.fullmatch(name), f"{name!r} is no run name: use up to 63 of a-z, 0-9 and '._-'")
         both = "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
         require((access == "allowlist") == (allow is not None), both)
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
@@ -399,9 +400,8 @@ class RunAccess:
         limited, closed = role is not None or uses is not None, self.admission is not None
         text = "an open run has no roles and no counted invitations: create it with access='invite'"
         require(closed or not limited, text, PermissionError)
-        chosen = closed and authority is None and (limited or hours is not None)
         text = "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on"
-        require(not chosen, text, PermissionError)
+        require(not (closed and authority is None and (limited or hours is not None)), text, PermissionError)
         entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
         if not closed:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
@@ -409,10 +409,8 @@ class RunAccess:
             assert self.invitation is not None  # only the authority has none
             return self.invitation.with_entries(entries)
         grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
-        needs = "such an invitation requires that others can dial this peer, and they cannot"
-        fix = "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use"
-        dialable = grant.offline or (peers.contact.addresses and peers.contact.direct)
-        require(dialable, f"{needs}: {fix}", JoinError)
+        text = "such an invitation requires that others can dial this peer: open a tunnel, or set no uses"
+        require(grant.offline or (peers.contact.addresses and peers.contact.direct), text, JoinError)
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
@@ -424,7 +422,6 @@ class RunAccess:
         for contact in sorted(found, key=lambda contact: not contact.direct):
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
-        fix = "start one on any machine that does: colab-swarm backbone"
-        text = f"nobody could use this invitation: no known peer accepts connections; {fix}"
+        text = "no known peer accepts connections: start one on any machine by `colab-swarm backbone`"
         require(by_id, text, JoinError)
         return tuple(by_id.values())[:ENTRIES]

@@ -125,8 +125,7 @@ def make_grant(
     run_id: str, role: Role, sign: Sign, *, join_until: float, allow: Allowlist | None, uses: int = 0
 ) -> tuple[Grant, bytes]:
     secret, offline = os.urandom(32), allow is None and not uses
-    member_until = join_until + member_s(allow)
-    key = Identity(secret).public_key
+    key, member_until = Identity(secret).public_key, join_until + member_s(allow)
     return Grant(run_id, role, key, join_until, member_until, uses, offline).signed(sign), secret
 
 
