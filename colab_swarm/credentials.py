@@ -37,13 +37,9 @@ def find_secret(name: str) -> Secret | None:
 
 
 def require_secret(name: str, *, help: str) -> Secret:
-    """Return the secret; asks to type it where possible. ``help`` says where to get one.
-
-    Raises SecretError if it is not found; the text says where it was looked for and how to set it.
-    """
+    """Return the secret, or `SecretError`; asks to type it where possible. ``help``: where to get one."""
     found, reasons = _search(name)
-    found = found or _ask(f"{name} ({help}): ")
-    if found is None:
+    if (found := found or _ask(f"{name} ({help}): ")) is None:
         where = "; ".join(reasons) or f"set the environment variable {name}"
         raise SecretError(f"{name} is needed. {where}. {help}")
     return found

@@ -74,8 +74,7 @@ class PeerTimeout(PeerError, TimeoutError):
 
     Cause: the peer or the connection to it is too slow or overloaded, or its laptop sleeps.
 
-    Fix: try again. If this machine is the busy one, leave it a core, or send less with a smaller compression such as
-    compression="int8".
+    Fix: try again. If this machine is busy, leave it a core, or send less, as with compression="int8".
     """
 
 
@@ -136,8 +135,8 @@ class ExpertError(PeerError):
 
     Cause: the expert's host left or is busy, or the expert computed values that are not finite.
 
-    Fix: a mixture of experts continues with those that answer. For one named expert, wait until a peer takes it over,
-    or host it: swarm.host_experts(…).
+    Fix: a mixture continues with those that answer. Wait until a peer takes the expert over, or host
+    it: swarm.host_experts(…).
 
     Attributes:
         retry_s: a busy host's hint when to call again; None if it is not busy.

@@ -161,7 +161,7 @@ class EventLog:
                 logger.exception("event listener failed on %s", event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``listener(event)`` on every new event, on its thread; return a function that ends it."""
+        """Call ``listener(event)`` on every new event, on its thread; return what ends it."""
         with self._lock:
             self._listeners.append(listener)
 

@@ -28,7 +28,6 @@ from colab_swarm.net.peers import UNDECODABLE, Contact, Role
 PROJECT_URL = "https://OWNER.github.io/colab_swarm"
 VERSION = 2
 CHECK_BYTES = 6
-MAX_CHARACTERS = 8192
 MAX_ENTRIES = 8
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
@@ -53,7 +52,6 @@ class Invite(Signed, frozen=True):
     entries: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_ENTRIES)]  # to dial
     expires_at: Moment  # when joining ends, seconds since the epoch
     access: Access = "open"  # who may join
-    # in an open run, only the settings follow
     authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # its public key
     secret: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # of this invitation's own key
     role: Role = Role.WORKER  # of those who join
@@ -103,10 +101,8 @@ class Invite(Signed, frozen=True):
         try:
             checked = msgspec.convert(dict(settings), Settings)
         except msgspec.ValidationError as error:
-            raise ValueError(
-                "an invitation carries at most 16 settings with names of up to 32 characters; values are numbers or "
-                f"texts of up to 64 characters: {error}"
-            ) from None
+            limits = "16 settings, names of up to 32 characters, and numbers or texts of up to 64"
+            raise ValueError(f"an invitation carries at most {limits}: {error}") from None
         return self._replaced(settings=checked)
 
     def _replaced(self, **fields: Any) -> "Invite":
@@ -123,27 +119,22 @@ class Invite(Signed, frozen=True):
 
     @classmethod
     def parse(cls, text: str, *, now: float | None = None) -> "Invite":
-        """Read an invitation. Quotes, spaces and line breaks from a chat program do not matter.
+        """Read an invitation; quotes, spaces and line breaks from a chat program do not matter.
 
         Raises InviteError if it is mistyped, tampered with, expired or of another version.
         """
         body = _body_of(text)
-        if body[0] != VERSION:
-            raise InviteError(
-                f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: "
-                + ("`pip install -U colab-swarm`" if body[0] > VERSION else "ask for a new invitation")
-            )
+        advice = "`pip install -U colab-swarm`" if body[0] > VERSION else "ask for a new invitation"
+        text = f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: {advice}"
+        require(body[0] == VERSION, text, InviteError)
         try:
             invite = msgspec.msgpack.decode(body[1:], type=cls)
         except UNDECODABLE as error:
             raise InviteError("this invitation cannot be read: ask for a new one") from error
         require(invite._is_genuine(), "this invitation was tampered with: ask for a new one", InviteError)
         late_s = (time.time() if now is None else now) - invite.expires_at
-        if late_s > 0:
-            raise InviteError(
-                f"this invitation expired {in_words(late_s)} ago, by the clock of this machine: "
-                "ask for a new one (`swarm.invite()`)"
-            )
+        ago = f"{in_words(late_s)} ago, by the clock of this machine"
+        require(late_s <= 0, f"this invitation expired {ago}: ask for a new one", InviteError)
         return invite
 
     def _is_genuine(self) -> bool:
@@ -156,23 +147,20 @@ class Invite(Signed, frozen=True):
 
 def _body_of(text: str) -> bytes:
     """Return the version byte and the contents; their signatures are not checked yet."""
-    if len(text) > MAX_CHARACTERS:
-        raise InviteError(
-            f"this is not an invitation: {len(text):,} characters; paste only the https://…#… line"
-        )
+    long = f"this is not an invitation: {len(text):,} characters; paste only the https://…#… line"
+    require(len(text) <= 8192, long, InviteError)
     payload = _FOREIGN.sub("", text.rpartition("#")[2]).rstrip(".").rpartition(".")[2]
     data = b""
     with contextlib.suppress(ValueError):
         data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
     body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
-    if not body or check != _check(body):
-        raise InviteError("this invitation is mistyped or cut off: copy the whole https://…#… line again")
+    cut_off = "this invitation is mistyped or cut off: copy the whole https://…#… line again"
+    require(body and check == _check(body), cut_off, InviteError)
     return body
 
 
 def role_named(name: str) -> Role:
-    if name not in ROLES:
-        raise ValueError(f"role={name!r} is unknown: choose one of {', '.join(ROLES)}")
+    require(name in ROLES, f"role={name!r} is unknown: choose one of {', '.join(ROLES)}")
     return ROLES[name]
 
 

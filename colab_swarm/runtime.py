@@ -26,10 +26,7 @@ POLL_S = 0.2
 
 
 class PauseGate:
-    """Closed while background work pauses. Thread-safe.
-
-    It is closed in blocks (``with swarm.paused():``), which nest, and from `hold` to `release`.
-    """
+    """Closed in blocks (``with swarm.paused():``), which nest, and from `hold` to `release`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +46,6 @@ class PauseGate:
         self._held = True
 
     def release(self) -> None:
-        """End a `hold`; active blocks keep it closed."""
         self._held = False
 
     @contextmanager
@@ -123,10 +119,7 @@ class Runtime:
             return cls._shared
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` on the runtime thread and wait for its result; an interrupt cancels it.
-
-        Raises RuntimeError if called from the runtime thread itself, where waiting would never end.
-        """
+        """Do as `Runner.call`; RuntimeError on the runtime thread itself, where waiting never ends."""
         problem = ""
         if threading.current_thread() is self._thread:
             problem = "a blocking call from the runtime thread would never end: `await` the coroutine instead"

@@ -120,7 +120,6 @@ LINES: Mapping[type[events.Event], str] = {
     events.ExpertBanned: "{0.uid} failed and is left out for {0.seconds:.0f} s: {0.reason}",
     events.Fault: "fault in {0.where}: {0.text}",
 }
-"""The line of an event whose figures are shown as they are."""
 
 
 def describe(event: events.Event) -> str:

@@ -14,7 +14,6 @@ def first_line(path: Path) -> str:
 
 
 def drawn() -> str:
-    """The map as Markdown: a table for each folder."""
     package = ROOT / "colab_swarm"
     folders = [package, *sorted(path for path in package.iterdir() if (path / "__init__.py").exists())]
     parts = []

@@ -16,7 +16,6 @@ HELP = "Get one at https://dashboard.ngrok.com"
 
 
 def error_of(name: str) -> Exception:
-    """An error whose class exists only on the platform, as in google.colab.userdata or kaggle_web_client."""
     return type(name, (Exception,), {})()  # type: ignore[no-any-return]
 
 

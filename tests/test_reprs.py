@@ -34,12 +34,10 @@ def test_no_public_class_leaves_its_objects_with_python_s_repr(kind: type) -> No
 
 
 def half(epoch: int) -> float:
-    """The weight of the server's parameters."""
     return 0.5
 
 
 def objects(tmp_path: Path) -> list[tuple[object, str]]:
-    """One of each that can be made without a swarm, and how it shows itself."""
     adam = partial(torch.optim.Adam, lr=1e-3)
     model = torch.nn.Linear(2, 2)
     plan = cs.workunits.WorkPlan(max_epochs=3)

@@ -27,7 +27,6 @@ REJECTED = {word: term for term, words in GLOSSARY.items() for word in words if 
 
 
 def texts() -> list[Path]:
-    """All files that a reader meets, but for this one and the glossary."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [
         ROOT / name
@@ -38,7 +37,6 @@ def texts() -> list[Path]:
 
 
 def found(pattern: str) -> list[str]:
-    """Where the words stand: file, line, words."""
     matcher = re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE)
     return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"

@@ -37,17 +37,16 @@ class Backbone:
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
         self.swarm, self._file = swarm, file
-        self.assistant = Assistant(
-            swarm.runtime, swarm.services, swarm.run_id, name=file.peer_name, stored=self._stored
-        )
+        services, name = swarm.services, file.peer_name
+        self.assistant = Assistant(swarm.runtime, services, swarm.run_id, name=name, stored=self._stored)
         self.page = status_page(self.snapshots)
         self.keepers: dict[str, Keeper] = {}
         for one in file.collaborations:
             prefix = f"{swarm.run_id}/{one.name}"
             self.keepers[prefix] = Keeper(
-                swarm.services,
+                services,
                 prefix,
-                name=file.peer_name,
+                name=name,
                 settings=one,
                 folder=Path(file.folder) / one.name,
                 hub=HubPush(one, token=hub_token) if one.repo else None,

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from colab_swarm.backbone.config import CollaborationFile, Forward
-from colab_swarm.errors import PeerError, StateError
+from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
 from colab_swarm.net.peers import PeerId
 from colab_swarm.snapshot import Checkpoint, KeptModel
@@ -38,19 +38,14 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
 
 logger = logging.getLogger(__name__)
-
 LOOK_S = 3.0
 RETRY_S = 30.0  # After a checkpoint that failed
 PUBLISH_S = 15.0
 TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
-SILENCE_S = 6.0
-"""Trainers that are not linked here count as gone after this; an error costs a needless record only."""
-MAX_POINTS = 2000
-"""Points in the curve; beyond that every other one is left out, but never of the newest quarter."""
-MAX_LOSS = 1e9
+SILENCE_S = 6.0  # trainers that are not linked here count as gone after this
+MAX_POINTS = 2000  # beyond that every other one is left out, but never of the newest quarter
 MAX_WAITING, FORWARD_S = 1000, 5.0
-RESUMED_BY = {"wandb": "id", "trackio": "name"}
-"""The argument of ``init`` by which each tracker finds a run again after a restart."""
+RESUMED_BY = {"wandb": "id", "trackio": "name"}  # the argument of ``init`` that finds a run again
 FIRST_PUSH_RETRY_S, MAX_PUSH_RETRY_S = 60.0, 3600.0
 HUB_FILE = "state.safetensors"
 CARD = """---
@@ -91,10 +86,7 @@ class LossCurve:
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], branch: Branch | None, *, at: float
     ) -> list[LossPoint]:
-        """Take the trainers' records at ``at`` (epoch); return the points of the steps ended since.
-
-        ``branch`` is where the swarm is; None while nobody trains.
-        """
+        """Take the trainers' records at ``at`` (epoch); return the points of the steps ended since."""
         if branch is None:
             return []
         if self.points and branch.step < self.points[-1].step:  # the run went back to a checkpoint
@@ -118,7 +110,7 @@ class LossCurve:
         step = record.step if record.samples else record.step - 1  # of the batch that has just ended
         first = max(self.points[-1].step + 1 if self.points else 0, now - 1)
         loss = math.nan if record.loss is None or record.syncing else record.loss
-        if first <= step <= now and abs(loss) < MAX_LOSS:
+        if first <= step <= now and abs(loss) < 1e9:
             self._reported.setdefault(step, {})[peer] = (loss, record.samples_per_s)
 
     def loss_at(self, step: int) -> float | None:
@@ -148,8 +140,8 @@ class Forwarder:
     """Logs points to a tracker, whose package must be installed; loses those that it cannot reach."""
 
     def __init__(self, settings: Forward, prefix: str) -> None:
-        if importlib.util.find_spec(settings.to) is None:
-            raise ValueError(f"to forward to {settings.to}: pip install {settings.to}")
+        missing = f"to forward to {settings.to}: pip install {settings.to}"
+        require(importlib.util.find_spec(settings.to), missing)
         self._settings, self._run_id = settings, prefix.replace("/", "-")
         self._waiting: queue.Queue[LossPoint | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="colab-swarm-forward", daemon=True)
@@ -393,8 +385,7 @@ class Keeper:
     @property
     def branch(self) -> Branch | None:
         """The branch that the swarm is on, or None while nobody trains."""
-        branch = self.progress.branch()
-        return branch if branch.peers else None
+        return branch if (branch := self.progress.branch()).peers else None
 
     def _due(self, step: int) -> bool:
         ahead, old_s = step - self._saved_step, time.time() - self._saved_at
@@ -438,7 +429,6 @@ class Keeper:
             await self._publish(stored, GONE_S)
 
     async def _publish(self, snapshot: Snapshot, ttl_s: float) -> None:
-        peers = self._services.peers
         record = ProgressRecord(
             step=snapshot.manifest.step,
             lineage=snapshot.manifest.subject,
@@ -447,7 +437,7 @@ class Keeper:
             syncing=False,
             reduces=False,
             name=f"{self._name} (checkpoint)",
-            addresses=peers.contact.addresses,
+            addresses=self._services.peers.contact.addresses,
         )
         self._published_at = _now()
         await self._services.dht.publish(progress_key(self._prefix), record, ttl_s=ttl_s)

@@ -17,7 +17,6 @@ from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
 ID_BYTES = 32
-SWEEP_S = 5.0  # between two removals of records that have ended
 VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 microseconds
 
 
@@ -47,7 +46,6 @@ class Record(Message, frozen=True):
 
 
 def owner_of(record: Record) -> PeerId | None:
-    """Return the id of the peer that signed the record, or None."""
     return id_of(record.owner) if record.owner else None
 
 
@@ -199,7 +197,7 @@ class Storage:
     def _sweep(self, now: float) -> None:
         if now < self._sweep_at:
             return
-        self._sweep_at = now + SWEEP_S
+        self._sweep_at = now + 5.0
         for key, held in list(self._keys.items()):
             for subkey in [subkey for subkey, (_, end) in held.items() if end <= now]:
                 self.total_bytes -= held.pop(subkey)[0].size_bytes

@@ -1,8 +1,7 @@
 """Routing table and lookups of Kademlia over 256-bit ids (Maymounkov & Mazieres 2002). Free of I/O.
 
-Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen first
-(section 2.2). A contact that still answers is never replaced: peers with a long uptime tend to
-stay.
+Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen first (section
+2.2). A contact that still answers is never replaced: peers with a long uptime tend to stay.
 
 A lookup (section 2.3) has no barrier between rounds. A query older than ``patience_s`` is slow:
 until it is answered, it frees its place among the ``alpha``, and its peer does not count among the
@@ -93,12 +92,11 @@ class RoutingTable:
 
     def refresh_targets(self, now: float, *, older_than_s: float, rng: random.Random) -> list[bytes]:
         """Return a random id in the range of each bucket without contact for ``older_than_s``."""
-        targets: list[bytes] = []
+        me, targets = int.from_bytes(self._me, "big"), list[bytes]()
         for i, touched_at in self._touched_at.items():
             if now - touched_at >= older_than_s:
                 free_bits = ID_BITS - i - 1
-                flipped = int.from_bytes(self._me, "big") ^ (1 << free_bits)
-                id = flipped >> free_bits << free_bits | rng.getrandbits(free_bits)
+                id = (me ^ (1 << free_bits)) >> free_bits << free_bits | rng.getrandbits(free_bits)
                 targets.append(id.to_bytes(ID_BITS // 8, "big"))
         return targets
 

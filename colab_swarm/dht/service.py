@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 contacts
 REMEMBERED = 1000  # keys whose replicas are remembered
-RECORDS_AT_ONCE = 16
-CUT_OFF_RETRY_S = 2.0
 MAX_RELAYS = 4  # in a row of a fetch
 RELAY_WIDTH = 2  # by each peer: one silent peer delays nothing
 
@@ -62,7 +60,6 @@ class BackgroundTasks:
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` until it ends, or until `cancel`."""
         task = asyncio.get_running_loop().create_task(work, name=self._what)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
@@ -224,7 +221,7 @@ class DHT:
         self._hands_over = True
         self._tasks.every(self.settings.refresh_s, self._refresh)
         self._tasks.every(self.settings.retry_s, self._retry)
-        self._tasks.every(CUT_OFF_RETRY_S, partial(self._retry, if_cut_off=True))
+        self._tasks.every(2.0, partial(self._retry, if_cut_off=True))
         self._tasks.every(self.settings.republish_s, self._republish)
 
     async def stop(self) -> None:
@@ -286,8 +283,7 @@ class DHT:
         try:
             answer = await self._peers.call(contact.id, message, reply, timeout_s=self.settings.timeout_s)
         except PeerError as error:
-            alive = isinstance(error, CallRefused) and error.code == "refused"  # it refuses our role
-            if not alive:
+            if not (isinstance(error, CallRefused) and error.code == "refused"):  # else it refuses our role
                 self.table.failed(contact.id)
             raise
         self._patience.learn(self._now() - asked_at)
@@ -314,10 +310,9 @@ class DHT:
         return contacts
 
     def _found_in(self, merged: Storage, key: bytes) -> dict[bytes, Found]:
-        now, found = self._peers.time(), {}
-        for one in merged.get(key, now=self._now()):
-            found[one.subkey] = Found(msgspec.msgpack.decode(one.value), now + one.ttl_s, owner_of(one))
-        return found
+        now, decode = self._peers.time(), msgspec.msgpack.decode
+        records = merged.get(key, now=self._now())
+        return {one.subkey: Found(decode(one.value), now + one.ttl_s, owner_of(one)) for one in records}
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
         """Yield our records or, without any, the answers of the ``width`` nearest peers."""
@@ -366,7 +361,7 @@ class DHT:
         refusals: list[str] = []
         for record in records:
             refusals.append(storage.put(key, record, now=self._now(), swarm_time=self._peers.time()) or "")
-            if len(refusals) % RECORDS_AT_ONCE == 0:  # signatures take time: let other tasks run
+            if len(refusals) % 16 == 0:  # signatures take time: let other tasks run
                 await asyncio.sleep(0)
         return tuple(refusals)
 
@@ -375,9 +370,7 @@ class DHT:
         return FoundNear(self._nearest_for(caller, message.key, message.asker), records)
 
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
-        require(
-            len(message.key) == ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(message.key)}", Refusal
-        )
+        require(len(message.key) == ID_BYTES, f"a key of {len(message.key)} bytes, not {ID_BYTES}", Refusal)
         relays = 0 if self._nearest_to(message.key) else min(message.relays, MAX_RELAYS)
         async for answer in self._fetch(message.key, relays=relays, width=RELAY_WIDTH):
             if answer.records:
@@ -389,7 +382,7 @@ class DHT:
         return Stored(await self._put(self._storage, message.key, message.records), contacts)
 
     def _nearest_for(self, caller: PeerId, target: bytes, asker: Contact) -> tuple[Contact, ...]:
-        require(len(target) == ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(target)}", Refusal)
+        require(len(target) == ID_BYTES, f"a key of {len(target)} bytes, not {ID_BYTES}", Refusal)
         require(asker.id == caller, "the asker's contact is not its own", Refusal)
         if is_sound(asker):
             self._peers.learn(asker)
@@ -402,15 +395,13 @@ class DHT:
         for key in list(self._storage):
             nearest = self.table.nearest(key, self.settings.replicas)
             if new in nearest and self._nearest_to(key, but=new):
-                records = self._storage.get(key, now=self._now())
                 with contextlib.suppress(PeerError):
-                    await self._ask_store(key, records, [], new)
+                    await self._ask_store(key, self._storage.get(key, now=self._now()), [], new)
             await asyncio.sleep(0)
 
     def _nearest_to(self, key: bytes, *, but: Contact | None = None) -> bool:
         others = (contact for contact in self.table.nearest(key, 2) if contact != but)
-        mine = distance(self._peers.id, key)
-        return all(mine < distance(contact.id, key) for contact in others)
+        return all(distance(self._peers.id, key) < distance(contact.id, key) for contact in others)
 
     async def _refresh(self) -> None:
         """Look up ourselves and an id in each quiet bucket, from contacts and entries on."""

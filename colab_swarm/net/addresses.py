@@ -14,8 +14,7 @@ from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
-MAX_SOURCES = 4096
-"""Sources counted at a time; beyond that the one that has been quiet for longest is dropped."""
+MAX_SOURCES = 4096  # beyond that the one that has been quiet for longest is dropped
 _ID = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -24,7 +23,7 @@ _LOCAL = [ipaddress.ip_network(one) for one in f"{_LOCAL_4} fc00::/7 fe80::/10 :
 
 
 def relay_of(address: str) -> Contact | None:
-    """Return the relay of a circuit's address, with the address to dial it at; None for other addresses."""
+    """Return the relay of a circuit's address, and where to dial it; None for other addresses."""
     entry, found, relay = address.partition(CIRCUIT)
     if not (found and _ADDRESS.fullmatch(entry) and host_of(entry) and _ID.fullmatch(relay)):
         return None
@@ -60,13 +59,11 @@ def ip_of(host: str) -> IP | None:
 
 def is_local(host: str) -> bool:
     """Return True for an IP address of this machine, a home or office network, or a carrier's NAT."""
-    ip = ip_of(host)
-    return ip is not None and any(ip in network for network in _LOCAL)
+    return (ip := ip_of(host)) is not None and any(ip in network for network in _LOCAL)
 
 
 def is_loopback(host: str) -> bool:
-    ip = ip_of(host)
-    return ip is not None and ip.is_loopback
+    return (ip := ip_of(host)) is not None and ip.is_loopback
 
 
 def may_dial_back(address: str, seen: str) -> bool:

@@ -81,16 +81,12 @@ class NodeSettings:
     max_calls_per_link: int = 1024
 
     def __post_init__(self) -> None:
-        require(
-            len(self.run_id.encode()) <= MAX_RUN_ID_BYTES,
-            f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes",
-        )
+        require(len(self.run_id.encode()) <= MAX_RUN_ID_BYTES, f"run_id={self.run_id!r} is over 64 bytes")
         require(0 <= self.port < 1 << 16, f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
         announce = self.announce or ()
-        if wrong := [address for address in announce if not is_address(address)]:
-            raise ValueError(f"{wrong[0]!r} is not an address: ws://HOST:PORT is expected")
-        if len(announce) > MAX_ADDRESSES:
-            raise ValueError(f"{len(announce)} addresses to announce are over {MAX_ADDRESSES}")
+        for address in announce:
+            require(is_address(address), f"{address!r} is not an address: ws://HOST:PORT is expected")
+        require(len(announce) <= MAX_ADDRESSES, f"{len(announce)} addresses are over {MAX_ADDRESSES}")
 
 
 class TokenBucket:
@@ -149,7 +145,6 @@ class Traffic:
             bucket.take(size_bytes, now)
 
     def delay(self, now: float) -> float:
-        """Return the seconds to wait before sending or receiving more."""
         return max(bucket.delay(now) for bucket in self.buckets) if self.buckets else 0.0
 
 
@@ -164,16 +159,12 @@ class LinkType(StrEnum):
 
 @dataclass(frozen=True)
 class Path:
-    """The way of a link to the other end.
-
-    Attributes:
-        local, remote: IP address and port of both ends of the TCP connection, None in memory.
-    """
+    """The way of a link to the other end."""
 
     way: LinkType = LinkType.DIRECT
     relay: PeerId | None = None  # the relay of a relayed link
-    local: HostPort | None = None
-    remote: HostPort | None = None
+    local: HostPort | None = None  # this end of the TCP connection, None in memory
+    remote: HostPort | None = None  # its other end
     address: str = ""  # the dial address that worked, empty where this end did not dial
 
     @property
@@ -188,20 +179,14 @@ class Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """The peer at the other end of a link, as its handshake showed it.
-
-    Attributes:
-        membership: the one that it showed last, which gives the ``role``.
-        time: its clock when it sent its Hello.
-        keys: how packets are sealed; None where they are not.
-    """
+    """The peer at the other end of a link, as its handshake showed it."""
 
     contact: Contact
     public_key: bytes = b""
-    membership: bytes = b""
+    membership: bytes = b""  # the one that it showed last, which gives the role
     role: Role = Role.WORKER
-    time: float = 0.0
-    keys: Keys | None = field(default=None, repr=False)
+    time: float = 0.0  # its clock when it sent its Hello
+    keys: Keys | None = field(default=None, repr=False)  # None where packets are not sealed
     path: Path = Path()
 
 
@@ -219,10 +204,7 @@ class Receiver(Protocol):
 
 
 class Loopback:
-    """A carrier in memory, in place of a `colab_swarm.net.websocket.WebSocket`: one end, whose other one is ``other``.
-
-    The link of a peer to itself has one; the simulator adds time to it. Its links seal nothing.
-    """
+    """One end of a carrier in memory, as a peer's link to itself and the simulator have; seals nothing."""
 
     ends: tuple[HostPort | None, HostPort | None] = (None, None)
     other: Self
@@ -284,10 +266,7 @@ class Metering:
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
 
     def limit(self, rate_bps: float | None) -> None:
-        """Limit all links together, open ones included, to ``rate_bps`` bits per second in each direction.
-
-        The limits of the settings stay; None leaves only them.
-        """
+        """Limit all links together to ``rate_bps`` bits per second each way, besides the settings' limits."""
         limits = (self._upload, self._settings.upload_bps), (self._download, self._settings.download_bps)
         for buckets, set_bps in limits:
             rates = [rate for rate in (rate_bps, set_bps) if rate is not None]
@@ -359,11 +338,8 @@ class SpeedTests:
 
     async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
         require(not self._busy, "a speed test with another peer is running: wait a moment", Refusal)
-        require(
-            self._tests.admit(stream.peer, asyncio.get_running_loop().time()),
-            f"one speed test in {PAUSE_S:g} s: wait a moment",
-            Refusal,
-        )
+        admitted = self._tests.admit(stream.peer, asyncio.get_running_loop().time())
+        require(admitted, f"one speed test in {PAUSE_S:g} s: wait a moment", Refusal)
         self._busy = True
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -376,10 +352,9 @@ class SpeedTests:
 
 
 async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, timeout_s: float = 15.0) -> Speed:
-    """Measure the speed to ``peer`` and back with at most ``size_bytes`` each way; takes a second or two each way.
+    """Measure the speed to ``peer`` and back with at most ``size_bytes``, in a second or two each way.
 
-    Raises:
-        PeerError: the peer cannot be reached, is lost, too slow, does not serve tests, or refuses one now.
+    Raises PeerError if the peer cannot be reached, is lost, too slow, or refuses a test.
     """
     test = MeasureSpeed(size_bytes)
     try:
@@ -420,8 +395,8 @@ async def _absorb(stream: Stream, limit_bytes: int) -> float:
         began_at, size_bytes = clock(), missing_bytes
         while missing_bytes > 0:
             missing_bytes -= len((await stream.receive(BurstPart))[1])
-        if missing_bytes:
-            raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
+        more = f"{short(stream.peer)} sends more than was agreed in a speed test"
+        require(not missing_bytes, more, ProtocolError)
         took_s = clock() - began_at
         await stream.send(TransferReport(took_s))
         rate_bps = size_bytes * 8 / max(took_s, 1e-9)

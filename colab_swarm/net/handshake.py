@@ -40,11 +40,8 @@ from colab_swarm.net.websocket import WebSocket, accept
 
 VERSION = 1
 STAGGER_S = 0.25
-DETOUR_AFTER_S = 1.5
-"""Time after which detours are tried if no address has answered."""
-CONNECTING_S = 1.0
-TICKET = b"colab_swarm circuit "
-"""First bytes of a connection to a relay that is one half of a circuit."""
+DETOUR_AFTER_S = 1.5  # detours are tried then if no address has answered
+TICKET = b"colab_swarm circuit "  # begins a connection to a relay that is half of a circuit
 NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 _DOMAIN = b"colab_swarm hello"
 Address = Annotated[str, msgspec.Meta(max_length=256)]
@@ -95,7 +92,6 @@ class Introduction:
         self.result: Remote | None = None
 
     def start(self) -> bytes:
-        """Return the initiator's first message."""
         return self._noise.write(self._digest)
 
     def on_message(self, message: bytes, *, wall_time: float) -> bytes | None:
@@ -106,8 +102,8 @@ class Introduction:
         before = self._noise.hash
         payload = self._noise.read(message)
         if not self._run_checked:
-            if payload != self._digest:
-                raise ProtocolError(f"this peer belongs to {describe_run(self._run_id)}")
+            ours = f"this peer belongs to {describe_run(self._run_id)}"
+            require(payload == self._digest, ours, ProtocolError)
             self._run_checked = True
             return self._write_hello(wall_time)
         hello = self._check_hello(payload, before)
@@ -132,11 +128,9 @@ class Introduction:
             hello = msgspec.msgpack.decode(payload, type=Hello)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable hello: {error}") from error
-        require(
-            verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + hash_before),
-            "a hello with a wrong signature",
-            ProtocolError,
-        )
+        told = _DOMAIN + self._noise.remote_static + hash_before
+        genuine = verify(hello.public_key, hello.signature, told)
+        require(genuine, "a hello with a wrong signature", ProtocolError)
         if (peer := id_of(hello.public_key)) == self._identity.id:
             raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
         if self._expected is not None and peer != self._expected:
@@ -145,17 +139,12 @@ class Introduction:
 
 
 class HandshakeReceiver:
-    """Receives for a connection until the handshake is complete, then hands over to the link that ``make_link`` makes.
+    """Receives for a connection until the handshake is complete, then hands over to the new `link`.
 
-    The next message may lie in the same buffer as the last one of the handshake, so the link is made in `on_message`.
-
-    Args:
-        make_link: called with the carrier, the result and the measured round trip (seconds); sends
-            nothing yet. If it raises a `PeerError`, the other end receives no further message.
-
-    Attributes:
-        held: whether the first message only says that the handshake may begin, as a relay's does.
-        link: the result.
+    The link is made in `on_message`, since the same buffer may hold a message for it. ``make_link``
+    gets the carrier, the result and the round trip (seconds), and sends nothing yet; if it raises a
+    `PeerError`, the other end receives no further message. ``held``: the first message only says that
+    the handshake may begin, as a relay's does.
     """
 
     def __init__(
@@ -256,13 +245,8 @@ class Listener:
     """Accepts connections until `close`.
 
     At most ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``.
-
-    Args:
-        receive: makes the receiver of a new connection; raises `PeerError` to refuse it.
-        scratch: memory to receive into.
-
-    Attributes:
-        on_ticket: takes connections whose first message starts with `TICKET`; None if this peer is not a relay.
+    ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a relay's
+    ``on_ticket`` takes connections whose first message starts with `TICKET`.
     """
 
     def __init__(
@@ -289,7 +273,6 @@ class Listener:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening, and drop connections that have not become links."""
         if self._server is not None:
             self._server.close()
         for connection in self._fresh:
@@ -309,7 +292,7 @@ class Listener:
     def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
         """Return True until it is a link; one without a transport is about to connect, or gone."""
         if connection.transport is None:
-            return now - since < CONNECTING_S
+            return now - since < 1.0
         protocol = connection.transport.get_protocol()
         return protocol is connection or isinstance(getattr(protocol, "receiver", None), HandshakeReceiver)
 

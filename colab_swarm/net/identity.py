@@ -7,6 +7,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 
 
@@ -33,12 +34,11 @@ class Identity:
         self.id = id_of(self.public_key)
 
     def sign(self, data: bytes) -> bytes:
-        """Return the Ed25519 signature over ``data`` (64 bytes)."""
         return self._key.sign(data)
 
     @classmethod
     def load_or_create(cls, path: str | Path) -> "Identity":
-        """Read the key saved at ``path``, or make one and save it there, readable by its owner only.
+        """Read the key saved at ``path``, or save a new one there, readable by its owner only.
 
         Raises `ValueError` if the file exists but is not a saved identity.
         """
@@ -54,7 +54,6 @@ class Identity:
                 file.write(identity._key.private_bytes_raw())
             aside.replace(path)
             return identity
-        if len(seed) != 32:
-            found = f"32 bytes expected, {len(seed)} found"
-            raise ValueError(f"{path} is not a saved identity ({found}); delete it to make a new one")
+        fault = f"{path} is not a saved identity (32 bytes expected, {len(seed)} found)"
+        require(len(seed) == 32, f"{fault}; delete it to make a new one")
         return cls(seed)

@@ -25,7 +25,6 @@ from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
 MAX_SERVICES = 256
-ASK_S = 0.5  # time to ask for what a service has not said by itself
 MAX_NAME_CHARS = 48
 Access = Literal["open", "invite", "allowlist"]
 
@@ -41,7 +40,6 @@ class LanSwarm:
 
     @property
     def run(self) -> str:
-        """The run's display name."""
         return self.run_id.rpartition("-")[0] or self.run_id
 
 
@@ -174,7 +172,7 @@ async def _listen(zeroconf: Zeroconf, seconds: float) -> list[LanSwarm]:
 async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
     try:
         info = AsyncServiceInfo(SERVICE, name)
-        await info.async_request(zeroconf, 1000 * ASK_S)
+        await info.async_request(zeroconf, 500)  # ms, to ask for what it has not said by itself
         return read_announcement(info.properties, info.parsed_addresses(), info.port)
     except mdns.Error:  # any device of the network may announce any name
         return None

@@ -43,12 +43,10 @@ if TYPE_CHECKING:
     from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
-MAX_TASKS = 2048
-"""Handlers that may run for one link: a cancelled call frees its number before its handler has ended."""
+MAX_TASKS = 2048  # handlers; a cancelled call frees its number before its handler has ended
 MAX_BACKLOG_BYTES = 64 << 20
 SIMULTANEOUS_S = 10.0
-LEAVE_TIMEOUT_S = 30.0
-"""A quiet link that only this end leaves is closed after this time."""
+LEAVE_TIMEOUT_S = 30.0  # a quiet link that only this end leaves is closed then
 _TOKEN = struct.Struct("<d")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -59,17 +57,11 @@ def _expire(answer: asyncio.Future[memoryview]) -> None:
 
 
 class Link:
-    """One link, from the end of the handshake until ``on_lost``.
+    """One link, from the end of the handshake until ``on_lost``; ``dialled`` if this end opened it.
 
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
-
-    Args:
-        carrier: how bytes travel.
-        dialled: whether this end opened the link.
-        services: handlers of calls, and of streams.
-        traffic: meters and budgets, of what is sent and received.
-        settings: bounds on the number of streams and calls.
-        events: gets a `Fault` when a handler fails.
+    The two ``services`` are of calls and of streams; ``traffic`` counts what is sent and received. The
+    ``events`` get a `Fault` when a handler fails.
     """
 
     def __init__(
@@ -197,8 +189,6 @@ class Link:
             text = f"what {short(self.peer)} sent is not a valid {kind.__name__}: {error}"
             raise ProtocolError(text) from error
 
-    # --- handlers for the peer ------------------------------------------------------------------------------
-
     def _on_opening(self, frame: Frame) -> None:
         id, is_call = frame.id, frame.kind is FrameKind.CALL
         services = self._call_services if is_call else self._stream_services
@@ -216,7 +206,6 @@ class Link:
             self._start(self._converse(stream, handler, message))
 
     def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
-        """Do as `ServiceTable.find`, for the role of this peer."""
         return services.find(opening, self.remote.role)
 
     def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -263,16 +252,12 @@ class Link:
             self.reset_stream(stream.id, "failed", self._report("stream handler", error))
 
     def _report(self, where: str, error: Exception) -> str:
-        """Log the failure of a handler and emit a `Fault`; return what to answer."""
         logger.exception("%s failed, serving %s", where, short(self.peer))
         fault = Fault.of(self._loop.time(), where, error)
         self._events.emit(fault)
         return fault.text
 
-    # --- life -----------------------------------------------------------------------------------------------
-
     def ping(self) -> None:
-        """Measure the round trip."""
         self.mux.ping(_TOKEN.pack(self._loop.time()))
         self.flush_soon()
 
@@ -314,10 +299,7 @@ class Link:
         if self.mux.leaving and self.mux.peer_leaving and self.mux.quiet and not self.tasks:
             self.close("no longer needed")
 
-    # --- the carrier's receiver -----------------------------------------------------------------------------
-
     def on_message(self, data: memoryview) -> None:
-        """Take a sealed packet from the carrier."""
         if self.lost is not None:
             return
         now = self.heard_at = self._loop.time()
@@ -340,10 +322,7 @@ class Link:
             self._resume = self._loop.call_later(pause_s, self.carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
-        if writable:
-            self._writable.set()
-        else:
-            self._writable.clear()
+        (self._writable.set if writable else self._writable.clear)()
 
     def on_lost(self, reason: str) -> None:
         """Fail all calls and streams: the carrier is gone. Idempotent."""
@@ -396,8 +375,8 @@ class Link:
             self._forget_if_over(id)
         elif kind is FrameKind.RESET:
             code, text = self._failure(frame)
-            reset = code == "reset"
-            self._streams.pop(id).on_fault(PeerLost(f"reset by {text}") if reset else CallRefused(code, text))
+            fault = PeerLost(f"reset by {text}") if code == "reset" else CallRefused(code, text)
+            self._streams.pop(id).on_fault(fault)
 
     def _failure(self, frame: Frame) -> tuple[str, str]:
         try:
@@ -405,8 +384,6 @@ class Link:
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
         return code, f"{short(self.peer)}: {text}"
-
-    # --- sending --------------------------------------------------------------------------------------------
 
     def flush_soon(self) -> None:
         """Flush once per turn of the event loop, so that frames queued together travel together."""
@@ -432,10 +409,9 @@ class Link:
 class LinkTable:
     """Links by peer.
 
-    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and
-    streams are over. When both ends dial at once, both use the link that the peer with the smaller
-    id dialled, and leave the other. A link that is opened later than `SIMULTANEOUS_S` replaces the
-    old one: the peer would not have dialled if that still worked for it.
+    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and streams
+    are over. When both ends dial at once, both use the link that the peer with the smaller id dialled. A
+    link opened later than `SIMULTANEOUS_S` replaces the old one, which no longer worked for the peer.
     """
 
     def __init__(self, own: PeerId) -> None:
@@ -453,7 +429,6 @@ class LinkTable:
         return frozenset(self._by_peer)
 
     def of(self, peer: PeerId) -> list[Link]:
-        """Return all links to a peer."""
         return list(self._by_peer.get(peer, ()))
 
     def best(self, peer: PeerId) -> Link | None:
@@ -483,7 +458,7 @@ class LinkTable:
         return False
 
     def full(self, limit: int) -> bool:
-        """Return True if ``limit`` links are all in use, or twice as many do not close: then none may be added."""
+        """Return True if no link may be added: ``limit`` are in use, or twice as many do not close."""
         return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
 
     def longest_unused(self) -> Link | None:

@@ -11,7 +11,7 @@ tolerance of `SLACK_S`.
 import os
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Self, TypeAlias
 
 import aiohttp
@@ -27,11 +27,8 @@ MAX_NAME_CHARS = 64
 MAX_USES = 10_000
 MAX_REVOKED = 900  # so many fit in one record of the DHT
 MAX_MEMBERSHIP_BYTES = 2048
-MAX_VERIFIED = 10_000  # size of the cache: checking a membership takes up to 340 microseconds
 MAX_GUESTS = 64
-GUEST_S = 60.0
-"""How long a peer without a membership may stay linked to the authority to request one."""
-HUB_TIMEOUT_S = 10.0
+GUEST_S = 60.0  # for a peer without a membership to request one from the authority
 MAX_ANSWER_BYTES = 1 << 20
 AGAIN = "join again with an invitation"
 _TOKEN = re.compile(r"[!-~]{1,512}")
@@ -39,6 +36,7 @@ Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
 RunId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_RUN_ID_BYTES)]
 Sign: TypeAlias = Callable[[bytes], bytes]
+_require = partial(require, kind=NotAdmitted)
 
 
 class Signed(Message, frozen=True, kw_only=True):
@@ -102,27 +100,17 @@ class Membership(Signed, frozen=True):
         """Raise `NotAdmitted` unless run, owner, signatures and limits are right; it may have ended."""
         grant, signer = self.grant, authority
         _require(self.key == key, f"the membership is another peer's: {AGAIN}")
-        _require(
-            self.run_id == run_id == (grant or self).run_id, f"the membership is of another run: {AGAIN}"
-        )
+        _require(self.run_id == run_id == (grant or self).run_id, f"a membership of another run: {AGAIN}")
         _require(Role.GUEST < self.role < Role.AUTHORITY, f"its role cannot be granted: {AGAIN}")
         if grant is not None:
             signer = grant.key
-            _require(
-                grant.is_signed_by(authority),
-                "an invitation not signed by this run's authority: ask for another",
-            )
+            _require(grant.is_signed_by(authority), "not signed by this run's authority: ask for another")
             in_time = self.issued_at <= grant.join_until and self.expires_at <= grant.member_until
             _require(in_time and self.role <= grant.role, "more than its invitation allows: ask for another")
         _require(self.is_signed_by(signer), f"the membership's signature is wrong: {AGAIN}")
 
 
-def _require(good: bool, text: str) -> None:
-    if not good:
-        raise NotAdmitted(text)
-
-
-@lru_cache(MAX_VERIFIED)
+@lru_cache(10_000)  # checking a membership takes up to 340 microseconds
 def _sound_membership(data: bytes, run_id: str, authority: bytes, key: bytes) -> Membership:
     found = Membership.decode(data)
     found.require_sound(run_id, authority=authority, key=key)
@@ -164,27 +152,22 @@ class MembershipAdmission:
         return role
 
     def verify(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role that a peer's membership gives at ``now``; raise `NotAdmitted` if it gives none."""
-        if public_key == self.authority:
-            return Role.AUTHORITY
-        return self.check(public_key, membership, now=now).role
+        """Return the role that a peer's membership gives at ``now``, or raise `NotAdmitted`."""
+        own = public_key == self.authority
+        return Role.AUTHORITY if own else self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
-        """Return the peer's membership if it is valid without the authority; raise `NotAdmitted` otherwise."""
+        """Return the peer's membership if it is valid without the authority, or raise `NotAdmitted`."""
         found = self.inspect(public_key, membership)
         only_there = found.grant is not None and (found.grant.uses > 0 or not found.grant.offline)
         _require(not only_there, "this invitation is only good at the authority: ask it for a membership")
         late_s, early_s = now - found.expires_at, found.issued_at - now
-        _require(
-            late_s <= SLACK_S, f"membership ended {in_words(late_s)} ago: join again with a new invitation"
-        )
-        _require(
-            early_s <= SLACK_S, f"membership starts in {in_words(early_s)}: one of our clocks is off, set it"
-        )
+        _require(late_s <= SLACK_S, f"membership ended {in_words(late_s)} ago: {AGAIN}")
+        _require(early_s <= SLACK_S, f"membership starts in {in_words(early_s)}: set the clock that is off")
         return found
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
-        """Return the peer's membership, expired or not; raise `NotAdmitted` if it is not sound, or revoked."""
+        """Return the peer's membership, ended or not; raise `NotAdmitted` if it is unsound or revoked."""
         self._require_not_revoked(public_key)
         found = _sound_membership(membership, self.run_id, self.authority, public_key)
         if found.grant is not None:
@@ -193,23 +176,19 @@ class MembershipAdmission:
 
     def _require_not_revoked(self, key: bytes) -> None:
         if id_of(key) in self._revoked_ids:
-            raise NotAdmitted(
-                "the authority of this run has revoked your membership: ask its organizer", reason="revoked"
-            )
+            text = "the authority of this run has revoked your membership: ask its organizer"
+            raise NotAdmitted(text, reason="revoked")
 
     def learn(self, revocations: bytes) -> bool:
-        """Take an encoded list; return whether it is newer. `ProtocolError` if it is not the authority's."""
+        """Take an encoded list; return whether it is newer, or raise `ProtocolError` if it is forged."""
         try:
             found = msgspec.msgpack.decode(revocations, type=Revocations)
         except UNDECODABLE as error:
             raise ProtocolError(f"undecodable revocations: {error}") from error
         if found.version <= self.revoked.version:
             return False
-        require(
-            found.run_id == self.run_id and found.is_signed_by(self.authority),
-            "revocations that the authority of this run has not signed",
-            ProtocolError,
-        )
+        sound = found.run_id == self.run_id and found.is_signed_by(self.authority)
+        require(sound, "revocations that the authority of this run has not signed", ProtocolError)
         self.revoked, self._revoked_ids = found, frozenset(found.subjects)
         return True
 
@@ -263,7 +242,7 @@ async def whoami(token: str) -> Account | None:
     url = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/api/whoami-v2"
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HUB_TIMEOUT_S)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session,
             session.get(url, headers={"Authorization": f"Bearer {token}"}, allow_redirects=False) as response,
         ):
             if response.status in (401, 403):

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import CallRefused, ProtocolError
+from colab_swarm.errors import CallRefused, ProtocolError, require
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer, Message, Role
 
 MAX_PACKET_BYTES = 124 << 10
@@ -99,11 +99,7 @@ class FrameReader:
         self._frame_bytes = 0
 
     def read(self, packet: Buffer) -> list[Frame]:
-        """Return the frames that this packet completes.
-
-        Raises:
-            ProtocolError: truncated, oversized or unknown frames.
-        """
+        """Return the frames that this packet completes; `ProtocolError` if one is bad."""
         if self._partial:
             return self._continue(packet)
         view = memoryview(packet)
@@ -122,8 +118,8 @@ class FrameReader:
         return frames
 
     def _begin(self, view: memoryview, frame_bytes: int, *, alone: bool) -> None:
-        if not alone or len(view) != MAX_PACKET_BYTES:
-            raise ProtocolError(f"a frame of {frame_bytes} bytes is truncated")
+        whole = alone and len(view) == MAX_PACKET_BYTES
+        require(whole, f"a frame of {frame_bytes} bytes is truncated", ProtocolError)
         self._partial, self._frame_bytes = bytearray(view), frame_bytes
 
     def _continue(self, packet: Buffer) -> list[Frame]:
@@ -152,18 +148,12 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
 
 STREAM_WINDOW_BYTES = 1 << 21
 ITEM_OVERHEAD_BYTES = 64
-MAX_TEXT_CHARS = 1000
-MAX_PING_BYTES = 32
 MAX_CREDIT_BYTES = 1 << 31
 _U32 = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
-
-
-OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-"""First frame of a call or a stream: the name of the message's type, and the message."""
-FAILURE = msgspec.msgpack.Decoder(tuple[str, str])
-"""Why a call failed or a stream was reset: a code, those of `CallRefused` and ``reset``, and a text."""
+OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])  # the name of the message's type, and it
+FAILURE = msgspec.msgpack.Decoder(tuple[str, str])  # a code, of `CallRefused` or ``reset``; a text
 
 
 @lru_cache(maxsize=1024)
@@ -178,24 +168,16 @@ class ServiceTable:
         self._by_name: dict[str, tuple[msgspec.msgpack.Decoder[Any], Handler, Role]] = {}
 
     def add(self, kind: type[Message], handler: Handler, role: Role) -> None:
-        """Answer messages of ``kind`` from peers of ``role`` or above, by this handler only.
-
-        Raises:
-            ValueError: a class of that name is served already.
-        """
-        if kind.__name__ in self._by_name:
-            raise ValueError(f"a handler of {kind.__name__} serves already; unserve it first")
-        self._by_name[kind.__name__] = (decoder_of(kind), handler, role)
+        """Answer messages of ``kind`` from ``role`` or above; ValueError if the name is served already."""
+        name = kind.__name__
+        require(name not in self._by_name, f"a handler of {name} serves already; unserve it first")
+        self._by_name[name] = (decoder_of(kind), handler, role)
 
     def remove(self, kind: type[Message]) -> None:
         self._by_name.pop(kind.__name__, None)
 
     def find(self, encoded: Buffer, role: Role) -> tuple[Handler, Any]:
-        """Return the handler of an encoded opening from a peer of this role, and its decoded message.
-
-        Raises:
-            CallRefused: no handler takes it.
-        """
+        """Return the handler of an encoded opening and its message; `CallRefused` if none takes it."""
         try:
             name, body = OPENING.decode(encoded)
         except UNDECODABLE as error:
@@ -204,10 +186,8 @@ class ServiceTable:
             raise CallRefused("unknown", f"{name[:100]} is not served here")
         decoder, handler, least = self._by_name[name]
         if role < least:
-            needed = f"{name} needs the role {least.name.lower()}"
-            raise CallRefused(
-                "refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation"
-            )
+            needed = f"{name} needs the role {least.name.lower()}; yours is {role.name.lower()}"
+            raise CallRefused("refused", f"{needed}: ask for another invitation")
         try:
             return handler, decoder.decode(body)
         except UNDECODABLE as error:
@@ -216,11 +196,7 @@ class ServiceTable:
 
 @dataclass(slots=True)
 class Flow:
-    """Flow control of one stream, in bytes.
-
-    Attributes:
-        sent_end, got_end: which END has passed.
-    """
+    """Flow control of one stream, in bytes; which END has passed."""
 
     credit: int = STREAM_WINDOW_BYTES  # what this end may still send; negative when the last item overdrew it
     window: int = STREAM_WINDOW_BYTES  # what the peer may still send
@@ -235,12 +211,9 @@ def item_cost(message: Buffer, payload: Buffer) -> int:
 
 
 class Mux:
-    """One end of a link.
+    """One end of a link, the ``initiator`` if it dialled.
 
-    Args:
-        initiator: whether this end dialled.
-        max_streams: streams of the peer that may be open; more are reset as ``busy``.
-        max_calls: calls of the peer that may be pending; more are refused as ``busy``.
+    ``max_streams`` and ``max_calls`` of the peer may be open; more are reset or refused as ``busy``.
     """
 
     def __init__(self, *, initiator: bool, max_streams: int, max_calls: int) -> None:
@@ -266,7 +239,7 @@ class Mux:
         return not (self._calls or self._serving or self.streams)
 
     def take(self) -> list[bytes]:
-        """Return the queued frames as packets to seal and send, in order."""
+        """Return the queued frames as packets, in order."""
         frames, self.queue = self.queue, []
         return to_packets(frames)
 
@@ -302,8 +275,7 @@ class Mux:
 
     def may_send(self, id: int) -> bool:
         """Return True if an item may be sent now: the stream is open and has credit."""
-        flow = self.streams.get(id)
-        return flow is not None and flow.credit > 0
+        return (flow := self.streams.get(id)) is not None and flow.credit > 0
 
     def send(self, id: int, message: bytes, payload: Buffer) -> None:
         """Queue an item; check `may_send` first."""
@@ -348,16 +320,11 @@ class Mux:
             self.queue.append(encode(FrameKind.LEAVING, 0))
 
     def on_packet(self, packet: Buffer) -> Iterator[Frame]:
-        """Take a packet from the peer; yield the frames for the application.
+        """Take a packet from the peer; yield the frames for the application. Close on `ProtocolError`.
 
-        Act on each frame before taking the next: a call or stream refused or reset meanwhile gets no further frames.
-
-        Raises:
-            ProtocolError: the peer broke the rules; close the link.
+        Act on each frame before taking the next: a call or stream that is over gets no further frames.
         """
-        for frame in self._reader.read(packet):
-            if self._admit(frame):
-                yield frame
+        yield from filter(self._admit, self._reader.read(packet))
 
     def _admit(self, frame: Frame) -> bool:
         kind, id = frame.kind, frame.id
@@ -376,7 +343,7 @@ class Mux:
         return kind in (FrameKind.LEAVING, FrameKind.PONG) or self._on_stream_control(frame)
 
     def _on_ping(self, frame: Frame) -> bool:
-        if len(frame.message) > MAX_PING_BYTES:
+        if len(frame.message) > 32:
             raise ProtocolError(f"a ping of {len(frame.message)} bytes")
         self.queue.append(encode(FrameKind.PONG, 0, frame.message))
         return False
@@ -416,16 +383,14 @@ class Mux:
         if frame.kind is FrameKind.RESET:
             self._forget_if_over(frame.id, flow, over=True)
         elif frame.kind is FrameKind.END:
-            if flow.got_end:
-                raise ProtocolError(f"a second end of stream {frame.id}")
+            require(not flow.got_end, f"a second end of stream {frame.id}", ProtocolError)
             flow.got_end = True
             self._forget_if_over(frame.id, flow)
         else:
-            if len(frame.message) != _U32.size:
-                raise ProtocolError("a credit frame of the wrong size")
+            require(len(frame.message) == _U32.size, "a credit frame of the wrong size", ProtocolError)
             flow.credit += _U32.unpack(frame.message)[0]
-            if flow.credit > MAX_CREDIT_BYTES:
-                raise ProtocolError(f"stream {frame.id} got credit for {flow.credit} bytes")
+            text = f"stream {frame.id} got credit for {flow.credit} bytes"
+            require(flow.credit <= MAX_CREDIT_BYTES, text, ProtocolError)
         return True
 
     def _flow(self, frame: Frame) -> Flow | None:
@@ -453,9 +418,8 @@ class Mux:
             self._their_streams -= not self._is_ours(id)
 
     def _new_id(self) -> int:
-        id = self._next_id
         self._next_id += 2
-        return id
+        return self._next_id - 2
 
 
 def encode_opening(message: Message) -> bytes:
@@ -467,5 +431,5 @@ def encode_opening(message: Message) -> bytes:
 
 
 def _failure(code: str, text: str) -> bytes:
-    sendable = text[:MAX_TEXT_CHARS].encode(errors="replace").decode()  # a file name may hold surrogates
+    sendable = text[:1000].encode(errors="replace").decode()  # a file name may hold surrogates
     return _encoder.encode((code, sendable))

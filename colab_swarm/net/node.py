@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
+from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable, require
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_local, is_loopback, reachable_addresses, relay_of
 from colab_swarm.net.carrier import (
@@ -43,16 +43,13 @@ __all__ = ["Linker", "Node", "NodeSettings", "SwarmClock"]
 logger = logging.getLogger(__name__)
 MAX_OFFSET_S = 600.0
 CLOSE_TIMEOUT_S = 1.0
-MISSED_KEEP_ALIVES = 3
-DIALS = 3
 
 
 class SwarmClock:
     """Collects clock offsets, one per peer. Free of I/O.
 
-    Attributes:
-        offset_s: seconds to add to the own clock, 10 minutes at most.
-        behind_s: by how much the own clock is behind the linked peers' median; negative if it is ahead.
+    ``offset_s`` is to be added to the own clock, 10 minutes at most; ``behind_s`` is by how much that
+    is behind the linked peers' median, negative if it is ahead.
     """
 
     def __init__(self) -> None:
@@ -77,11 +74,7 @@ class SwarmClock:
 class Linker:
     """A node's links: dials, accepts and closes them.
 
-    Args:
-        make_link: makes a `Link`, with its arguments.
-
     Attributes:
-        services: handlers of calls, and of streams.
         addresses: where others can dial this peer, as its handshakes state.
         pinned: peers whose quiet links stay open (relays that hold a place for this peer).
         open_circuit: opens a connection to a peer through a relay; None where circuits are not offered.
@@ -120,8 +113,6 @@ class Linker:
         """Return swarm time, seconds since the epoch."""
         return self._wall_clock() + self.clock.offset_s
 
-    # --- dialling -------------------------------------------------------------------------------------------
-
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
         """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
         if peer == self._identity.id:
@@ -129,7 +120,7 @@ class Linker:
             return self._own_link()
         try:
             async with asyncio.timeout(timeout_s):
-                for _ in range(DIALS):
+                for _ in range(3):
                     self._require_open()
                     if peer not in self._awaited:
                         awaited = self._awaited[peer] = self._loop.create_future()
@@ -178,7 +169,6 @@ class Linker:
         return link
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        """Dial one direct address; raises as `shake_hands`."""
         path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
         return await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
 
@@ -198,7 +188,6 @@ class Linker:
                 raise
 
     async def connect(self, address: str, receiver: Receiver) -> WebSocket:
-        """Open a WebSocket to a direct address; raises as `dial` does."""
         self._require_open()
         if self._session is None:
             connector = aiohttp.TCPConnector(
@@ -206,13 +195,9 @@ class Linker:
                 force_close=True,
                 socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
             )
-            no_timeout, no_cookies = aiohttp.ClientTimeout(total=None), aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=no_timeout, cookie_jar=no_cookies
-            )
+            timeout, cookies = aiohttp.ClientTimeout(total=None), aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=cookies)
         return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
-
-    # --- handshakes -----------------------------------------------------------------------------------------
 
     async def shake_hands(
         self,
@@ -274,7 +259,6 @@ class Linker:
     def on_introduced(
         self, path: Path, dialled: bool, carrier: WebSocket | Loopback, remote: Remote, rtt_s: float
     ) -> Link:
-        """Return the link over a connection whose handshake is complete."""
         self._require_open()
         contact, (ours, theirs) = remote.contact, carrier.ends
         self.book.replace(contact)
@@ -321,17 +305,15 @@ class Linker:
             near.receiver, far.receiver = self._own_ends
         return self._own_ends[0]
 
-    # --- upkeep ---------------------------------------------------------------------------------------------
-
     async def keep_links(self) -> None:
-        """Ping every link; close the dead, the unused and those whose peer is no longer admitted. Never returns."""
+        """Ping every link; close the dead, the unused, and those of peers no longer admitted. Never returns."""
         settings = self._settings
         while True:
             await asyncio.sleep(min(settings.keep_alive_s, settings.idle_link_s))
             self.recheck()
             now = self._loop.time()
             for link in self.table:
-                if now - link.heard_at > MISSED_KEEP_ALIVES * settings.keep_alive_s:
+                if now - link.heard_at > 3 * settings.keep_alive_s:
                     link.abort(f"silent for {now - link.heard_at:.0f} s")
                 elif link.mux.leaving and link.mux.quiet and now - link.used_at > LEAVE_TIMEOUT_S:
                     link.close("no longer needed")
@@ -341,7 +323,6 @@ class Linker:
                     link.ping()
 
     def recheck(self) -> None:
-        """Close the links of peers that are no longer admitted."""
         for link in self.table:
             try:
                 self._admit_again(link, link.remote.membership)
@@ -349,7 +330,7 @@ class Linker:
                 link.close(f"not admitted: {error}")
 
     def readmit(self, peer: PeerId, membership: bytes) -> Role:
-        """Admit the peer with a renewed membership, and return its role; raise `NotAdmitted` if that is not valid."""
+        """Admit the peer with a renewed membership and return its role, or raise `NotAdmitted`."""
         roles = [self._admit_again(link, membership) for link in self.table.of(peer)]
         return max(roles, default=Role.GUEST)
 
@@ -361,8 +342,6 @@ class Linker:
     def _can_redial(self, link: Link) -> bool:
         return link.peer not in self.pinned and bool(self.addresses and self.book.find(link.peer).addresses)
 
-    # --- life -----------------------------------------------------------------------------------------------
-
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run ``work`` until it ends or the node is closed."""
         task = self._loop.create_task(work)
@@ -371,8 +350,7 @@ class Linker:
         return task
 
     def _require_open(self) -> None:
-        if self._closing is not None:
-            raise PeerLost("this peer is closed")
+        require(self._closing is None, "this peer is closed", PeerLost)
 
     def require_room(self) -> None:
         """Raise `PeerLost` if no link may be added."""
@@ -397,7 +375,7 @@ class Linker:
             await self._session.close()
 
     def kill(self, reason: str) -> None:
-        """Cancel every task and break every link at once, as a crash would; their loss is noted in the next turn."""
+        """Cancel every task and break every link at once, as a crash would."""
         links = [*self.table, *(self._own_ends or ())]
         self._cancel(links, None, reason)
         self._own_ends = None
@@ -422,7 +400,7 @@ class Linker:
 
 
 class Node:
-    """One peer on the real network. Make it with `start`; `Peers` describes the methods that have no docstring here."""
+    """One peer on the real network, made by `start`; `Peers` describes methods without a docstring."""
 
     def __init__(self, identity: Identity, settings: NodeSettings, linker: Linker) -> None:
         self._identity, self._settings = identity, settings
@@ -443,17 +421,10 @@ class Node:
         admission: Admission | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> "Node":
-        """Listen (unless in client mode) and keep links alive until `close`.
+        """Listen (unless in client mode) and keep links alive until `close`; `OSError` if the port is taken.
 
-        Args:
-            identity: this peer's key.
-            settings: addresses, limits and timeouts.
-            events: gets `PeerJoined`, `PeerLeft` and `Fault`.
-            admission: decides which peers may link; None admits every peer of the run.
-            wall_clock: seconds since the epoch.
-
-        Raises:
-            OSError: the port is taken.
+        The ``events`` get `PeerJoined`, `PeerLeft` and `Fault`. The ``admission`` decides which peers may
+        link; None admits every peer of the run. ``wall_clock`` gives seconds since the epoch.
         """
         settings = settings or NodeSettings()
         linker = Linker(identity, settings, admission or OpenAdmission(), events or EventLog(), wall_clock)
@@ -477,7 +448,6 @@ class Node:
         return () if self.port is None else reachable_addresses(self._settings.host, self.port)
 
     def announce(self, addresses: tuple[str, ...]) -> None:
-        """Set the addresses at which others can dial this peer."""
         self.linker.addresses = addresses
 
     def learn(self, contact: Contact) -> None:
@@ -513,14 +483,11 @@ class Node:
             services.remove(kind)
 
     def role_of(self, peer: PeerId) -> Role:
-        links = self.linker.table.of(peer)
-        known = max((link.remote.role for link in links), default=Role.GUEST)
+        known = max((link.remote.role for link in self.linker.table.of(peer)), default=Role.GUEST)
         return Role.AUTHORITY if peer == self.id else known
 
     def path_to(self, peer: PeerId) -> Path | None:
-        """Return the path of the link to the peer; None without a link."""
-        link = self.linker.table.best(peer)
-        return None if link is None else link.remote.path
+        return None if (link := self.linker.table.best(peer)) is None else link.remote.path
 
     def way_to(self, peer: PeerId) -> str:
         if (path := self.path_to(peer)) is None:

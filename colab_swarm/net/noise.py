@@ -16,11 +16,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from colab_swarm.errors import ProtocolError
+from colab_swarm.errors import ProtocolError, require
 from colab_swarm.net.peers import Buffer
 
-KEY_BYTES = 32
-TAG_BYTES = 16
+KEY_BYTES, TAG_BYTES = 32, 16
 MAX_HANDSHAKE_BYTES = 8192
 NAME = b"Noise_XX_25519_AESGCM_SHA256"
 PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
@@ -52,18 +51,14 @@ class CipherState:
             raise ProtocolError("a message does not decrypt: garbled, replayed or from another run") from None
 
 
-Keys: TypeAlias = tuple[CipherState, CipherState]
-"""Ciphers of a finished handshake, for sending and for receiving; sealed packets are `TAG_BYTES` longer."""
+Keys: TypeAlias = tuple[CipherState, CipherState]  # for sending and for receiving
 
 
 class Handshake:
     """One end of a Noise XX handshake: call `write` and `read` in turn, the initiator writing first.
 
-    Args:
-        initiator: whether this end dialled.
-        static: this end's long-lived X25519 key.
-        prologue: data that both ends must share; another prologue fails at the second message.
-        ephemeral: fixed ephemeral key, for test vectors only.
+    ``static`` is this end's long-lived X25519 key; ``ephemeral`` is fixed for test vectors only. If
+    the ends do not share the ``prologue``, the second message fails.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class Handshake:
 
     @property
     def finished(self) -> bool:
-        """Whether all three messages have passed."""
         return self._turn == len(PATTERN)
 
     @property
@@ -108,13 +102,12 @@ class Handshake:
 
     def read(self, message: bytes) -> bytes:
         """Return the payload of the other end's next message; raise `ProtocolError` if it is not valid."""
-        if len(message) > MAX_HANDSHAKE_BYTES:
-            raise ProtocolError(f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}")
+        long = f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}"
+        require(len(message) <= MAX_HANDSHAKE_BYTES, long, ProtocolError)
         for token in self._next_tokens(writing=False):
             if token in ("e", "s"):
                 size = KEY_BYTES + (TAG_BYTES if token == "s" and self._cipher else 0)
-                if len(message) < size:
-                    raise ProtocolError("a handshake message is truncated")
+                require(len(message) >= size, "a handshake message is truncated", ProtocolError)
                 data, message = message[:size], message[size:]
                 if token == "s":
                     data = self._decrypt_and_hash(data)
@@ -126,7 +119,6 @@ class Handshake:
         return self._decrypt_and_hash(message)
 
     def split(self) -> Keys:
-        """Return the keys of the finished handshake."""
         assert self.finished
         to_responder, to_initiator = (CipherState(key) for key in _hkdf(self._ck, b""))
         return (to_responder, to_initiator) if self._initiator else (to_initiator, to_responder)

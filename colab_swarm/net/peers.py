@@ -24,18 +24,13 @@ import msgspec
 
 from colab_swarm.errors import PeerError, PeerLost, ProtocolError, require
 
-PeerId = NewType("PeerId", bytes)
-"""SHA-256 of the peer's Ed25519 public key: 32 bytes."""
-
+PeerId = NewType("PeerId", bytes)  # SHA-256 of the peer's Ed25519 public key: 32 bytes
 Buffer: TypeAlias = bytes | bytearray | memoryview
-MAX_PAYLOAD_BYTES = 1 << 20
-"""Largest raw payload of one stream item. Hot items are best at 120 KiB: one packet, no copy."""
-MAX_MESSAGE_BYTES = 1 << 18
-"""Largest encoded message of a call or a stream item."""
+MAX_PAYLOAD_BYTES = 1 << 20  # of one stream item; best at 120 KiB: one packet, no copy
+MAX_MESSAGE_BYTES = 1 << 18  # encoded, of a call or a stream item
 MAX_ADDRESSES = 16
 _encoder = msgspec.msgpack.Encoder()
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec on a stranger's bytes: bad UTF-8 and endless nesting have no msgspec error of their own."""
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # on a stranger's bytes
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -49,20 +44,14 @@ class Ack(Message, frozen=True):
 class Role(IntEnum):
     """Rights of a peer; each role includes those before it."""
 
-    GUEST = 0
-    """Ask the authority for a membership, and nothing else."""
-    VIEWER = 1
-    """Look things up, watch, download the model."""
-    REDUCER = 2
-    """Store records, take part in rounds without contributing, relay."""
-    WORKER = 3
-    """Contribute gradients."""
-    AUTHORITY = 4
-    """Admit others."""
+    GUEST = 0  # ask the authority for a membership, and nothing else
+    VIEWER = 1  # look things up, watch, download the model
+    REDUCER = 2  # store records, take part in rounds without contributing, relay
+    WORKER = 3  # contribute gradients
+    AUTHORITY = 4  # admit others
 
 
-CIRCUIT = "/relay/"
-"""Separates a relay's address from its id in the address of a circuit."""
+CIRCUIT = "/relay/"  # separates a relay's address from its id in the address of a circuit
 
 
 class Contact(Message, frozen=True):
@@ -95,27 +84,17 @@ class StreamEnded(PeerError):
 
 @dataclass(frozen=True)
 class LinkStatistics:
-    """Totals of all links to one peer, or of all peers.
+    """Totals of all links to one peer, or of all peers."""
 
-    Attributes:
-        sent_bytes, received_bytes: bytes on the wire.
-        rtt_s: median of the last round-trip times, seconds; None if never measured.
-        upload_bps, download_bps: peak rate seen over a busy second, bits per second; None if never busy.
-    """
-
-    sent_bytes: int = 0
+    sent_bytes: int = 0  # on the wire
     received_bytes: int = 0
-    rtt_s: float | None = None
-    upload_bps: float | None = None
+    rtt_s: float | None = None  # median of the last round-trip times, seconds; None if never measured
+    upload_bps: float | None = None  # peak over a busy second, bits per second; None if never busy
     download_bps: float | None = None
 
 
 class Stream:
-    """Items to and from a peer. Use it as an async context manager: an exception resets the stream.
-
-    Args:
-        link: the `colab_swarm.net.link.Link` that it runs over.
-    """
+    """Items to and from a peer. Use it as an async context manager: an exception resets the stream."""
 
     def __init__(self, link: Any, id: int) -> None:
         self._link, self.id = link, id
@@ -129,9 +108,8 @@ class Stream:
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         """Send one item when the peer has room for it. The payload may be reused after return.
 
-        Raises:
-            PeerLost: the link broke or the peer reset the stream.
-            ValueError: the item is over `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`, or this side has ended.
+        Raises PeerLost if the link broke or the peer reset the stream, ValueError if the item is over
+        `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`, or this side has ended.
         """
         body = _encoder.encode(message)
         view = memoryview(payload)
@@ -155,18 +133,15 @@ class Stream:
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
         """Wait for the next item and decode it as ``kind``.
 
-        Raises:
-            StreamEnded: the peer ended its side.
-            PeerLost: the link broke or the peer reset the stream.
-            ProtocolError: the item is not a valid ``kind``; the stream is reset.
+        Raises StreamEnded if the peer ended its side, PeerLost if the link broke or the peer reset the
+        stream, ProtocolError if the item is not a valid ``kind``; then the stream is reset.
         """
         while not self._inbox:
             if self._got_end:
                 raise StreamEnded(f"peer {short(self.peer)} ended the stream")
             if self._fault is not None:
                 raise self._fault
-            if self._receiving is not None:
-                raise RuntimeError("two tasks receive from one stream")
+            require(self._receiving is None, "two tasks receive from one stream", RuntimeError)
             self._receiving = asyncio.get_running_loop().create_future()
             try:
                 await self._receiving
@@ -252,7 +227,7 @@ class Peers(Protocol):
         """This peer's Ed25519 public key (32 bytes); its SHA-256 is `id`."""
 
     def time(self) -> float:
-        """Return swarm time: seconds since the epoch, the own clock moved by the linked peers' median offset."""
+        """Return swarm time: seconds since the epoch, moved by the linked peers' median offset."""
 
     def learn(self, contact: Contact) -> None:
         """Remember where a peer can be dialled. Cheap; call it for every contact seen."""
@@ -261,17 +236,12 @@ class Peers(Protocol):
         """Return the peer's contact, without addresses if none is known."""
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Send ``message`` and return the peer's reply of type ``reply``.
-
-        Raises:
-            PeerUnreachable, PeerLost, PeerTimeout, WrongPeer, CallRefused, ProtocolError: all `PeerError`.
-        """
+        """Send ``message`` and return the peer's reply of type ``reply``, or raise a `PeerError`."""
 
     async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
         """Open a stream; ``opening`` selects the peer's handler. ``timeout_s`` bounds the dialling only.
 
-        Raises:
-            PeerUnreachable, WrongPeer, PeerTimeout. The first receive raises `CallRefused` if the peer refuses.
+        Raises PeerError if that fails; the first receive raises `CallRefused` if the peer refuses.
         """
 
     def serve(
@@ -314,20 +284,17 @@ def short(peer: PeerId) -> str:
     return peer.hex()[:8]
 
 
-MAX_LEFT_OUT = 4096
-"""Entries; beyond that the one that failed longest ago is forgotten."""
+MAX_LEFT_OUT = 4096  # entries; beyond that the one that failed longest ago is forgotten
 K = TypeVar("K")
 
 
 class LeftOut(Generic[K]):
-    """The one rule for leaving out, for a while, what has failed this peer: organizers, experts, claims of a state.
+    """Leaves out, for a while, what has failed this peer: organizers, experts, claims of a state.
 
-    The first failure counts for ``first_s``, each further one in a row twice as long as the one before, at most
-    ``longest_s``. Failures while an entry is left out count once: calls that were open when a host died all fail.
-    After ``longest_s`` without a failure the count restarts. ``now`` is monotonic seconds.
-
-    Attributes:
-        version: changes when an entry is left out or forgiven.
+    The first failure counts for ``first_s``, each further one in a row twice as long, at most
+    ``longest_s``. Failures while an entry is left out count once: calls that were open when a host
+    died all fail. After ``longest_s`` without a failure the count restarts. ``now`` is monotonic
+    seconds; ``version`` changes when an entry is left out or forgiven.
     """
 
     def __init__(self, first_s: float, longest_s: float) -> None:
@@ -350,12 +317,10 @@ class LeftOut(Generic[K]):
         return seconds
 
     def forgive(self, key: K) -> None:
-        """Forget the failures of ``key``."""
         if self._records.pop(key, None) is not None:
             self.version += 1
 
     def holds(self, key: K, now: float) -> bool:
-        """Return True while ``key`` is left out."""
         return key in self._records and now < self._records[key][1]
 
     def ends(self, now: float) -> dict[K, float]:

@@ -29,14 +29,12 @@ from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
 
 logger = logging.getLogger(__name__)
-PROBE_TIMEOUT_S = 1.5
-"""For one address; on the internet an open port answers within three round trips."""
+PROBE_TIMEOUT_S = 1.5  # for one address; an open port answers within three round trips
 CALL_TIMEOUT_S = 5.0
 VERIFIERS = 3
 CHECK_EVERY_S = 5.0
 VERIFY_EVERY_S = 300.0
 DIAL_BACK_GAP_S = 1.0  # least time between two dial-backs for the same peer
-MAX_PROBED = 8
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -112,14 +110,11 @@ class ReachabilityPolicy:
         return untried or level in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN)
 
     def decide(self) -> Reachability:
-        """Return the best level for which there is evidence."""
         if self._trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
         untried = () if self.reports else self.listening
-        via = {
-            ReachabilityLevel.RELAYED: f"by {', '.join(map(short, self.places))}",
-            ReachabilityLevel.TUNNEL: self.tunnel or "",
-        }
+        relays = f"by {', '.join(map(short, self.places))}"
+        via = {ReachabilityLevel.RELAYED: relays, ReachabilityLevel.TUNNEL: self.tunnel or ""}
         reasons: list[tuple[ReachabilityLevel, str]] = []
         for level, addresses in self._addresses().items():
             if addresses:
@@ -171,7 +166,7 @@ class ReachabilityPolicy:
             return f"this machine has no {'private' if local else 'public'} address"
         if not local and self._untried():
             return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
-        return {True: "nobody has tried", False: "no peer outside this network has tried"}[local]
+        return "nobody has tried" if local else "no peer outside this network has tried"
 
 
 class ReachabilityWatch:
@@ -229,7 +224,6 @@ class ReachabilityWatch:
         self._node.linker.spawn(self._keep())
 
     async def close(self) -> None:
-        """Close the tunnel; the rest ends with the node."""
         if self._tunnel is not None:
             await self._tunnel.close()
 
@@ -243,27 +237,23 @@ class ReachabilityWatch:
         self._update()
 
     def _is_near(self, peer: PeerId) -> bool:
-        remote = (self._node.path_to(peer) or Path()).remote
-        return remote is None or is_local(remote[0])
+        return (remote := (self._node.path_to(peer) or Path()).remote) is None or is_local(remote[0])
 
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
         try:
-            report = await self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
-            self._policy.reports[peer] = report
+            answer = self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
+            self._policy.reports[peer] = await answer
         except PeerError as error:
             logger.info("no dial-back: %s", error)
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path = self._node.path_to(peer) or Path()
         require(path.remote is not None, "no direct link shows your address", Refusal)
-        require(
-            self._dial_backs.admit(peer, self._loop.time()),
-            f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago",
-            Refusal,
-        )
+        rare = self._dial_backs.admit(peer, self._loop.time())
+        require(rare, f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago", Refusal)
         seen = path.seen_host
-        tried = [address for address in ask.addresses if may_dial_back(address, seen)][:MAX_PROBED]
+        tried = [address for address in ask.addresses if may_dial_back(address, seen)][:8]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
         return DialledBack(seen, tuple(zip(tried, faults, strict=True)))
 
@@ -284,8 +274,8 @@ class ReachabilityWatch:
         self._update()
 
     def _update(self) -> None:
-        decided = self._policy.decide()
-        before, self.current = self.current, decided
+        before, decided = self.current, self._policy.decide()
+        self.current = decided
         if decided.addresses != self._node.contact.addresses:
             self._node.announce(decided.addresses)
         if (decided.level, decided.via) != (before.level, before.via):

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,14 +35,9 @@ from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocke
 logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 GO = b"go"
-BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
-"""One read, and a message received in fragments before."""
-TICKET_S = 15.0  # time for the two ends to show their tickets
-OFFER_TIMEOUT_S = 10.0
-CIRCUITS_PER_PAIR = 4
-"""Less than `RelayQuota.circuits_per_peer`: one caller cannot use up all circuits of another peer."""
-IDLE_S = 120.0
-"""A circuit that carries nothing for so long is dead, since links ping. Ends killed at once close nothing."""
+BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16  # one read, and fragments received before
+CIRCUITS_PER_PAIR = 4  # so that one caller cannot use up all circuits of another peer
+IDLE_S = 120.0  # a circuit that carries nothing for so long is dead, since links ping
 PLACES = 2
 LOOK_EVERY_S = 30.0
 SECOND_PLACE_S = 5.0
@@ -50,9 +45,7 @@ CALL_TIMEOUT_S = 5.0
 CANDIDATES = 8
 ENTRIES = 2  # addresses of one relay that others learn
 RETRY_S = 1.0
-OFFERS_AT_ONCE = 32
-"""Circuits that one relay may offer while this peer still connects: each costs a connection."""
-NEARER = 0.7  # a relay replaces another if its round trip is shorter by this factor
+OFFERS_AT_ONCE = 32  # by one relay, while this peer still connects: each costs a connection
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Seen = tuple[Annotated[str, msgspec.Meta(max_length=64)], int]
@@ -129,24 +122,18 @@ class RelayState:
         self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
 
     def reserve(self, peer: PeerId) -> None:
-        full = peer not in self.places and len(self.places) >= self.quota.places
-        require(not full, f"all {self.quota.places} places are taken", Refusal)
+        free = peer in self.places or len(self.places) < self.quota.places
+        require(free, f"all {self.quota.places} places are taken", Refusal)
         self.places.add(peer)
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
         quota = self.quota
         require(len(self.circuits) < quota.circuits, f"{quota.circuits} circuits are open here", Refusal)
         for peer in (caller, called):
-            require(
-                sum(peer in one.ends for one in self.circuits) < quota.circuits_per_peer,
-                f"{quota.circuits_per_peer} circuits of {short(peer)} are open here",
-                Refusal,
-            )
-        require(
-            sum({caller, called} == {*one.ends} for one in self.circuits) < CIRCUITS_PER_PAIR,
-            f"{CIRCUITS_PER_PAIR} circuits between the two are open here",
-            Refusal,
-        )
+            count, most = sum(peer in one.ends for one in self.circuits), quota.circuits_per_peer
+            require(count < most, f"{most} circuits of {short(peer)} are open here", Refusal)
+        between = sum({caller, called} == {*one.ends} for one in self.circuits)
+        require(between < CIRCUITS_PER_PAIR, f"{between} circuits between the two are open here", Refusal)
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
         own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
@@ -182,7 +169,7 @@ class RelayState:
             age_s = now - circuit.opened_at
             if now - circuit.used_at > IDLE_S:
                 late[circuit] = "the circuit was silent"
-            if len(circuit.pumps) < 2 and age_s > TICKET_S:
+            if len(circuit.pumps) < 2 and age_s > 15.0:
                 late[circuit] = "the other end did not connect"
             if limit_s is not None and age_s > limit_s:
                 late[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
@@ -204,7 +191,6 @@ class Relay:
         self._upkeep = node.linker.spawn(self._expire())
 
     def close(self) -> None:
-        """End all circuits; the node closes next."""
         self._upkeep.cancel()
         for kind in (Reserve, OpenCircuit):
             self._node.unserve(kind)  # nobody would honour their tickets
@@ -236,7 +222,7 @@ class Relay:
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:  # the relay dials a peer that has no place
-            await self._node.call(called, offer, Ack, timeout_s=OFFER_TIMEOUT_S)
+            await self._node.call(called, offer, Ack, timeout_s=10.0)
         except PeerError as error:
             self.end(circuit, str(error))
 
@@ -321,10 +307,9 @@ class _Pump:
             self.socket.resume_reading()
 
 
-def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PLACES) -> list[PeerId]:
+def choose(rtts_s: dict[PeerId, float], held: Container[PeerId], places: int = PLACES) -> list[PeerId]:
     """Return the nearest relays; those held get a bonus, to avoid needless changes."""
-    held = set(held)
-    return sorted(rtts_s, key=lambda id: (rtts_s[id] * (NEARER if id in held else 1.0), id))[:places]
+    return sorted(rtts_s, key=lambda id: (rtts_s[id] * (0.7 if id in held else 1.0), id))[:places]
 
 
 class Circuits:
@@ -349,7 +334,6 @@ class Circuits:
         node.on_lost(self._on_lost)
 
     def start(self) -> None:
-        """Look for relays and keep places at the nearest."""
         if self._keeping is None:
             self._keeping = self._node.linker.spawn(self._keep())
 
@@ -381,8 +365,7 @@ class Circuits:
         path = self._node.path_to(relay)
         known = ((path.address if path else ""), *self._node.contact_of(relay).addresses)
         direct = [address for address in dict.fromkeys(known) if address and relay_of(address) is None]
-        if not direct:
-            raise PeerUnreachable(f"no address of relay {short(relay)} is known")
+        require(direct, f"no address of relay {short(relay)} is known", PeerUnreachable)
         return direct
 
     async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Ack:
@@ -390,21 +373,16 @@ class Circuits:
             self._node.linker.require_room()
         except PeerLost as error:
             raise Refusal(str(error)) from error
-        require(
-            self._accepting.count(relay) < OFFERS_AT_ONCE,
-            f"{OFFERS_AT_ONCE} of your offers are being accepted: wait",
-            Refusal,
-        )
+        few = self._accepting.count(relay) < OFFERS_AT_ONCE
+        require(few, f"{OFFERS_AT_ONCE} of your offers are being accepted: wait", Refusal)
         self._accepting.append(relay)
         self._node.linker.spawn(self._accept(relay, offer))
         return Ack()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
-        path = Path(LinkType.RELAYED, relay=relay)
+        show, path = partial(self._show, relay, offer.token), Path(LinkType.RELAYED, relay=relay)
         try:
-            await self._node.linker.shake_hands(
-                partial(self._show, relay, offer.token), expected=None, path=path
-            )
+            await self._node.linker.shake_hands(show, expected=None, path=path)
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
         finally:

@@ -35,13 +35,10 @@ from colab_swarm.net.addresses import is_address
 logger = logging.getLogger(__name__)
 DOWNLOAD_TIMEOUT_S = 60.0  # for the 10 MB of the ngrok agent, the first time it is used
 OPEN_TIMEOUT_S = 45.0
-WARN_AT = (0.5, 0.8, 0.95)
 PROBES, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 3, 10.0, 15.0
 BACK_OFF_S, MAX_BACK_OFF_S = 0.5, 60.0
 LOG_LINES = 3
-NO_INTERNET = (
-    "ngrok cannot be reached from here: check the internet connection (on Kaggle: Settings, Internet on)"
-)
+NO_INTERNET = "ngrok cannot be reached: check the internet connection (on Kaggle: Settings, Internet on)"
 INSTALL = (
     "tunnel='cloudflared' needs the program cloudflared: download it from "
     "https://github.com/cloudflare/cloudflared/releases/latest, make it executable and put it on the PATH; "
@@ -57,7 +54,7 @@ _TOO_MANY = (
     "your ngrok account runs as many agents or tunnels as its plan allows: stop another one "
     "(https://dashboard.ngrok.com/agents), perhaps in a notebook you forgot"
 )
-ADVICE = {
+ADVICE = {  # by the number of ngrok's error code, https://ngrok.com/docs/errors
     "105": f"this is not an ngrok token: {_TOKEN}",
     "106": f"ngrok does not know this token: {_TOKEN}",
     "107": f"ngrok does not accept this token (mistyped, or reset): {_TOKEN}",
@@ -71,13 +68,11 @@ ADVICE = {
     "4027": _SPENT,
     "8013": "ngrok wants a card on file for TCP tunnels, even free ones: use the http tunnel, which needs none",
 }
-"""What to do, by the number of ngrok's error code (https://ngrok.com/docs/errors)."""
 _OFFLINE = re.compile(
-    r"dial tcp|no such host|failed to dial|i/o timeout|urlopen|downloading|resolve|unreachable|no tunnel after",
-    re.I,
+    r"(?i)dial tcp|no such host|failed to dial|i/o timeout|urlopen|downloading|resolve|unreachable|no tunnel after"
 )
+# the address of Cloudflare's own API has no hyphen
 _CLOUDFLARED_URL = re.compile(r"https://[a-z0-9]+(?:-[a-z0-9]+)+\.trycloudflare\.com")
-"""The address of Cloudflare's own API has no hyphen."""
 _GUARDIAN = """
 import ctypes, os, signal, subprocess, sys, threading
 def die_with_guardian():  # PR_SET_PDEATHSIG
@@ -105,10 +100,8 @@ class TunnelSettings:
     probe_s: float = 180.0  # between requests to the public address, 20,000 a month are free
 
     def __post_init__(self) -> None:
-        require(
-            self.kind in ("ngrok", "cloudflared"),
-            f"tunnel={self.kind!r} is unknown: take 'ngrok' or 'cloudflared'",
-        )
+        known = self.kind in ("ngrok", "cloudflared")
+        require(known, f"tunnel={self.kind!r} is unknown: take 'ngrok' or 'cloudflared'")
 
 
 def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
@@ -121,8 +114,8 @@ def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
 
 
 def _require_pyngrok() -> None:
-    if find_spec("pyngrok") is None:
-        raise TunnelError("tunnel='ngrok' needs pyngrok: pip install \"colab-swarm[notebook]\"")
+    missing = "tunnel='ngrok' needs pyngrok: pip install \"colab-swarm[notebook]\""
+    require(find_spec("pyngrok"), missing, TunnelError)
 
 
 def explain(text: str) -> str:
@@ -181,10 +174,9 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
     from pyngrok import conf, installer
     from pyngrok.exception import PyngrokError
 
-    if not settings.auth_token:
-        raise TunnelError(explain("ERR_NGROK_4018"))
-    if settings.agent is not None and not os.path.exists(settings.agent):
-        raise TunnelError(f"there is no ngrok agent at {settings.agent}: leave it out to download one")
+    require(settings.auth_token, explain("ERR_NGROK_4018"), TunnelError)
+    there = settings.agent is None or os.path.exists(settings.agent)
+    require(there, f"there is no ngrok agent at {settings.agent}: leave it out to download one", TunnelError)
     config = conf.PyngrokConfig(ngrok_path=settings.agent)
     try:
         async with asyncio.timeout(DOWNLOAD_TIMEOUT_S):
@@ -243,15 +235,11 @@ class Tunnel:
                 # no configuration file: a quick tunnel conflicts with the user's own
                 quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
                 if (program := shutil.which(settings.agent or "cloudflared")) is None:
-                    missing = (
-                        f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
-                    )
+                    missing = f"no cloudflared is at {settings.agent}: leave it out to use that of the PATH"
                     raise TunnelError(missing if settings.agent else INSTALL)
                 address, fault = await self._run(program, *quick)
-                fault = (
-                    f"cloudflared: {fault}; check the internet connection (on Kaggle: Settings, Internet on), "
-                    "and try again later: quick tunnels come without a guarantee"
-                )
+                advice = "check the internet connection (on Kaggle: Settings, Internet on), and try again"
+                fault = f"cloudflared: {fault}; {advice} later: quick tunnels come without a guarantee"
             else:
                 program, version = await _install_ngrok(settings)
                 secret: dict[str, Any] = {"authtoken": settings.auth_token}
@@ -270,8 +258,7 @@ class Tunnel:
             raise
         except (OSError, ValueError) as error:  # a full disk, too many processes, an endless line
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
-        if not address:
-            raise TunnelError(fault)
+        require(address, fault, TunnelError)
         if not is_address(address):
             await self._stop()
             raise TunnelError(f"{settings.kind} opened {address!r}, which no peer can dial: try again")
@@ -345,13 +332,11 @@ class Tunnel:
     def _check_quota(self) -> None:
         used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes
         if self._settings.kind == "ngrok" and quota_bytes is not None:
-            passed = sum(used_bytes >= share * quota_bytes for share in WARN_AT)
+            passed = sum(used_bytes >= share * quota_bytes for share in (0.5, 0.8, 0.95))
             if passed > self._warned:
                 self._warned = passed
-                self._notice(
-                    f"tunnel: {used_bytes / 1e6:.0f} MB sent, {used_bytes / quota_bytes:.0%} of the plan's "
-                    f"{quota_bytes / 1e6:.0f} MB a month"
-                )
+                share = f"{used_bytes / quota_bytes:.0%} of the plan's {quota_bytes / 1e6:.0f} MB a month"
+                self._notice(f"tunnel: {used_bytes / 1e6:.0f} MB sent, {share}")
 
     async def _reconnect(self) -> None:
         back_off_s = BACK_OFF_S

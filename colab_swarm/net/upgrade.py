@@ -55,12 +55,8 @@ TRIES = 3
 ASKS = 40  # tries, and answers that the other end is busy
 PAUSE_S = (0.5, 3.0)
 FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in this time
-_MIN_BEAT_S = 0.15
-_LATE_S = 0.002  # delay of an event loop's timers
-Endpoint: TypeAlias = tuple[
-    Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]
-]
-"""Where to punch: an IP address and a TCP port."""
+Host: TypeAlias = Annotated[str, msgspec.Meta(max_length=45)]
+Endpoint: TypeAlias = tuple[Host, Annotated[int, msgspec.Meta(ge=1, le=65535)]]  # where to punch
 Endpoints: TypeAlias = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
 Take: TypeAlias = Callable[[socket.socket], object]
 
@@ -86,10 +82,10 @@ def plan_tries(
     after its signal at ``now``, when the other end receives it. The two directions may differ in
     latency, so it moves every other beat at random, by about half a round trip at most.
     """
-    beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
+    beat_s = max(0.15, 2 * rtt_s)
     begin_at = now if answering else now + rtt_s / 2
     count = max(0, math.ceil((until - begin_at) / beat_s))
-    spread_s = rtt_s / 2 + _LATE_S
+    spread_s = rtt_s / 2 + 0.002  # the delay of an event loop's timers
     shifts_s = [0.0 if answering or k % 2 == 0 else rng.uniform(-spread_s, spread_s) for k in range(count)]
     return tuple(begin_at + k * beat_s + shift_s for k, shift_s in enumerate(shifts_s))
 
@@ -101,9 +97,7 @@ async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], 
     the first that becomes a link. ``take`` owns the sockets. The ``port`` is that of a connection made
     with `bound_socket` to the relay; of the other end's ``targets`` 8 at most are tried, at ``tries``.
     """
-    families = {
-        target: family for target in targets[:MAX_TARGETS] if (family := family_of(target)) is not None
-    }
+    families = {end: kind for end in targets[:MAX_TARGETS] if (kind := family_of(end)) is not None}
     async with asyncio.TaskGroup() as jobs:
         for family in {*families.values()}:
             jobs.create_task(_accept_all(family, port, take))
@@ -220,11 +214,8 @@ class Upgrades:
         if self._punching.locked():
             await stream.send(Upgrade(busy=True))
             return
-        require(
-            self._failures.admit(stream.peer, self._loop.time()),
-            f"{TRIES} upgrades failed in the last minute",
-            Refusal,
-        )
+        admitted = self._failures.admit(stream.peer, self._loop.time())
+        require(admitted, f"{TRIES} upgrades failed in the last minute", Refusal)
         try:
             async with self._punching, asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
                 port, endpoints = self._endpoints(link)
@@ -250,8 +241,7 @@ class Upgrades:
     async def _punch(
         self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, answering: bool
     ) -> None:
-        if not port or not targets:
-            raise PeerUnreachable("one of the two ends cannot punch holes")
+        require(port and targets, "one of the two ends cannot punch holes", PeerUnreachable)
         now, linked = self._loop.time(), asyncio.Event()
         tries = plan_tries(now, now + PUNCH_S, rtt_s=rtt_s, answering=answering, rng=self._rng)
 
@@ -269,7 +259,6 @@ class Upgrades:
     async def _shake_hands(
         self, connected: socket.socket, expected: PeerId | None, linked: asyncio.Event
     ) -> None:
-
         async def take_over(receiver: Receiver) -> WebSocket:
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
             client, scratch = expected is not None, self._node.linker.scratch
@@ -282,5 +271,4 @@ class Upgrades:
             logger.info("a punched connection became no link: %s", error)
 
     def _relayed(self, peer: PeerId) -> bool:
-        path = self._node.path_to(peer)
-        return path is None or path.way is LinkType.RELAYED
+        return (path := self._node.path_to(peer)) is None or path.way is LinkType.RELAYED

@@ -28,14 +28,11 @@ SCRATCH_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 126 << 10
 MAX_CONTROL_BYTES = 125
 HIGH_WATER_BYTES = 1 << 18
-LINGER_S = 10.0
-"""Time for a closed connection to send what is queued."""
+LINGER_S = 10.0  # for a closed connection to send what is queued
 NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
-CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
-"""Windows lacks it, and its SO_REUSEADDR lets any process take a port over."""
+CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")  # Windows' SO_REUSEADDR lets any process take a port
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
-_POLICY_VIOLATION = 1008
 
 
 class Head(NamedTuple):
@@ -49,7 +46,7 @@ class Head(NamedTuple):
 
 
 def read_head(data: memoryview, at: int) -> Head | None:
-    """Return the header of the frame at ``at``, or None if more bytes are needed; `ProtocolError` if it is bad."""
+    """Return the header of the frame at ``at``; None if more bytes are needed, `ProtocolError` if bad."""
     available = len(data) - at
     if available < 2:
         return None
@@ -104,15 +101,11 @@ def write_message(data: memoryview, out: memoryview) -> int:
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """A taken-over connection. Set ``receiver`` before the next await after construction.
+    """A taken-over connection, whose former protocol still gets ``connection_lost``.
 
-    Args:
-        transport: the connection; its former protocol still gets ``connection_lost``.
-        scratch: `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop.
-        client: whether this end dialled (and so must mask).
-
-    Attributes:
-        after_read: called after each read, when the receiver has got all its messages.
+    ``scratch`` is `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop. A
+    ``client`` dialled, and so must mask. ``after_read`` is called when the receiver has got all
+    messages of a read.
     """
 
     def __init__(
@@ -135,17 +128,15 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def ends(self) -> tuple[HostPort | None, HostPort | None]:
-        """IP address and port of this end and of the other."""
         info = self._transport.get_extra_info
         return _host_port(info("sockname")), _host_port(info("peername"))
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes sent but not yet taken by the operating system."""
         return self._transport.get_write_buffer_size()
 
     def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        """Send one message of ``size`` bytes, which ``fill`` writes behind the head; return the bytes on the wire."""
+        """Send a message of ``size`` bytes that ``fill`` writes; return the bytes on the wire."""
         head = write_head(_BINARY, size, masked=self._client)
         message = bytearray(len(head) + size)
         message[: len(head)] = head
@@ -161,7 +152,6 @@ class WebSocket(asyncio.BufferedProtocol):
         return not self.backlog_bytes
 
     def send_bytes(self, data: bytes) -> int:
-
         def copy(out: memoryview) -> None:
             out[:] = data
 
@@ -170,13 +160,11 @@ class WebSocket(asyncio.BufferedProtocol):
     def close(self, reason: str = "") -> None:
         """Send what is queued and ``reason`` (123 bytes of it, in clear), then close."""
         if not self._transport.is_closing():
-            told = _POLICY_VIOLATION.to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2]
-            self._control(_CLOSE, told)
+            self._control(_CLOSE, (1008).to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2])
             self._transport.close()
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
     def abort(self, reason: str = "") -> None:
-        """Close at once, dropping what is queued."""
         self._reason = self._reason or reason
         self._transport.abort()
 
@@ -222,11 +210,8 @@ class WebSocket(asyncio.BufferedProtocol):
         else:
             self._fragments += body
             self._fragmented = not head.final
-            require(
-                len(self._fragments) <= MAX_MESSAGE_BYTES,
-                "a fragmented WebSocket message is oversized",
-                ProtocolError,
-            )
+            fits = len(self._fragments) <= MAX_MESSAGE_BYTES
+            require(fits, "a fragmented WebSocket message is oversized", ProtocolError)
             if head.final:
                 whole, self._fragments = self._fragments, bytearray()
                 self.receiver.on_message(memoryview(whole))

@@ -1,8 +1,8 @@
 """How a peer gets into a run and invites others: its membership, and how a revocation reaches every peer.
 
-An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it as
-soon as it is reached, so that the invitation can be revoked without removing the peers that used it. A
-membership is renewed from half of its life on, so that the authority may be away for the other half.
+An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it
+as soon as it is reached, so that the invitation can be revoked without removing the peers that used it.
+A membership is renewed from half of its life on, so that the authority may be away for the other half.
 
 The authority stores its signed list of revocations in the DHT under its own subkey, which no other
 peer can write. Every peer reads it each 20 s and asks one linked peer for the newest list; a peer
@@ -41,7 +41,6 @@ from colab_swarm.trust.contributions import PUBLISH_S, Contributions, TallyRow
 logger = logging.getLogger(__name__)
 REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
-ASK_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 10.0
 RETRY_S, MAX_RETRY_S = 30.0, 600.0
 FIX = (
@@ -93,9 +92,7 @@ class RunMember:
                 self._admission.membership = saved
                 return
         own = Membership.by_invitation(grant, invitation.key, key=key, now=now).encode()
-        proof = (
-            saved if now > grant.join_until else b""
-        )  # the authority renews an ended membership for a while
+        proof = saved if now > grant.join_until else b""  # an ended membership is renewed for a while
         if grant.offline and not proof:
             self._admission.membership = own
             return
@@ -134,20 +131,14 @@ class RunMember:
             left_s = held.expires_at - now
             refused = isinstance(error, CallRefused) and error.code == "refused"
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
-                why = self._words_of(error)
-                reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
-                self._events.emit(
-                    Notice(self._loop.time(), f"membership ends in {max(0.0, left_s) / 3600:.1f} h: {reason}")
-                )
+                why = "" if refused else "the organizer's peer cannot be reached for a new one: "
+                text = f"{max(0.0, left_s) / 3600:.1f} h: {why}{self._words_of(error)}"
+                self._events.emit(Notice(self._loop.time(), f"membership ends in {text}"))
             return
         self._absent.forgive("authority")
         self._unaware = set(self._peers.linked())
-        self._events.emit(
-            Notice(
-                self._loop.time(),
-                f"membership renewed for {(renewed.expires_at - self._peers.time()) / 3600:.1f} h",
-            )
-        )
+        left_h = (renewed.expires_at - self._peers.time()) / 3600
+        self._events.emit(Notice(self._loop.time(), f"membership renewed for {left_h:.1f} h"))
 
     async def _request(self, proof: bytes) -> Membership:
         authority = id_of(self._admission.authority)
@@ -155,7 +146,7 @@ class RunMember:
         if not linked and (contact := await self._dht.find_peer(authority)) is not None:
             self._peers.learn(contact)
         answer = await self._peers.call(
-            authority, RequestMembership(proof, self._access.token), IssuedMembership, timeout_s=ASK_TIMEOUT_S
+            authority, RequestMembership(proof, self._access.token), IssuedMembership, timeout_s=20.0
         )
         issued = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
         self._admission.membership = answer.membership
@@ -265,10 +256,7 @@ class RevocationWatch:
 async def repeat(
     work: Callable[[], Awaitable[None]], period_s: float, events: EventLog, where: str, rng: random.Random
 ) -> None:
-    """Do ``work`` about every ``period_s``; its faults become events and log entries.
-
-    Periods vary, so that peers which started together do not go on together.
-    """
+    """Do ``work`` about every ``period_s``, unlike peers that started together; report its faults."""
     while True:
         try:
             await work()
@@ -286,16 +274,14 @@ class Trust:
     ) -> None:
         self._node, self._events, self._rng, linker = node, events, rng, node.linker
         self._tasks: list[asyncio.Task[None]] = []
-        admission = access.admission
+        admission, clock, readmit = access.admission, linker.clock, linker.readmit
         self.contributions = Contributions(node, dht, access.run_id, admission, linker.metering.relayed_bytes)
         self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
         self._member: RunMember | None = None
         self._watch: RevocationWatch | None = None
         if admission is not None:
-            self._member = RunMember(
-                node, dht, admission, events, access, linker.readmit, lambda: linker.clock.behind_s
-            )
+            self._member = RunMember(node, dht, admission, events, access, readmit, lambda: clock.behind_s)
             self._watch = RevocationWatch(node, dht, admission, events, rng, linker.recheck, linker.spawn)
             self._work += [
                 (self._member.tick, TICK_S, "renewing the membership"),
@@ -331,8 +317,7 @@ class Trust:
         self._watch.spread()
 
 
-ENTRIES, ADDRESSES = 3, 4
-"""Peers that an invitation names, and addresses of each: it must fit in a QR code."""
+ENTRIES, ADDRESSES = 3, 4  # of an invitation, and of each: it must fit in a QR code
 
 
 @dataclass(frozen=True)
@@ -366,14 +351,9 @@ class RunAccess:
         key_file: str | Path | None,
     ) -> "RunAccess":
         """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
-        require(
-            NAME.fullmatch(name),
-            f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'",
-        )
-        if (access == "allowlist") != (allow is not None):
-            raise ValueError(
-                "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
-            )
+        require(NAME.fullmatch(name), f"{name!r} is no run name: use up to 63 of a-z, 0-9 and '._-'")
+        both = "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
+        require((access == "allowlist") == (allow is not None), both)
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
             return cls(run_id, access)
@@ -396,7 +376,6 @@ class RunAccess:
 
     @property
     def entries(self) -> tuple[Contact, ...]:
-        """Peers to dial first."""
         found: dict[PeerId, Contact] = {}
         for contact in (*self.known, *(self.invitation.entries if self.invitation else ())):
             before = found.get(contact.id, contact).addresses
@@ -419,14 +398,10 @@ class RunAccess:
         `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
         """
         limited, closed = role is not None or uses is not None, self.admission is not None
-        if limited and not closed:
-            raise PermissionError(
-                "an open run has no roles and no counted invitations: create it with access='invite'"
-            )
-        if closed and authority is None and (limited or hours is not None):
-            raise PermissionError(
-                "only the organizer's peer chooses role, hours and uses; invite() passes your own invitation on"
-            )
+        text = "an open run has no roles and no counted invitations: create it with access='invite'"
+        require(closed or not limited, text, PermissionError)
+        text = "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on"
+        require(not (closed and authority is None and (limited or hours is not None)), text, PermissionError)
         entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
         if not closed:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
@@ -434,11 +409,8 @@ class RunAccess:
             assert self.invitation is not None  # only the authority has none
             return self.invitation.with_entries(entries)
         grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
-        if not grant.offline and not (peers.contact.addresses and peers.contact.direct):
-            raise JoinError(
-                "such an invitation requires that others can dial this peer, and they cannot: "
-                "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use"
-            )
+        text = "such an invitation requires that others can dial this peer: open a tunnel, or set no uses"
+        require(grant.offline or (peers.contact.addresses and peers.contact.direct), text, JoinError)
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
@@ -450,9 +422,6 @@ class RunAccess:
         for contact in sorted(found, key=lambda contact: not contact.direct):
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
-        if not by_id:
-            raise JoinError(
-                "nobody could use this invitation: no known peer accepts connections; "
-                "start one on any machine that does: colab-swarm backbone"
-            )
+        text = "no known peer accepts connections: start one on any machine by `colab-swarm backbone`"
+        require(by_id, text, JoinError)
         return tuple(by_id.values())[:ENTRIES]

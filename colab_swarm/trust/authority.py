@@ -29,7 +29,6 @@ from colab_swarm.net.membership import (
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
 
 logger = logging.getLogger(__name__)
-TOKENS_AT_ONCE = 8
 MEMBER_S, LISTED_MEMBER_S = 7 * 24 * 3600.0, 4 * 3600.0
 GRACE_S = 7 * 24 * 3600.0  # how long an ended membership can be renewed
 Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
@@ -126,8 +125,7 @@ def make_grant(
     run_id: str, role: Role, sign: Sign, *, join_until: float, allow: Allowlist | None, uses: int = 0
 ) -> tuple[Grant, bytes]:
     secret, offline = os.urandom(32), allow is None and not uses
-    member_until = join_until + member_s(allow)
-    key = Identity(secret).public_key
+    key, member_until = Identity(secret).public_key, join_until + member_s(allow)
     return Grant(run_id, role, key, join_until, member_until, uses, offline).signed(sign), secret
 
 
@@ -149,7 +147,7 @@ class Authority:
     ) -> None:
         self._peers, self._admission, self._book = peers, admission, book
         self._allow, self._readmit = allow, readmit
-        self._tokens = asyncio.Semaphore(TOKENS_AT_ONCE)
+        self._tokens = asyncio.Semaphore(8)
         self._asking: set[PeerId] = set()
         if book.revocations:
             admission.learn(book.revocations)
@@ -157,10 +155,8 @@ class Authority:
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
         """Return a new invitation's grant and its key's seed, or raise `ValueError`; 0 ``uses``: any."""
-        require(
-            0 < hours < 1000000.0 and 0 <= uses <= MAX_USES,
-            f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number",
-        )
+        rule = f"hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
+        require(0 < hours < 1e6 and 0 <= uses <= MAX_USES, f"hours={hours}, uses={uses}: {rule}")
         until, run_id = self._peers.time() + 3600 * hours, self._admission.run_id
         return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
 
@@ -201,12 +197,10 @@ class Authority:
             if grant is not None and not grant.offline:
                 until = grant.join_until
             late_s = self._peers.time() - until
-            if late_s > SLACK_S:
-                raise NotAdmitted(f"the membership it shows ended {in_words(late_s)} ago")
+            ended = f"the membership it shows ended {in_words(late_s)} ago"
+            require(late_s <= SLACK_S, ended, NotAdmitted)
         except NotAdmitted as error:
-            raise self._refusal(
-                f"peer {short(peer)}", str(error), "join again with a new invitation"
-            ) from None
+            raise self._refusal(f"peer {short(peer)}", str(error), "ask for a new invitation") from None
         return proof
 
     async def _name_of(self, token: str, allowlist: Allowlist) -> str:
@@ -230,7 +224,5 @@ class Authority:
         return account.name
 
     def _refusal(self, who: str, why: str, do: str) -> Refusal:
-        run, me = self._admission.run_id.rpartition("-")[0], short(self._peers.id)
-        return Refusal(
-            f"{run} does not admit {who}\nwhy: {why}\nwhat to do: {do}\nwhom to ask: the organizer (peer {me})"
-        )
+        run, me = self._admission.run_id.rpartition("-")[0], f"the organizer (peer {short(self._peers.id)})"
+        return Refusal(f"{run} does not admit {who}\nwhy: {why}\nwhat to do: {do}\nwhom to ask: {me}")

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Wait for 20 s at most."""
     until = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < until
@@ -106,10 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         return {"path": file["path"], "uploadMode": kind, "shouldIgnore": False}
 
     def upload(self, one: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **one,
-            "actions": {"upload": {"href": f"{self.hub.endpoint}/large/{one['oid']}", "header": {}}},
-        }
+        upload = {"href": f"{self.hub.endpoint}/large/{one['oid']}", "header": {}}
+        return {**one, "actions": {"upload": upload}}
 
     def commit(self, lines: list[dict[str, Any]]) -> None:
         made = Commit(next(line["value"]["summary"] for line in lines if line["key"] == "header"))

@@ -15,14 +15,11 @@ PREFIX = "simulation-0/model"
 
 def file(folder: Path, **settings: object) -> RunFile:
     kept = CollaborationFile(**{"every_steps": 5, **settings})  # type: ignore[arg-type]
-    return RunFile(
-        name="simulation", folder=str(folder), dashboard=Dashboard(enabled=False), collaborations=(kept,)
-    )
+    page = Dashboard(enabled=False)
+    return RunFile(name="simulation", folder=str(folder), dashboard=page, collaborations=(kept,))
 
 
 class Scene:
-    """Alice is the backbone; the others train."""
-
     def __init__(self, folder: Path, **settings: object) -> None:
         self.file = file(folder, **settings)
         self.backbone: Backbone | None = None
@@ -33,8 +30,6 @@ class Scene:
         return self.backbone.keepers[PREFIX]
 
     def run(self, sim: Simulation, seconds: float, **steps: int) -> dict[str, tuple[int, int, bytes]]:
-        """Alice is the backbone for so many seconds; each other trains up to its global step."""
-
         async def keep(swarm: Swarm) -> None:
             self.backbone = Backbone(swarm, self.file)
             await self.backbone.start()
@@ -48,7 +43,6 @@ class Scene:
 
 
 def train(swarm: Swarm, steps: int) -> tuple[int, int, bytes]:
-    """Train up to a global step; return its first step, its last step and the lineage."""
     net = model(seed=len(swarm.name))  # late joiners differ until they download the state
     optimizer = join_training(swarm, net)
     began_at = optimizer.global_step

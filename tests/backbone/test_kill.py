@@ -57,8 +57,6 @@ keep = 2
 
 
 class Process:
-    """A process that prints JSON objects, one per line."""
-
     def __init__(self, script: str, *arguments: str) -> None:
         command = [sys.executable, "-c", script, *arguments]
         self.process = subprocess.Popen(
@@ -82,7 +80,6 @@ class Process:
                 return message
 
     def kill(self) -> None:
-        """Send SIGKILL: no notice to others, nothing is written."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
@@ -90,8 +87,6 @@ class Process:
 
 
 class Scene:
-    """A run.toml and the processes of its run."""
-
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.stack = stack
         with socket.socket() as free:
@@ -125,14 +120,12 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         backbone, before = run.backbone()
         trainers = [run.start(TRAINER, before["invite"], name) for name in ("alice", "bob")]
         kept = run.wait_checkpoint(5)
-
         backbone.kill()
         trainers[0].wait_message(lambda message: message.get("step", 0) > kept)  # they continue without it
         backbone, after = run.backbone()
         assert after["id"] == before["id"]
         assert after["invite"].split("#")[1][:7] == before["invite"].split("#")[1][:7]
         kept = run.wait_checkpoint(kept + 10)  # the trainers found it again, by the address they knew
-
         for trainer in trainers:
             trainer.kill()
         carol = run.start(TRAINER, before["invite"], "carol")  # an old invitation is good for the same run

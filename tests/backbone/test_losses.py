@@ -51,7 +51,6 @@ def test_a_loss_reported_right_after_a_step_belongs_to_the_batch_before() -> Non
 
 
 def losses(*reports: ProgressRecord) -> list[float]:
-    """The loss of step 4, by the reports of these peers."""
     curve, records = LossCurve(), dict(zip((ALICE, BOB, MALLORY), reports, strict=True))
     curve.on_records(records, branch(4), at=1.0)
     return [ended.loss for ended in curve.on_records(records, branch(5), at=2.0)]

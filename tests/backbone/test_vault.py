@@ -28,7 +28,6 @@ from tests.training.toy import loss_of, model
 
 
 def replica(steps: int, seed: int = 0) -> Replica:
-    """A trained copy, with every kind of state that an optimizer has."""
     net = model(seed)
     optimizer = Lamb(net.parameters(), lr=0.01)
     trained = Replica(UpdateRule(optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), 1.0))

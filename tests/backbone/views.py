@@ -12,7 +12,6 @@ NAMES = ("alice", "bob", "carol", "dave", "erin", "frank")
 def view(
     *, steps: int = 2400, evil: str = EVIL, standing_in: int | None = None, run: str = "sahajbert"
 ) -> tuple[SwarmSnapshot, ...]:
-    """What a dashboard shows after so many steps; one peer has an evil name."""
     roles = ("trainer", "trainer", "trainer", "trainer", "catching up", "assistant", "trainer")
     shown = SwarmSnapshot(
         run=run,

@@ -14,8 +14,6 @@ NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 
 @dataclass
 class Member:
-    """One peer and its DHT."""
-
     peers: SimPeers
     dht: DHT
 
@@ -23,7 +21,6 @@ class Member:
 async def join(
     network: SimNetwork, name: str, entry: SimPeers | None = None, *, listen: bool = True
 ) -> Member:
-    """Add a peer that joins through ``entry``."""
     peers = network.peer(name, listen=listen)
     member = Member(peers, DHT(peers, DHTSettings(), random.Random(name)))
     if entry is not None:
@@ -34,7 +31,6 @@ async def join(
 async def swarm(
     count: int = 8, *, profile: NetworkProfile = LAN, seed: int = 0, upkeep: bool = False
 ) -> tuple[SimNetwork, list[Member]]:
-    """``count`` peers that all joined through alice."""
     network = SimNetwork(profile, seed=seed)
     members = [await join(network, NAMES[0])]
     for i in range(1, count):
@@ -50,6 +46,5 @@ def holders(members: list[Member], key: str) -> list[Member]:
 
 
 def forged(owner: SimPeers) -> Record:
-    """A record of ``owner`` that it did not sign."""
     at, value = owner.time() + 60, msgspec.msgpack.encode("false")
     return Record(owner.id, value, at, int(at * 1e6), 60.0, owner.public_key, bytes(64))

@@ -29,7 +29,6 @@ def table() -> Iterator[RoutingTable]:
 
 
 def check_table(table: RoutingTable) -> None:
-    """Assert that no contact is in a wrong bucket and no bucket over its size."""
     for i, bucket in table._buckets.items():
         assert len(bucket) <= table._bucket_size
         assert all(common_bits(table._me, peer) == i for peer in bucket)

@@ -31,7 +31,6 @@ ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
 def record(
     value: bytes = b"v", *, subkey: bytes = b"", at: float = 0.0, ttl_s: float = 60.0, **other: Any
 ) -> Record:
-    """An unsigned record written ``at`` seconds."""
     encoded = msgspec.msgpack.encode(value)
     return Record(subkey, encoded, WALL + at + ttl_s, int((WALL + at) * 1e6), ttl_s, **other)
 
@@ -50,7 +49,6 @@ def put(storage: Storage, new: Record, *, now: float = 0.0) -> str | None:
 
 
 def check_storage(storage: Storage) -> None:
-    """Assert that the counters match the records."""
     sizes: dict[bytes, int] = {}
     for key, records in storage._keys.items():
         sizes[key] = sum(record.size_bytes for record, _ in records.values())

@@ -51,7 +51,6 @@ async def start(name: str, settings: NodeSettings = LOOPBACK, **more: Any) -> No
 
 @asynccontextmanager
 async def peers(*names: str, settings: NodeSettings = LOOPBACK, **changes: Any) -> AsyncIterator[list[Node]]:
-    """Peers that know each other and answer `Echo`."""
     nodes = [await start(name, replace(settings, **changes)) for name in names]
     introduce(nodes)
     try:
@@ -62,8 +61,6 @@ async def peers(*names: str, settings: NodeSettings = LOOPBACK, **changes: Any) 
 
 
 def candidates(*relays: Node) -> Callable[[], Coroutine[Any, Any, list[Contact]]]:
-    """The relays that a peer knows."""
-
     async def known() -> list[Contact]:
         return [relay.contact for relay in relays]
 
@@ -71,8 +68,6 @@ def candidates(*relays: Node) -> Callable[[], Coroutine[Any, Any, list[Contact]]
 
 
 class Viewers(OpenAdmission):
-    """Admits all peers as workers, but some as viewers."""
-
     def __init__(self, names: Iterable[str]) -> None:
         self._keys = {identity(name).public_key for name in names}
 
@@ -107,7 +102,6 @@ async def echo(peer: PeerId, message: Echo) -> Echo:
 
 
 async def sink(opening: Talk, stream: Stream) -> None:
-    """Receive until the end, then send the number of items."""
     count = 0
     async for _ in items(stream):
         count += 1
@@ -130,7 +124,6 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def silence() -> AsyncIterator[str]:
-    """The address of a server that accepts and never sends a byte."""
     writers: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda reader, writer: writers.append(writer), "127.0.0.1", 0)
     try:
@@ -183,7 +176,6 @@ class Proxy:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
-        """The address to dial instead."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         try:
             yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -198,7 +190,6 @@ class Proxy:
 
 @asynccontextmanager
 async def proxied(alice: Node, bob: Node) -> AsyncIterator[Proxy]:
-    """Alice reaches bob through a proxy."""
     proxy = Proxy(bob.contact)
     async with proxy.open() as address:
         alice.learn(Contact(bob.id, (address,)))

@@ -131,9 +131,8 @@ async def test_a_caller_that_gives_up_cancels_the_handler(meet: Meet, how: str) 
     async with meet("alice", "bob") as (alice, bob):
         bob.serve(Talk, wait_for_ever)
         await ask(alice, bob)
-        call = asyncio.create_task(
-            alice.call(bob.id, Talk(), Talk, timeout_s=0.02 if how == "timeout" else 5)
-        )
+        timeout_s = 0.02 if how == "timeout" else 5
+        call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=timeout_s))
         await started.wait()
         if how == "cancel":
             call.cancel()
@@ -171,11 +170,8 @@ async def test_a_peer_is_found_at_its_second_address(meet: Meet) -> None:
 
 async def test_both_dialling_at_once_loses_nothing_and_leaves_one_link(meet: Meet) -> None:
     async with meet("alice", "bob") as (alice, bob):
-        calls = [
-            ask(one, other, Echo(bytes([number])))
-            for number in range(5)
-            for one, other in ((alice, bob), (bob, alice))
-        ]
+        ends = [(alice, bob), (bob, alice)] * 5
+        calls = [ask(one, other, Echo(bytes([n // 2]))) for n, (one, other) in enumerate(ends)]
         assert len(await asyncio.gather(*calls)) == 10
         assert await ask(alice, bob) == Echo()
         await until(lambda: len(alice.linker.table) == len(bob.linker.table) == 1)
@@ -217,9 +213,6 @@ async def test_bytes_are_counted_at_both_ends(meet: Meet) -> None:
         sent, received = alice.statistics(bob.id), bob.statistics(alice.id)
         assert (sent.rtt_s or 0) > 0
         assert 1000 < received.received_bytes <= sent.sent_bytes < 1300 and sent.received_bytes > 1000
-
-
-# --- streams ----------------------------------------------------------------------------------------------------------
 
 
 async def test_items_arrive_whole_and_in_order_and_the_buffer_may_be_reused(meet: Meet) -> None:

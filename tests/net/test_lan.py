@@ -46,14 +46,9 @@ def test_an_announcement_is_read_back_unchanged() -> None:
 
 
 def test_addresses_of_one_port_are_announced_and_loopback_only_alone() -> None:
-    addresses = (
-        "ws://127.0.0.1:4500",
-        "wss://otter.ngrok.app",
-        "ws://192.0.2.7:4500",
-        "ws://[2001:db8::7]:4500",
-        "ws://192.0.2.8:4501",
-        f"ws://192.0.2.9:4500/relay/{BOB.hex()}",
-    )
+    others = "ws://192.0.2.7:4500", "ws://[2001:db8::7]:4500", "ws://192.0.2.8:4501"
+    circuit = f"ws://192.0.2.9:4500/relay/{BOB.hex()}"
+    addresses = ("ws://127.0.0.1:4500", "wss://otter.ngrok.app", *others, circuit)
     assert announced(Contact(ALICE, addresses)) == (["192.0.2.7", "2001:db8::7"], 4500)
     assert announced(Contact(ALICE, addresses[:2])) == (["127.0.0.1"], 4500)
     assert announced(Contact(ALICE, addresses[1:2])) == ([], 0)
@@ -110,15 +105,12 @@ def test_the_peers_of_one_run_are_merged() -> None:
     again = announcement("alice", address="ws://198.51.100.7:4500")
     other = announcement("carol", run_id="zebra-77")
     swarms = merge([other, announcement("alice"), announcement("bob"), again])
-    assert [(swarm.run, swarm.names) for swarm in swarms] == [
-        ("albert", ("alice", "bob")),
-        ("zebra", ("carol",)),
-    ]
+    found = [(swarm.run, swarm.names) for swarm in swarms]
+    assert found == [("albert", ("alice", "bob")), ("zebra", ("carol",))]
     assert swarms[0].contacts[0] == Contact(ALICE, ("ws://192.0.2.7:4500", "ws://198.51.100.7:4500"))
 
 
 def multicast_missing() -> str:
-    """Why multicast on loopback does not work here; empty if it does."""
     group = socket.inet_aton("224.0.0.251") + socket.inet_aton("127.0.0.1")
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,

@@ -8,8 +8,6 @@ from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Message
 
 
 class Pair:
-    """Two ends, moved by hand."""
-
     def __init__(self, *, max_streams: int = 8, max_calls: int = 8) -> None:
         self.alice = Mux(initiator=True, max_streams=max_streams, max_calls=max_calls)
         self.bob = Mux(initiator=False, max_streams=max_streams, max_calls=max_calls)

@@ -16,8 +16,6 @@ from tests.net.swarm import Echo, Piece, Talk, echo, identity, peers, silence, s
 
 
 class Without(OpenAdmission):
-    """Admits all peers but one."""
-
     def __init__(self, public_key: bytes) -> None:
         self.barred = {public_key}
 
@@ -36,7 +34,6 @@ async def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> Non
 
 @asynccontextmanager
 async def admitting(admission: OpenAdmission, role: Role = Role.VIEWER) -> AsyncIterator[Node]:
-    """Bob, who answers those that ``admission`` lets in."""
     bob = await start("bob", admission=admission)
     bob.serve(Echo, echo, role=role)
     yield bob

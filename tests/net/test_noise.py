@@ -16,15 +16,10 @@ INITIATOR_EPHEMERAL = "893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da9
 RESPONDER_STATIC = "4a3acbfdb163dec651dfa3194dece676d437029c62a408b4c5ea9114246e4893"
 RESPONDER_EPHEMERAL = "bbdb4cdbd309f1a1f2e1456967fe288cadd6f712d65dc7b7793d5e63da6b375b"
 PAYLOADS = (
-    "4c756477696720766f6e204d69736573",
-    "4d757272617920526f746862617264",
-    "462e20412e20486179656b",
-    "4361726c204d656e676572",
-    "4a65616e2d426170746973746520536179",
+    *("4c756477696720766f6e204d69736573", "4d757272617920526f746862617264", "462e20412e20486179656b"),
+    *("4361726c204d656e676572", "4a65616e2d426170746973746520536179"),
     "457567656e2042f6686d20766f6e2042617765726b",
 )
-
-
 HASH = "c7c118c30ea6b4b4fb8b576a2a29da04bbbb63e2b3a8430856a2a6d58f5953ad"
 CIPHERTEXTS = (
     "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c79444c756477696720766f6e204d69736573",
@@ -45,10 +40,8 @@ def key(text: str) -> X25519PrivateKey:
 
 def pair(other_prologue: str = PROLOGUE) -> tuple[Handshake, Handshake]:
     def end(initiator: bool, static: str, ephemeral: str, prologue: str) -> Handshake:
-        prologue_bytes = bytes.fromhex(prologue)
-        return Handshake(
-            initiator=initiator, static=key(static), ephemeral=key(ephemeral), prologue=prologue_bytes
-        )
+        keys = {"static": key(static), "ephemeral": key(ephemeral)}
+        return Handshake(initiator=initiator, prologue=bytes.fromhex(prologue), **keys)
 
     initiator = end(True, INITIATOR_STATIC, INITIATOR_EPHEMERAL, PROLOGUE)
     return initiator, end(False, RESPONDER_STATIC, RESPONDER_EPHEMERAL, other_prologue)

@@ -159,14 +159,11 @@ class Mallory:
 
     def __init__(self, run_id: str) -> None:
         prologue = f"colab_swarm {VERSION} {run_id}".encode()
-        self._ends = [
-            Handshake(initiator=called, static=X25519PrivateKey.generate(), prologue=prologue)
-            for called in (False, True)
-        ]
+        keys = {False: X25519PrivateKey.generate(), True: X25519PrivateKey.generate()}
+        self._ends = [Handshake(initiator=one, static=key, prologue=prologue) for one, key in keys.items()]
         self.overheard = b""
 
     def pass_on(self, data: bytes, called: bool) -> bytes:
-        """What to send to the one end in place of what the other sent."""
         said = self._ends[called].read(data)
         self.overheard += said
         return self._ends[not called].write(said)
@@ -262,8 +259,6 @@ async def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(
 
 
 class Socket:
-    """What a pump asks of a WebSocket."""
-
     def __init__(self) -> None:
         self.reading = True
 
@@ -310,9 +305,8 @@ def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
 
 async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
     unhandled: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(
-        lambda loop, context: unhandled.append(context["message"])
-    )
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: unhandled.append(context["message"]))
     async with peers("alice", "carol") as (alice, carol):
         Relay(carol)
         lost = asyncio.get_running_loop().create_future()
@@ -389,7 +383,6 @@ async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
             return Reserved(("192.0.2.1", 1))
 
         carol.serve(Reserve, drop)
-
         circuits = Circuits(alice, candidates(carol), lambda: None, random.Random(1))
         circuits.start()
         await until(lambda: places == 1)

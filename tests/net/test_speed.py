@@ -27,7 +27,6 @@ SLOW_UP = NetworkProfile("slow up", latency_s=0.05, hosts=(HostProfile(8e6, 80e6
 
 
 def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPeers]:
-    """Alice and bob; bob answers tests."""
     network = SimNetwork(profile, seed=1)
     alice, bob = network.peer("alice"), network.peer("bob", host_profile=HostProfile())
     network.introduce()

@@ -37,7 +37,6 @@ def running(folder: Path) -> list[int]:
 
 
 def agent_of(folder: Path, *, guardian: bool = False) -> int:
-    """The one process that is not a guardian; or the one guardian."""
     (found,) = [pid for pid in running(folder) if (b"sys.stdin" in read(pid, "cmdline")) == guardian]
     return found
 

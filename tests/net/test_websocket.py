@@ -27,8 +27,6 @@ SIZES = (0, 1, 125, 126, 65535, 65536, MAX_MESSAGE_BYTES)
 
 
 class Collector:
-    """A receiver that keeps what it gets."""
-
     def __init__(self) -> None:
         self.messages: list[bytes] = []
         self.lost = ""
@@ -45,7 +43,6 @@ class Collector:
 
 @asynccontextmanager
 async def served(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
-    """The host and port of an aiohttp server."""
     server = web.Server(handler, access_log=None)
     listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
@@ -80,9 +77,8 @@ def test_random_bytes_are_a_head_or_a_protocol_error(data: bytes) -> None:
 
 @given(st.binary(max_size=100), st.binary(min_size=4, max_size=4))
 def test_unmasking_is_xor_with_the_repeated_key(data: bytes, mask: bytes) -> None:
-    assert bytes(unmask(memoryview(data), mask)) == bytes(
-        byte ^ mask[index % 4] for index, byte in enumerate(data)
-    )
+    expected = bytes(byte ^ mask[index % 4] for index, byte in enumerate(data))
+    assert bytes(unmask(memoryview(data), mask)) == expected
 
 
 async def test_our_client_talks_to_aiohttps_server() -> None:
@@ -135,8 +131,6 @@ async def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written."""
-
     def __init__(self) -> None:
         super().__init__()
         self.written, self.protocol, self.aborted = b"", asyncio.Protocol(), False
@@ -166,7 +160,6 @@ class FakeTransport(asyncio.Transport):
 
 
 def feed(data: bytes, *, step: int) -> tuple[Collector, FakeTransport]:
-    """What a server's end makes of these bytes, arriving ``step`` at a time."""
     got, transport = Collector(), FakeTransport()
 
     async def main() -> None:

@@ -25,7 +25,6 @@ _TUNSETIFF, _IFF_TUN_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x1001, 0x40000000
 
 
 def open_wan(space: str, address: str) -> int:
-    """The file of a new TUN device in the namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{space}", os.O_RDONLY)
     try:
@@ -43,7 +42,6 @@ def open_wan(space: str, address: str) -> int:
 
 
 def forward(wans: dict[bytes, int], *, delay_s: float, loss: float, hops: int) -> None:
-    """Pass packets forever."""
     poll = select.epoll()
     for wan in wans.values():
         poll.register(wan, select.EPOLLIN)

@@ -9,13 +9,6 @@ HTTPS = 443
 
 
 class LabPeer:
-    """A peer that obeys commands; see `tests.netlab.peer`.
-
-    Attributes:
-        contact: its id in hex, and its addresses.
-        invite: lets others join its run.
-    """
-
     def __init__(self, program: Program) -> None:
         self.program = program
         first = program.line()
@@ -45,7 +38,6 @@ class LabPeer:
 
 
 def create(lab: Lab, host: str, **options: Any) -> LabPeer:
-    """Begin a run there, by a peer that relays and listens on the port of https."""
     options = {"relay": True, "port": HTTPS, "lan": False, **options}
     return LabPeer(lab.python(host, "tests.netlab.peer", "create", "lab", json.dumps(options)))
 

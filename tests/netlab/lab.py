@@ -32,7 +32,6 @@ _numbers = itertools.count(1)
 
 @functools.cache
 def missing() -> str | None:
-    """Why there can be no lab here; None if there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     absent = [tool for tool in ("ip", "iptables-restore", "setpriv") if shutil.which(tool) is None]
@@ -65,7 +64,6 @@ class Nat:
     only_https: bool = False
 
     def rules(self, first_host: str) -> str:
-        """For ``iptables-restore``."""
         fresh = "-m conntrack --ctstate NEW"
         nat = ["-A POSTROUTING -o wan -j MASQUERADE" + " --random-fully" * (self.mapping == "random")]
         filters = []
@@ -81,8 +79,6 @@ class Nat:
 
 
 class Site:
-    """Hosts behind one router."""
-
     def __init__(self, *hosts: str, nat: Nat | None = None) -> None:
         self.hosts, self.nat = hosts, nat or Nat()
 
@@ -116,7 +112,6 @@ class Program:
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """As if the machine lost power, but the kernel closes its connections."""
         self.process.kill()
         self.process.wait()
 
@@ -152,7 +147,6 @@ class Lab:
         return self._wans[router]
 
     def run(self, host: str, argv: Sequence[str]) -> Program:
-        """Start a program there; it dies with the lab, and with this thread."""
         space = ["ip", "netns", "exec", self.prefix + host, "setpriv", "--pdeathsig", "KILL"]
         process = subprocess.Popen(
             [*space, *argv], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -196,7 +190,6 @@ class Lab:
             )
 
     def _join_wans(self) -> None:
-        """Cables to the core, or TUN devices that a program forwards between."""
         if self._rtt_s > 0:
             links = {self.prefix + name: address for name, address in self._wans.items()}
             figures = (self._rtt_s / 2, self._loss, CORE_HOPS)

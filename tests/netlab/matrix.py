@@ -14,13 +14,8 @@ from tests.netlab.hosts import LabPeer, create, join
 from tests.netlab.lab import Lab, Nat, Site
 
 PUNCH_TIMEOUT_S = 20.0
-NATS = {
-    "masquerade": Nat(),
-    "cone": Nat("full cone"),
-    "answering": Nat(unsolicited="rst"),
-    "random": Nat("random"),
-    "strict": Nat(only_https=True),
-}
+NATS = {"masquerade": Nat(), "cone": Nat("full cone"), "answering": Nat(unsolicited="rst")}
+NATS |= {"random": Nat("random"), "strict": Nat(only_https=True)}
 PLACES = ("public", *NATS)
 PAIRS = (*combinations_with_replacement(PLACES, 2), ("neighbour", "neighbour"))
 PUNCHED = {frozenset(pair) for pair in combinations_with_replacement(("masquerade", "cone", "answering"), 2)}
@@ -28,14 +23,12 @@ PUNCHED |= {frozenset(("cone", "random")), frozenset(("neighbour",))}
 
 
 def expected_way(pair: tuple[str, str]) -> str:
-    """What their link becomes; a public peer is dialled, or punches if it calls before."""
     if "public" in pair:
         return "relayed" if "strict" in pair else "direct or punched"
     return "punched" if frozenset(pair) in PUNCHED else "relayed"
 
 
 def lab_of(pair: tuple[str, str], *, rtt_s: float = 0.0, loss: float = 0.0) -> Lab:
-    """With hosts ``a`` and ``b`` at the two places, and ``pub`` besides."""
     if "neighbour" in pair:
         return Lab(Site("a", "b", nat=NATS["masquerade"]), rtt_s=rtt_s, loss=loss)
     sites = [Site(host, nat=NATS[place]) for host, place in zip("ab", pair, strict=True) if place in NATS]
@@ -59,7 +52,6 @@ def meet(asking: LabPeer, asked: LabPeer, way: str) -> Met:
 
 
 def measure(pair: tuple[str, str], tries: int, rtt_s: float) -> str:
-    """A line of figures."""
     way, met = expected_way(pair), []
     for k in range(tries):
         with lab_of(pair, rtt_s=rtt_s) as lab:

@@ -39,13 +39,10 @@ class Digest(Message, frozen=True):
 
 
 class Echo(Message, frozen=True):
-    """Is sent back."""
-
     text: str
 
 
 async def take(opening: Piece, stream: Stream) -> None:
-    """Receive all, answer with its digest."""
     digest = sha256()
     try:
         while True:
@@ -95,7 +92,6 @@ async def call(node: Node, peer: PeerId, seconds: float) -> dict[str, Any]:
 
 
 async def drop(node: Node, peer: PeerId) -> dict[str, Any]:
-    """Break all links to the peer, as a router that restarts would."""
     links = node.linker.table.of(peer)
     for link in links:
         link.abort("the link was broken by a test")
@@ -106,7 +102,6 @@ COMMANDS = {command.__name__: command for command in (send, path, call, drop)}
 
 
 async def obey(node: Node, command: str, contact: tuple[str, list[str]], *rest: Any) -> dict[str, Any]:
-    """Run one command with the peer of the contact."""
     peer, began_at = PeerId(bytes.fromhex(contact[0])), time.monotonic()
     node.learn(Contact(peer, tuple(contact[1])))
     try:

@@ -9,20 +9,13 @@ import pytest
 from tests.netlab.hosts import LabPeer, create, join
 from tests.netlab.lab import Lab, Nat, Site
 
-HOSTS = {
-    "a": Nat(),
-    "b": Nat("full cone"),
-    "c": Nat(unsolicited="rst"),
-    "d": Nat("random"),
-    "e": Nat(),
-    "f": Nat(only_https=True),
-}
+NATS = (Nat(), Nat("full cone"), Nat(unsolicited="rst"), Nat("random"), Nat(), Nat(only_https=True))
+HOSTS = dict(zip("abcdef", NATS, strict=True))
 CALL_S = 5.0
 LEAVE_S = 20.0
 
 
 def meet_all(peers: list[LabPeer]) -> None:
-    """All peers call each other at once."""
     for k in range(1, len(peers)):
         for n, peer in enumerate(peers):
             peer.tell("call", peers[(n + k) % len(peers)].contact, CALL_S)

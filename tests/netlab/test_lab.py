@@ -37,7 +37,6 @@ def tell(lab: Lab, host: str, port: int) -> None:
 def dial(
     lab: Lab, host: str, address: str, port: int, *, patience_s: float = 10.0, source: int = 4444
 ) -> object:
-    """The server's answer, or the error's name."""
     arguments = (address, port, patience_s, source)
     program: Program = lab.run(host, [sys.executable, "-c", DIAL, *map(str, arguments)])
     return program.line()
@@ -45,12 +44,8 @@ def dial(
 
 @pytest.mark.slow
 def test_each_router_does_what_its_nat_says() -> None:
-    sites = (
-        Site("a"),
-        Site("b", nat=Nat("full cone")),
-        Site("c1", "c2", nat=Nat("random", "rst")),
-        Site("strict", nat=Nat(only_https=True)),
-    )
+    one, two = Site("a"), Site("b", nat=Nat("full cone"))
+    sites = (one, two, Site("c1", "c2", nat=Nat("random", "rst")), Site("strict", nat=Nat(only_https=True)))
     with Lab(*sites, public=("pub", "pub2")) as lab:
         pub = lab.address("pub")
         for host, port in (("pub", 443), ("pub", 9000), ("a", 9000), ("b", 9000), ("c2", 9000)):

@@ -12,7 +12,6 @@ LIMIT_S = 10.0
 
 
 def wait_relays(peer: LabPeer, relays: set[str]) -> None:
-    """Until the peer can be reached through exactly these relays (their ids in hex)."""
     until = time.monotonic() + LIMIT_S
     while {address.rpartition("/")[2] for address in peer.look()} != relays:
         assert time.monotonic() < until, f"{peer.contact} is not at {relays}"

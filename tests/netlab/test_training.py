@@ -11,7 +11,6 @@ TRAINER = ("--steps", STEPS, "--target-batch-size", 96, "--json-lines")
 
 
 def wait_told(program: Program, event: str) -> Any:
-    """What the program tells with the event, whatever it tells before."""
     while (told := program.line(timeout_s=120.0))["event"] != event:
         pass
     return told

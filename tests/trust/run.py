@@ -25,8 +25,6 @@ ALLOW = Allowlist(("alice",), ("neuropark",))
 
 @dataclass
 class Clock:
-    """A wall clock that tests can move; every peer has its own."""
-
     ahead_s: float = 0.0
 
     def __call__(self) -> float:
@@ -52,7 +50,6 @@ class Peer:
         return Membership.decode(self.member._admission.membership)
 
     def invite(self, **options: Any) -> Invite:
-        """An invitation as it is after a trip as text."""
         return Invite.parse(str(self.access.invite(self.node, self.trust.authority, **options)))
 
 
@@ -102,7 +99,6 @@ class Run:
 async def run_with(
     *names: str, access: Access = "invite", listen: bool = True
 ) -> AsyncIterator[tuple[Run, list[Peer]]]:
-    """The authority, and members who joined by an invitation of unlimited use."""
     run = Run(access, listen=listen)
     try:
         await run.start("authority")
@@ -115,6 +111,5 @@ async def run_with(
 
 
 async def call(one: Peer, other: Peer) -> Echo:
-    """Needs the role of a worker."""
     one.node.learn(other.node.contact)
     return await one.node.call(other.node.id, Echo(b"in"), Echo, timeout_s=5)

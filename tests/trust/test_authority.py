@@ -282,7 +282,7 @@ async def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
         assert "9 minutes behind the other peers': compensated" in skewed
         assert await call(carol, here.peers[1]) == Echo(b"in")
         clock.ahead_s = -7200.0
-        with pytest.raises(PeerError, match="our clocks is off"):
+        with pytest.raises(PeerError, match="set the clock that is off"):
             await here.start("dave", here.invite(), clock=clock)
             await call(here.peers[-1], here.peers[1])
 
