@@ -93,9 +93,8 @@ def run_throughput(report: BenchReport) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
     for chain in CHAINS:
         asyncio.run(_measure_chain(report, replace(chain, seconds=2.0) if report.quick else chain))
-    values = report.figures
     for key, text in (("retained", ">= 0.9 wanted"), ("vs_model_parallel", ">= 40 wanted; published 41.6")):
-        worst = min(values[f"{chain.name}_{key}_at_200ms"] for chain in CHAINS)
+        worst = min(report.figures[f"{chain.name}_{key}_at_200ms"] for chain in CHAINS)
         report.add(f"{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
 
 

@@ -6,10 +6,9 @@ a time the parameter servers do: each measures the accuracy after every result, 
 ResNetV2 on 11,504 images, which takes far longer than to train a unit of 30 images.
 
 *vc-asgd*: the effect of alpha, compared with serial training. Digits by an MLP instead of CIFAR-10 by
-a ResNet of 552 layers. The product's own code trains and assimilates
-units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
-fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment,
-so up to 11 others are assimilated before it: that is its staleness.
+a ResNet of 552 layers. The product's own code trains and assimilates units. Finishing times are
+random: 3 volunteers, the slowest of which takes twice as long as the fastest, with 4 units at a time
+each (P3C3T4). A unit starts from the parameters at its assignment, so up to 11 others precede it.
 
 *parameter-store*: how long one update of 5 M parameters takes in each store (paper: Redis 0.87 s, MySQL 1.29 s).
 An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
@@ -85,8 +84,7 @@ def epoch_seconds(folder: Path, servers: int, volunteers: int, units: int, *, ep
         log = list(coordinator.log())
     finally:
         coordinator.stop()
-    assigned = [entry for entry in log if isinstance(entry, Assigned)]
-    begun = {entry.unit.epoch: entry.at for entry in assigned[::-1]}
+    begun = {entry.unit.epoch: entry.at for entry in reversed(log) if isinstance(entry, Assigned)}
     took_s = [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
     return statistics.median(took_s[1:])
 
@@ -208,11 +206,10 @@ DEBIAN_POSTGRESQL = Path("/usr/lib/postgresql")
 @contextmanager
 def redis_server(*, durable: bool = False) -> Iterator[str]:
     """Run a Redis server, in memory or writing all to disk, if it is installed; give its URL."""
-    program = _program("redis-server")
     with _folder() as (folder, user):
         socket = folder / "redis.sock"
         options = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""]
-        command = [program, *options, "--appendonly", "yes" if durable else "no"]
+        command = [_program("redis-server"), *options, "--appendonly", "yes" if durable else "no"]
         with _running([command], socket.exists, folder, user):
             yield f"unix://{socket}"
 
@@ -264,9 +261,7 @@ def _folder(user: str | None = None) -> Iterator[tuple[Path, str | None]]:
             try:
                 shutil.chown(folder, user)
             except LookupError as error:
-                raise FileNotFoundError(
-                    f"there is no user {user}, and its server refuses to run as root"
-                ) from error
+                raise FileNotFoundError(f"there is no user {user} to run its server") from error
         yield Path(folder), user
 
 
@@ -333,9 +328,7 @@ def run_stores(report: BenchReport) -> None:
     if sql := next((name for name in SQL if f"{name}_ms" in found), None):
         report.add("sql_ms", found[f"{sql}_ms"], "ms", sql)
         if "redis_ms" in found:
-            report.add(
-                "sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", f"{sql}; published 1.5"
-            )
+            report.add("sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", "paper: 1.5")
 
 
 def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:

@@ -39,9 +39,7 @@ SURVIVORS = ("alice", "bob", "dave")  # of the demo
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Errors of the swarm end with one sentence and status 1, an interrupt with 130."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.ERROR, format="%(name)s: %(message)s"
-    )
+    logging.basicConfig(level="INFO" if options.verbose else "ERROR", format="%(name)s: %(message)s")
     try:
         options.command(options)
     except (SwarmError, ValueError, OSError) as error:
@@ -91,15 +89,12 @@ def _network_options(options: Options, *, relay: bool | RelayQuota = False) -> N
 
 def _given(options: Options, *names: str) -> dict[str, Any]:
     """Return the options that have a value."""
-    found = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _report(options: Options, event: str, text: str = "", /, **facts: Any) -> None:
-    if options.json_lines:
-        print(json.dumps({"event": event, **facts}), flush=True)
-        return
-    print(text or f"{event:>9}  {_shown(facts)}", flush=True)
+    line = json.dumps({"event": event, **facts}) if options.json_lines else text
+    print(line or f"{event:>9}  {_shown(facts)}", flush=True)
 
 
 def _shown(facts: dict[str, Any]) -> str:
@@ -219,11 +214,10 @@ def _backbone(options: Options) -> None:
         file = read_run_file(options.run)
     else:
         network = _network_options(options, relay=True)
-        listed = options.allow_user or options.allow_organisation
         file = RunFile(
             name=options.run,
             peer_name=options.peer_name or "backbone",
-            access="allowlist" if listed else "invite",
+            access="allowlist" if options.allow_user or options.allow_organisation else "invite",
             allow_users=tuple(options.allow_user),
             allow_organisations=tuple(options.allow_organisation),
             invitation_hours=options.hours,

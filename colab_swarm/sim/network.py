@@ -86,7 +86,6 @@ class SimCarrier(Loopback):
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that have not left yet."""
         now = self._loop.time()
         while self._leaving and self._leaving[0][0] <= now:
             self._leaving_bytes -= self._leaving.popleft()[1]
@@ -274,14 +273,12 @@ class SimPeers(Node):
         self._down_callbacks.append(callback)
 
     def crash(self) -> None:
-        """Kill the process, if it is up."""
         if self.up:
             self.kill(f"{self.name} crashed")
             for callback in self._down_callbacks:
                 callback()
 
     def kill(self, reason: str) -> None:
-        """Stop at once and break every connection."""
         self.up = False
         self.linker.kill(reason)
 
@@ -372,15 +369,12 @@ class SimNetwork:
         host_profile: HostProfile | None = None,
         role: Role = Role.WORKER,
     ) -> SimPeers:
-        """Add a peer; the name of a peer that crashed or left gets a new process with the same identity.
+        """Add a peer, or a new process of one that crashed or left; ValueError if it is up.
 
         Args:
             listen: whether others can dial it; without, it is in client mode.
             host_profile: its bandwidth, if not the next of the network's profile.
             role: its role at the other peers; in an open run all peers are workers.
-
-        Raises:
-            ValueError: that peer is up.
         """
         require(not self.is_up(name), f"{name} is already up")
         host = host_profile or self.profile.hosts[len(self.by_name) % len(self.profile.hosts)]
@@ -392,7 +386,6 @@ class SimNetwork:
         return peer
 
     def is_up(self, name: str) -> bool:
-        """Return True if a peer of that name runs."""
         return name in self.by_name and self.by_name[name].up
 
     def __repr__(self) -> str:
@@ -412,7 +405,7 @@ class SimNetwork:
             for other in self.by_name.values():
                 peer.learn(other.contact)
 
-    # --- faults ---------------------------------------------------------------------------------------------------
+    # -- faults
 
     def at(self, seconds: float) -> Script:
         """Script a fault for a time on the virtual clock: ``network.at(12.0).crash("bob")``."""
@@ -510,7 +503,6 @@ class SimNetwork:
                 one.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
 
     def separated(self, one: str, other: str) -> bool:
-        """Return True if a partition lies between two peers."""
         if not self._groups:
             return False
         sides = [next((group for group in self._groups if name in group), None) for name in (one, other)]
