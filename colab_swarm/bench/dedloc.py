@@ -61,7 +61,6 @@ from colab_swarm.sim import (
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.tensors.codecs import Floats
 
-LATENCY_S = 0.0003
 T = TypeVar("T")
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
@@ -91,7 +90,7 @@ def simulate_round(hosts: Sequence[Ticket], strategy: Strategy, terms: RoundTerm
 
 
 async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
-    network = SimNetwork(NetworkProfile("bench", LATENCY_S))
+    network = SimNetwork(NetworkProfile("bench", latency_s=0.0003))
     peers = [
         network.peer(f"p{i}", host_profile=HostProfile(one.upload_bps or 0.0, one.download_bps or 0.0))
         for i, one in enumerate(offers)
@@ -130,11 +129,7 @@ TABLE = {
     "c": ((*A, *B), (5.69, 14.1, 2.96)),
     "d": ((*B, host(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
 }
-STRATEGIES: dict[str, Strategy] = {
-    "all_reduce": equal_shares,
-    "server": one_server,
-    "adaptive": adaptive_shares,
-}
+STRATEGIES: dict[str, Strategy] = dict(all_reduce=equal_shares, server=one_server, adaptive=adaptive_shares)
 
 
 @benchmark("strategy")
@@ -268,11 +263,10 @@ NUMEL = 500
 
 @dataclass
 class Town:
-    """Peers ``p0``, ``p1``, … that average a vector of `NUMEL` values each, on the simulated network.
+    """Peers ``p0``, ``p1``, … that average `NUMEL` values each; the last ``clients`` cannot be dialled.
 
-    The last ``clients`` cannot be dialled. ``doomed(name, round)`` tells whether a peer crashes while it
-    sends in that round, counted from 0. ``liars`` vote for groups of a million and send NaN.
-    ``group_size`` is the vote of all; None for the size that their measurements suggest.
+    ``doomed(name, round)``: it crashes while it sends in that round, from 0. ``liars`` vote for groups
+    of a million and send NaN. ``group_size`` is the vote of all; None: as their measurements suggest.
     """
 
     count: int

@@ -54,14 +54,13 @@ plan = cs.workunits.WorkPlan(
 learned = classification_job(model="resnet", plan=plan)
 job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part in learned.data()])
 """
-ARRANGEMENTS = ((1, 3, 8), (3, 3, 8))
 SUBSETS = 48
 TIME_LIMIT_S = 300.0
 
 
 @benchmark("workunits")
 def run_workunits(report: BenchReport) -> None:
-    for servers, volunteers, units in ARRANGEMENTS:
+    for servers, volunteers, units in ((1, 3, 8), (3, 3, 8)):
         with tempfile.TemporaryDirectory() as folder:
             seconds = epoch_seconds(Path(folder), servers, volunteers, units, epochs=2 if report.quick else 3)
         report.add(f"p{servers}c{volunteers}t{units}_epoch_s", seconds, "s", f"{SUBSETS} units")
@@ -96,7 +95,6 @@ def volunteer_all(parent: Channel, link: str, folder: str, name: str, units: int
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)
-AT_ONCE = 4
 SCATTER = 0.2
 EARLY = 6  # epochs; in the paper the order of 0.7 and 0.95 turns after them
 
@@ -120,7 +118,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
     for epoch in range(1, plan.max_epochs + 1):
         waiting, accuracies = rng.sample(range(len(parts)), len(parts)), []
         flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters
-        free = list(SPEEDS) * AT_ONCE
+        free = list(SPEEDS) * 4  # units at a time
         while waiting or flying:
             while waiting and free:
                 speed = free.pop()
@@ -138,16 +136,8 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
 
 
 def _job(seed: int, alpha: Alpha, *, quick: bool) -> Job:
-    epochs, subsets = (8, 20) if quick else (40, 50)
-    plan = WorkPlan(
-        subsets=subsets,
-        max_epochs=epochs,
-        local_epochs=4,
-        batch_size=8,
-        alpha=alpha,
-        seed=seed,
-        validation_samples=400,
-    )
+    size = {"subsets": 20, "max_epochs": 8} if quick else {"subsets": 50, "max_epochs": 40}
+    plan = WorkPlan(**size, local_epochs=4, batch_size=8, alpha=alpha, seed=seed, validation_samples=400)
     return classification_job(plan=plan)
 
 
@@ -200,7 +190,6 @@ def plot(report: BenchReport, path: str | Path) -> None:
 
 NUMEL = 5_000_000
 START_S, STOP_S = 60.0, 30.0
-DEBIAN_POSTGRESQL = Path("/usr/lib/postgresql")
 
 
 @contextmanager
@@ -216,7 +205,7 @@ def redis_server(*, durable: bool = False) -> Iterator[str]:
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
+    found = map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))
     folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
     with _folder("postgres") as (folder, user):

@@ -32,7 +32,6 @@ SIZES = ("tiny", "base", "large", "xlarge")
 STATUS_EVERY_S = 5.0
 LOOK_S = 0.2
 DEMO_S = 600.0  # time limit
-DEMO_SHOWS = ("training", "step", "state", "finished", "ended")
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
 
 
@@ -177,7 +176,7 @@ def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
     digests: dict[str, str] = {}
     while not digests.keys() >= set(SURVIVORS):
         name, event = children.next_event()
-        if (kind := event.pop("event")) in DEMO_SHOWS:
+        if (kind := event.pop("event")) in ("training", "step", "state", "finished", "ended"):
             print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
         if kind == "finished":
             digests[name] = event["parameters"]

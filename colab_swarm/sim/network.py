@@ -36,11 +36,6 @@ SETTINGS = NodeSettings()
 SILENCE_S = 3 * SETTINGS.keep_alive_s
 """Connections that a partition silences for this long break, as keep-alive would find. Nobody pings in a simulation."""
 DIAL_ROUND_TRIPS = 3  # TCP, the WebSocket upgrade, the handshake
-REDIAL_S = 1.0  # between two tries of a dial that gets no answer
-DOWN_S = 0.01  # a crashed peer's own calls fail after this time: at 0, a loop of retries would stop the clock
-OVERHEAD_BYTES = 84  # headers of TCP/IP and WebSocket, and the seal
-RETRANSMISSION_S = 0.2
-BUSY_BYTES = 1 << 16  # a second with less traffic says nothing about a connection's rate
 
 
 class Pipe:
@@ -59,7 +54,7 @@ class Pipe:
         if int(self.free_at) != self._second:
             self._second, self._second_bytes = int(self.free_at), 0
         self._second_bytes += size_bytes
-        if self._second_bytes >= BUSY_BYTES:
+        if self._second_bytes >= 1 << 16:  # less traffic says nothing about the rate
             self.peak_bps = max(self.peak_bps or 0.0, self._second_bytes * 8.0)
         return begin, self.free_at
 
@@ -86,13 +81,12 @@ class SimCarrier(Loopback):
 
     @property
     def backlog_bytes(self) -> int:
-        now = self._loop.time()
-        while self._leaving and self._leaving[0][0] <= now:
+        while self._leaving and self._leaving[0][0] <= self._loop.time():
             self._leaving_bytes -= self._leaving.popleft()[1]
         return self._leaving_bytes
 
     def carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
-        size_bytes += OVERHEAD_BYTES
+        size_bytes += 84  # headers of TCP/IP and WebSocket, and the seal
         self._in_flight.append(arrive)
         slowness, now = self.near.slowness / self._network.width, self._loop.time()
         first_bit_at, last_bit_at = self.near.upload.transfer(size_bytes, now, slowness=slowness)
@@ -118,7 +112,7 @@ class SimCarrier(Loopback):
         if network.profile.jitter_s:
             delay_s += network.rng.expovariate(1 / network.profile.jitter_s) * network.latency_factor
         while network.loss and network.rng.random() < network.loss:
-            delay_s += max(RETRANSMISSION_S, self.rtt_s)
+            delay_s += max(0.2, self.rtt_s)  # a retransmission
         return delay_s
 
     def _arrive(self) -> None:
@@ -195,7 +189,7 @@ class SimLinker(Linker):
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
         if not self._own.up:
-            await asyncio.sleep(DOWN_S)
+            await asyncio.sleep(0.01)  # at 0, a loop of retries would stop the clock
             raise PeerLost(f"{self._own.name} is down")
         return await super().link_to(peer, timeout_s)
 
@@ -210,7 +204,7 @@ class SimLinker(Linker):
                 for _ in range(DIAL_ROUND_TRIPS):
                     await asyncio.sleep(2 * latency_s * network.latency_factor)
                     while network.separated(self._own.name, other.name):
-                        await asyncio.sleep(REDIAL_S)
+                        await asyncio.sleep(1.0)  # then dial again
                     if not (other.up and other.linker.addresses):
                         raise unanswered
         except TimeoutError:

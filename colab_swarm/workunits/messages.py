@@ -38,7 +38,6 @@ MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
 MAX_UNITS = 64
 MAX_HELD = 1024
-MAX_SUBSET_BYTES = 1 << 31
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -48,7 +47,7 @@ class Subset(Message, frozen=True):
     """A file of data: its SHA-256, size in bytes, and number of samples."""
 
     sha256: Digest
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SUBSET_BYTES)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     rows: int
 
 

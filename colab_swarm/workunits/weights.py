@@ -16,7 +16,6 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24  # integers up to here are exact in float32
 KNOWN = 5  # after this many accepted results the usual change of the parameters is known
-FIRST_CHANGE = 1000.0  # until then at most so many times their norm, or the norm of ones
 MOST = 1e18  # of a value: no mean of such values is infinite, and no square
 
 
@@ -102,7 +101,7 @@ class Schema:
             )
         change = moved(values, base)
         if len(changes) < KNOWN:
-            most = FIRST_CHANGE * max(float(np.linalg.norm(base)), len(base) ** 0.5)
+            most = 1000 * max(float(np.linalg.norm(base)), len(base) ** 0.5)  # or the norm of ones
             limit = f"over {most:.3g}"
         else:
             usual = statistics.median(changes)
