@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from colab_swarm.bench.harness import Crew, Worker
 from colab_swarm.errors import SwarmError
@@ -20,9 +20,6 @@ from colab_swarm.net.relay import RelayQuota
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
-
-if TYPE_CHECKING:
-    from colab_swarm.invite import Access
 
 Options: TypeAlias = argparse.Namespace
 Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]  # help, settings of `argparse` by name
@@ -320,8 +317,7 @@ def _coordinate(options: Options) -> None:
     from colab_swarm.workunits.coordinator import coordinate
 
     given = _given(options, "folder", "store", "servers", "host", "port", "url", "tunnel", "accept_terms")
-    access: Access = "open" if options.open else "invite"
-    with coordinate(options.job, access=access, **given) as coordinator:
+    with coordinate(options.job, access="open" if options.open else "invite", **given) as coordinator:
         link, done = str(coordinator.link), False
         _report(options, "link", link, link=link, page=coordinator.url)
         if not options.json_lines:

@@ -145,7 +145,7 @@ class SimCarrier(Loopback):
 
 
 class SimLink(Link):
-    """A real link that shows each message to the network as soon as it is decoded; a fault there may break the link."""
+    """A real link that shows each decoded message to the network, where a fault may break it."""
 
     def __init__(
         self, network: "SimNetwork", own: "SimPeers", remote: Remote, *, carrier: Loopback, **parts: Any
@@ -279,7 +279,7 @@ class SimPeers(Node):
 
 @dataclass(frozen=True)
 class ScriptedFault:
-    """A fault that happened, or is scheduled, at ``at`` (virtual seconds). ``name`` is a method of `Script`."""
+    """A fault that happened, or is due, at ``at`` (virtual seconds). ``name``: a method of `Script`."""
 
     at: float
     name: str
@@ -287,7 +287,7 @@ class ScriptedFault:
 
 
 class Script:
-    """The faults that can be scripted; ``schedule(name, *arguments)`` decides when each one happens."""
+    """The faults; ``schedule(name, *arguments)`` decides when each one happens."""
 
     def __init__(self, schedule: Callable[..., object]) -> None:
         self._schedule = schedule

@@ -128,7 +128,7 @@ class CoordinatorClient:
     async def card(self) -> JobCard:
         """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
         card = await self._call("GET", "/api/job", JobCard)
-        require(card.run_id == self._run_id, f"{self.url} is of another run: get a link", NotAdmitted)
+        require(card.run_id == self._run_id, f"{self.url} is of another run: use its link", NotAdmitted)
         require(card.is_signed_by(card.key), f"{self.url}: wrong signature, do not trust it", NotAdmitted)
         if self._authority is not None:
             admission = MembershipAdmission(card.run_id, authority=self._authority, own=b"")

@@ -235,8 +235,9 @@ class Dispatcher:
             return []
         target, newest = self._plan.target_accuracy, self.state.epochs[-1:]
         if target is not None and newest and newest[0].accuracy >= target:
-            reached = f"accuracy {newest[0].accuracy:.3f} reached the target {target:g}"
-            return [Finished(at=now, reason=reached)]
+            return [
+                Finished(at=now, reason=f"accuracy {newest[0].accuracy:.3f} reached the target {target:g}")
+            ]
         if ended > last:
             return [Finished(at=now, reason=f"all {last} epochs are done")]
         measured = self.state.measured.get(ended, {})

@@ -50,7 +50,7 @@ class Rows:
         """Return rows of these columns; raise ValueError if of unequal length, or no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
-            require(column.dtype.kind in KINDS, f"{name} holds {column.dtype}: tokenize or drop it")
+            require(column.dtype.kind in KINDS, f"column {name} holds {column.dtype}: tokenize or drop it")
         lengths = {name: column.shape[0] if column.ndim else "none" for name, column in columns.items()}
         require(
             len(set(lengths.values())) <= 1 and "none" not in lengths.values(),

@@ -220,6 +220,6 @@ def token_by(invite: Invite, identity: Identity) -> Token:
     if (grant := invite.grant) is None:
         return Token(identity)
     if not grant.offline:
-        raise InviteError("each peer must be admitted: cs.join(invitation), then swarm.volunteer()")
+        raise InviteError("the organizer admits each peer: cs.join(invitation), then swarm.volunteer()")
     mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
     return Token(identity, mine.encode)
