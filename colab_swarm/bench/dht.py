@@ -34,7 +34,7 @@ SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
 
 
 class CallNetwork:
-    """Peers that call each other in virtual time, without credit and shared bandwidth; others must dial."""
+    """Peers that call each other in virtual time, without shared bandwidth; others must dial."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)

@@ -299,7 +299,7 @@ def tensors(part: Sequence[Array]) -> Part:
 
 
 def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
-    """Emulate ``scene`` (without sizes): a gradient travels for 1 s, a bucket for 0.5 s more on average."""
+    """Emulate ``scene`` (without sizes): a gradient travels for 1 s, a bucket on average 0.5 s more."""
 
     def delay(sender: int, receiver: int, step: int, bucket: int) -> float:
         chance = random.Random(f"{seed} {sender} {receiver} {step} {bucket}")

@@ -131,7 +131,7 @@ class Dispatcher:
         return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, usual_s / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
-        """Return the seconds after which a volunteer without units should ask again, spread at random."""
+        """Return the seconds after which a volunteer without units asks again, spread at random."""
         record = self.state.volunteer(volunteer)
         if record.idle_until > now:
             return record.idle_until - now

@@ -46,8 +46,7 @@ async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
         units = status.units
         assert (status.version, units["waiting"], units["training"], units["assimilated"]) == (1, 2, 1, 1)
         assert status.samples_per_s == 16 * status.units_per_s > 0 and status.staleness == 0
-        answer = await scene.alice.upload(one.assignment, file[77:], start=77)
-        assert answer.message(Taken).accepted
+        assert (await scene.alice.upload(one.assignment, file[77:], start=77)).message(Taken).accepted
 
 
 async def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:

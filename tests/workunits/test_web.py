@@ -79,8 +79,7 @@ async def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
 async def test_an_upload_resumes_where_it_broke_off(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         name, file = await scene.alice.unit()
-        first = await scene.alice.upload(name, file[:50], whole=len(file))
-        assert first.message(Taken) == Taken(50)
+        assert (await scene.alice.upload(name, file[:50], whole=len(file))).message(Taken) == Taken(50)
         gap = await scene.alice.upload(name, file[60:], start=60)
         assert (gap.status, gap.message(Taken)) == (409, Taken(50))
         assert (await scene.alice.upload(name, file[50:], start=50)).message(Taken) == Taken(len(file), True)
