@@ -58,13 +58,8 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
     parser.add_argument("--python", metavar="PATH", help="averaging: of an environment with hivemind")
     options = parser.parse_args(arguments)
-    names = {
-        "plot": PLOTTED,
-        "faithful": ("moe-convergence",),
-        "vs": ("averaging",),
-        "python": ("averaging",),
-    }
-    for option, allowed in names.items():
+    of = dict(plot=PLOTTED, faithful=("moe-convergence",), vs=("averaging",), python=("averaging",))
+    for option, allowed in of.items():
         if getattr(options, option) and options.name not in allowed:
             parser.error(f"--{option} is for {' or '.join(allowed)}, not {options.name}")
     if (options.vs is None) != (options.python is None):

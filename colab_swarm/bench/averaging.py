@@ -82,8 +82,7 @@ async def average_as_peer(parent: Channel, rank: int, numel: int) -> None:
     averager, found = Averager(node), where(node)
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
     while True:
-        task = await parent.wait_call(**found)
-        group = msgspec.convert(task["group"], Group)
+        group = msgspec.convert((await parent.wait_call(**found))["group"], Group)
         for member in group.members:
             node.learn(Contact(member.id, member.addresses))
         weights = [member.weight for member in group.members]
@@ -193,10 +192,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
             values[:], _ = swarm.average(values, group_size=GROUP)
         else:
             swarm.runtime.call(step())
-        found = {
-            "seconds": time.perf_counter() - began,
-            "low": float(values.min()),
-            "high": float(values.max()),
-        }
+        seconds = time.perf_counter() - began
+        found = {"seconds": seconds, "low": float(values.min()), "high": float(values.max())}
         last = next(reversed(swarm.events.recent(RoundFinished)), None)
         found["reduced_s"] = last.averaging_s if isinstance(last, RoundFinished) else 0.0

@@ -61,11 +61,8 @@ from colab_swarm.sim import (
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.tensors.codecs import Floats
 
-LATENCY_S = 0.0003
 T = TypeVar("T")
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
-
-
 RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 
 
@@ -93,7 +90,7 @@ def simulate_round(hosts: Sequence[Ticket], strategy: Strategy, terms: RoundTerm
 
 
 async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
-    network = SimNetwork(NetworkProfile("bench", LATENCY_S))
+    network = SimNetwork(NetworkProfile("bench", latency_s=0.0003))
     peers = [
         network.peer(f"p{i}", host_profile=HostProfile(one.upload_bps or 0.0, one.download_bps or 0.0))
         for i, one in enumerate(offers)
@@ -132,11 +129,7 @@ TABLE = {
     "c": ((*A, *B), (5.69, 14.1, 2.96)),
     "d": ((*B, host(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
 }
-STRATEGIES: dict[str, Strategy] = {
-    "all_reduce": equal_shares,
-    "server": one_server,
-    "adaptive": adaptive_shares,
-}
+STRATEGIES: dict[str, Strategy] = dict(all_reduce=equal_shares, server=one_server, adaptive=adaptive_shares)
 
 
 @benchmark("strategy")
@@ -248,9 +241,8 @@ def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
             optimizer.step(samples=BATCH // TRAINERS // 8)
 
     with cs.simulate(TRAINERS, network=profile, samples_per_s=BATCH / batch_s / TRAINERS) as simulation:
-        alice = simulation.swarms["alice"]
         simulation.run(train)
-        times = [event.at for event in alice.events.recent(StepFinished)]
+        times = [event.at for event in simulation.swarms["alice"].events.recent(StepFinished)]
     return statistics.median(later - earlier for earlier, later in pairwise(times[len(times) // 2 :]))
 
 
@@ -271,11 +263,10 @@ NUMEL = 500
 
 @dataclass
 class Town:
-    """Peers ``p0``, ``p1``, … that average a vector of `NUMEL` values each, on the simulated network.
+    """Peers ``p0``, ``p1``, … that average `NUMEL` values each; the last ``clients`` cannot be dialled.
 
-    The last ``clients`` cannot be dialled. ``doomed(name, round)`` tells whether a peer crashes while it
-    sends in that round, counted from 0. ``liars`` vote for groups of a million and send NaN.
-    ``group_size`` is the vote of all; None for the size that their measurements suggest.
+    ``doomed(name, round)``: it crashes while it sends in that round, from 0. ``liars`` vote for groups
+    of a million and send NaN. ``group_size`` is the vote of all; None: as their measurements suggest.
     """
 
     count: int
@@ -303,11 +294,7 @@ class Town:
 
 @dataclass
 class GroupRun:
-    """The results of a `Town`, without the peers that crashed.
-
-    ``history`` has the vector of every peer before the first and after each round, ``results`` those of
-    the last pass; ``seconds`` are virtual.
-    """
+    """Vectors of the surviving peers before and after each round, their last pass, virtual seconds."""
 
     history: list[dict[str, Floats]]
     results: dict[str, MoshpitResult]
@@ -376,9 +363,7 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
         tasks[name] = asyncio.create_task(player.play(passes))
         player.peers.when_down(tasks[name].cancel)
     await asyncio.wait(tasks.values())
-    left = {
-        name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
-    }
+    left = {n: players[n] for n, t in tasks.items() if not t.cancelled() and t.result() is None}
     rounds = max(max(player.held) for player in left.values())
     return GroupRun(
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
@@ -420,10 +405,10 @@ def run_groups(report: BenchReport) -> None:
 
 
 def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
-    towns = [
-        Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed) for seed in range(seeds)
+    stories = [
+        play(Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed), passes=2)
+        for seed in range(seeds)
     ]
-    stories = [play(town, passes=2) for town in towns]
     spreads = [story.spread() for story in stories]
     results = [result for story in stories for result in story.results.values()]
     left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]

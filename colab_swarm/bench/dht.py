@@ -34,16 +34,12 @@ SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
 
 
 class CallNetwork:
-    """Thousands of peers that call each other in virtual time: latency without links, credit and shared bandwidth.
-
-    ``silent`` are names of peers that never answer. ``linked`` tells whether two peers have a link
-    already; other pairs dial, which takes three round trips.
-    """
+    """Peers that call each other in virtual time, without shared bandwidth; others must dial."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.by_id: dict[PeerId, CallPeer] = {}
-        self.silent: set[str] = set()
+        self.silent: set[str] = set()  # names of peers that never answer
         self.linked: Callable[[CallPeer, CallPeer], bool] = lambda one, other: False
 
     def peers(self, count: int) -> "list[CallPeer]":
@@ -52,7 +48,6 @@ class CallNetwork:
         return made
 
     async def carry(self, message: Message, latency_s: float) -> None:
-        """Wait until the message has arrived."""
         size_bytes = len(msgspec.msgpack.encode(message)) + HEADER_BYTES
         jitter_s = self.rng.expovariate(1 / PAPER_CLOUD.jitter_s) if latency_s else 0.0
         await asyncio.sleep(latency_s + jitter_s + 8 * size_bytes / PAPER_CLOUD.hosts[0].upload_bps)

@@ -8,9 +8,9 @@ Accuracy depends on beta only where training is on the edge: an MLP of 4 peers a
 those for compression 24 (int8) to 10,000 times (onebit).
 
 Speed is measured with two processes that learn digits, in network namespaces with 5 ms (+-0.2 ms)
-of latency: by every scheduler and by torch's `DistributedDataParallel` over gloo, in turn.
-The link is made of TUN devices, for kernels without netem.
-A beta above 0 gains less than 0: the step's own first bucket, sent early, still takes its 5 ms.
+of latency: by every scheduler and by torch's `DistributedDataParallel` over gloo, in turn. The link
+is made of TUN devices, for kernels without netem. A beta above 0 gains less than 0: the step's own
+first bucket, sent early, still takes its 5 ms.
 """
 
 import ctypes
@@ -261,7 +261,6 @@ SCHEDULERS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "crash_1": partial(schedulers.CrashTolerant, 1, 0.3),
 }
 BATCH, BUCKETS = 32, 8
-STAYS_AWAY_S = 0.5
 COMPRESSED = Scene((), schedulers.Synchronous, steps=400, momentum=0.9, decay=True)
 _MLP = Scene((), schedulers.Synchronous, peers=4, steps=150, alpha=0.6, momentum=0.9, decay=True)
 STRESS: dict[Model, Scene] = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
@@ -300,11 +299,11 @@ def tensors(part: Sequence[Array]) -> Part:
 
 
 def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
-    """Emulate ``scene`` (without sizes) where a gradient travels for a second, and more at random."""
+    """Emulate ``scene`` (without sizes): a gradient travels for 1 s, a bucket on average 0.5 s more."""
 
     def delay(sender: int, receiver: int, step: int, bucket: int) -> float:
         chance = random.Random(f"{seed} {sender} {receiver} {step} {bucket}")
-        return task.sizes[bucket] / len(task.start) + chance.expovariate(1 / STAYS_AWAY_S)
+        return task.sizes[bucket] / len(task.start) + chance.expovariate(2)
 
     def backward_s(peer: int, step: int) -> float:
         return random.Random(f"{peer} {step}").uniform(0.8, 1.2)

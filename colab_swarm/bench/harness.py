@@ -101,12 +101,10 @@ def draw(path: str | Path, panels: Sequence[tuple[dict[str, Any], Lines]]) -> No
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
-    for axes, (settings, lines) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    for axes, (style, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for label, line in lines.items():
             axes.plot(*line, label=label)
-        axes.set(**settings)
+        axes.set(**style)
         axes.grid(alpha=0.3)
         if lines:
             axes.legend()

@@ -31,9 +31,8 @@ def main(numel, peers, initial_peers):
     )
     print(json.dumps({"contact": str(dht.get_visible_maddrs()[0])}), flush=True)
     for line in sys.stdin:
-        value = json.loads(line)["value"]
         with averager.get_tensors() as tensors:
-            tensors[0].fill_(value)
+            tensors[0].fill_(json.loads(line)["value"])
         print("{}", flush=True)
         sys.stdin.readline()
         began = time.perf_counter()

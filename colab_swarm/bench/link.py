@@ -42,9 +42,7 @@ class Sink(Message, frozen=True):
 
 
 class CpuTime(Message, frozen=True):
-    """CPU seconds of a process so far."""
-
-    cpu_s: float
+    cpu_s: float  # of a process so far
 
 
 class Ping(Message, frozen=True):

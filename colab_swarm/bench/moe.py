@@ -62,8 +62,6 @@ from colab_swarm.net.peers import Contact
 from colab_swarm.runtime import Runtime
 from colab_swarm.sim import run_virtual
 
-BASELINE_S = 4.0
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -93,9 +91,8 @@ def run_throughput(report: BenchReport) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
     for chain in CHAINS:
         asyncio.run(_measure_chain(report, replace(chain, seconds=2.0) if report.quick else chain))
-    values = report.figures
     for key, text in (("retained", ">= 0.9 wanted"), ("vs_model_parallel", ">= 40 wanted; published 41.6")):
-        worst = min(values[f"{chain.name}_{key}_at_200ms"] for chain in CHAINS)
+        worst = min(report.figures[f"{chain.name}_{key}_at_200ms"] for chain in CHAINS)
         report.add(f"{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
 
 
@@ -127,9 +124,7 @@ async def _travelled(chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], 
     async def travel(rng: random.Random) -> None:
         nonlocal done
         for info in itertools.islice(itertools.cycle(infos), rng.randrange(len(infos)), None):
-            await calls.forward(
-                info, inputs
-            )  # never the last output: over many rounds it would grow without end
+            await calls.forward(info, inputs)  # never the last output: it would grow without end
             done += 1
             await asyncio.sleep(_exponential(delay_s, rng))
 
@@ -148,7 +143,7 @@ async def _passed_on(chain: Chain, server: ExpertServer, experts: list[Expert], 
     """Return the throughput of one batch that goes from block to block."""
     rng, inputs = random.Random(0), torch.randn(chain.batch, *chain.sample)
     done, began, luck_s = 0, time.perf_counter(), 0.0
-    while time.perf_counter() - began < min(BASELINE_S, chain.seconds):
+    while time.perf_counter() - began < min(4.0, chain.seconds):
         await server.device.run(partial(experts[done % len(experts)].forward, inputs))
         done += 1
         wait_s = _exponential(delay_s, rng)
@@ -171,23 +166,17 @@ def run_experts(report: BenchReport) -> None:
             crew.start(call_experts, address)
         receive_all(crew[1:])  # while they import, they would slow down the host
         load = partial(_calls_per_s, seconds, crew[1:], uids=["ffn.0"])
-
         alone = host.call(uids=["ffn.0"], dim=dim, alone=batch)["samples_per_s"]
         rate = batch * load(batch=batch, dim=dim)
         report.add("vs_local", rate / alone, "", f"of {alone:,.0f} samples/s without callers; >= 0.6 wanted")
-
         host.call(uids=["ffn.0"], dim=1024, nop=True)
         rate = load(batch=32, dim=1024, in_flight=2)
         report.add("nop_calls_per_s", rate, "calls/s", "128 KiB each way; hivemind 86; >= 600 wanted")
-
         host.call(uids=["ffn.0"], dim=dim)
         merged = load(batch=1, dim=dim, in_flight=16)
         host.call(uids=["ffn.0"], dim=dim, max_batch_size=1)
         single = load(batch=1, dim=dim, in_flight=16)
-        report.add(
-            "batching_gain", merged / single, "times", "16 calls of one sample in flight each; >= 4 wanted"
-        )
-
+        report.add("batching_gain", merged / single, "times", "16 calls of one sample; >= 4 wanted")
         uids = [f"ffn.{index}" for index in range(4)]
         host.call(uids=uids, dim=256)
         rate = 128 * _calls_per_s(seconds, crew[1:5], uids=uids, batch=128, dim=256, backward=True)
@@ -338,9 +327,8 @@ class Mixing:
     def __init__(self, gate: nn.Module, experts: Experts, sides: tuple[int, ...], x_BD: Tensor) -> None:
         self._experts = experts
         self._x_BD = x_BD.detach().requires_grad_()
-        scores = gate(self._x_BD)
         every = torch.cartesian_prod(*(torch.arange(side) for side in sides)).view(-1, len(sides))
-        all_BE = priorities(scores, every.expand(len(x_BD), -1, -1))
+        all_BE = priorities(gate(self._x_BD), every.expand(len(x_BD), -1, -1))
         self._logits_BK, self._chosen_BK = all_BE.topk(min(K, len(every)), dim=1)
 
     def forward(self, failed: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ from colab_swarm.workunits.state import Assimilated, Finished
 from colab_swarm.workunits.store import open_store
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
-AWAY_S = 2.0
 
 
 def host_experts(parent: Channel, folder: str, invite: str, name: str) -> None:
@@ -69,7 +68,7 @@ def kill_in_turn(alive: dict[str, Worker], start: partial[Worker], every_s: floa
             raise RuntimeError(f"{ended} ended without being killed")
         victim = rng.choice(list(alive))
         alive.pop(victim).process.kill()
-        while time.monotonic() < kill_at + AWAY_S:
+        while time.monotonic() < kill_at + 2.0:
             yield
         if killed % 2 == 0:
             victim, number = f"host-{number}", number + 1
@@ -121,7 +120,6 @@ def run_experts(report: BenchReport) -> None:
 
 NAMES = ("alice", "bob", "carol")
 SUBSETS = 12
-KILL_PROBABILITY = 0.2  # per unit of a volunteer
 UP_S, TIME_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
 
 
@@ -185,6 +183,6 @@ def die_in_units(parent: Channel, epochs: int, folder: str, link: str, name: str
         time.sleep(0.02)
     while not own.wait(0.01):
         unit = own.snapshot().units[0].unit
-        if unit and unit != last and rng.random() < KILL_PROBABILITY:
+        if unit and unit != last and rng.random() < 0.2:
             threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
         last = unit or last

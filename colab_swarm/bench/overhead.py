@@ -32,7 +32,7 @@ from typing import Any
 import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 
-SAMPLES, AVERAGE_EVERY = 2, 4
+SAMPLES = 2
 
 
 @benchmark("overhead")
@@ -44,13 +44,8 @@ def run(report: BenchReport) -> None:
 
 
 class TrainingLoop:
-    def __init__(
-        # quoted: the evaluated name would import before `idle` measures the import
-        self,
-        swarm: "cs.Swarm | None",
-        size: str = "tiny",
-        average_every: int = AVERAGE_EVERY,
-    ) -> None:
+    # quoted: the evaluated name would import before `idle` measures the import
+    def __init__(self, swarm: "cs.Swarm | None", size: str = "tiny", average_every: int = 4) -> None:
         import torch
 
         torch.set_num_threads(1)
@@ -166,12 +161,7 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
 
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "join_colab.ipynb"
-SETTINGS: dict[str, int | float | str] = {
-    "size": "tiny",
-    "target_batch_size": 64,
-    "lr": 1e-2,
-    "codec": "float16",
-}
+SETTINGS: dict[str, int | float | str] = dict(size="tiny", target_batch_size=64, lr=1e-2, codec="float16")
 JOINER = "late joiner"
 TIME_LIMIT_S = 120.0
 
@@ -179,9 +169,7 @@ TIME_LIMIT_S = 120.0
 def code_cells(notebook: Path) -> list[str]:
     """Return the code of a notebook, by cell; notebooks are not part of the installed package."""
     if not notebook.exists():
-        raise FileNotFoundError(
-            f"there is no {notebook}: run this in a copy of the repository, installed by `pip install -e .`"
-        )
+        raise FileNotFoundError(f"there is no {notebook}: run this in a copy of the repository")
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
@@ -242,7 +230,6 @@ def run_join(report: BenchReport) -> None:
 
 
 SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
-SESSION_S, ABSENCE_S = 4 * 3600.0, 1800.0
 
 
 def _train(swarm: "cs.Swarm", target_batch_size: int) -> None:
@@ -264,7 +251,7 @@ def run_soak(report: BenchReport) -> None:
     # step_s: with all peers online
     peers, hours, step_s = (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
     batch = int(peers * step_s * SAMPLES_PER_S)
-    churn, end_s = ChurnProfile(mean_session_s=SESSION_S, mean_absence_s=ABSENCE_S), hours * 3600
+    churn, end_s = ChurnProfile(mean_session_s=4 * 3600.0, mean_absence_s=1800.0), hours * 3600
     with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:
         online, since, peer_seconds = peers, 0.0, 0.0  # of peers that never wait, with the same churn
         for event in churn.events(list(simulation.swarms), until_s=end_s, rng=random.Random(f"churn {SEED}")):
@@ -362,8 +349,7 @@ class Watched:
 
         self._swarm = cs.join(invite, peer_name="alice")
         self._loop = TrainingLoop(self._swarm, average_every=PANEL_AVERAGE_EVERY)
-        self._folder = TemporaryDirectory()
-        self._step = 0
+        self._folder, self._step = TemporaryDirectory(), 0
         # live without a front-end: nbclient keeps the widgets' state as a page does
         self.panel = Panel(self._swarm.snapshot, self._swarm.leave, pause=lambda on: None, live=True)
 

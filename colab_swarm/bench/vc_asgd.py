@@ -6,10 +6,9 @@ a time the parameter servers do: each measures the accuracy after every result, 
 ResNetV2 on 11,504 images, which takes far longer than to train a unit of 30 images.
 
 *vc-asgd*: the effect of alpha, compared with serial training. Digits by an MLP instead of CIFAR-10 by
-a ResNet of 552 layers. The product's own code trains and assimilates
-units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
-fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment,
-so up to 11 others are assimilated before it: that is its staleness.
+a ResNet of 552 layers. The product's own code trains and assimilates units. Finishing times are
+random: 3 volunteers, the slowest of which takes twice as long as the fastest, with 4 units at a time
+each (P3C3T4). A unit starts from the parameters at its assignment, so up to 11 others precede it.
 
 *parameter-store*: how long one update of 5 M parameters takes in each store (paper: Redis 0.87 s, MySQL 1.29 s).
 An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
@@ -55,14 +54,13 @@ plan = cs.workunits.WorkPlan(
 learned = classification_job(model="resnet", plan=plan)
 job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part in learned.data()])
 """
-ARRANGEMENTS = ((1, 3, 8), (3, 3, 8))
 SUBSETS = 48
 TIME_LIMIT_S = 300.0
 
 
 @benchmark("workunits")
 def run_workunits(report: BenchReport) -> None:
-    for servers, volunteers, units in ARRANGEMENTS:
+    for servers, volunteers, units in ((1, 3, 8), (3, 3, 8)):
         with tempfile.TemporaryDirectory() as folder:
             seconds = epoch_seconds(Path(folder), servers, volunteers, units, epochs=2 if report.quick else 3)
         report.add(f"p{servers}c{volunteers}t{units}_epoch_s", seconds, "s", f"{SUBSETS} units")
@@ -85,8 +83,7 @@ def epoch_seconds(folder: Path, servers: int, volunteers: int, units: int, *, ep
         log = list(coordinator.log())
     finally:
         coordinator.stop()
-    assigned = [entry for entry in log if isinstance(entry, Assigned)]
-    begun = {entry.unit.epoch: entry.at for entry in assigned[::-1]}
+    begun = {entry.unit.epoch: entry.at for entry in reversed(log) if isinstance(entry, Assigned)}
     took_s = [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
     return statistics.median(took_s[1:])
 
@@ -98,7 +95,6 @@ def volunteer_all(parent: Channel, link: str, folder: str, name: str, units: int
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)
-AT_ONCE = 4
 SCATTER = 0.2
 EARLY = 6  # epochs; in the paper the order of 0.7 and 0.95 turns after them
 
@@ -122,7 +118,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
     for epoch in range(1, plan.max_epochs + 1):
         waiting, accuracies = rng.sample(range(len(parts)), len(parts)), []
         flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters
-        free = list(SPEEDS) * AT_ONCE
+        free = list(SPEEDS) * 4  # units at a time
         while waiting or flying:
             while waiting and free:
                 speed = free.pop()
@@ -140,16 +136,8 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
 
 
 def _job(seed: int, alpha: Alpha, *, quick: bool) -> Job:
-    epochs, subsets = (8, 20) if quick else (40, 50)
-    plan = WorkPlan(
-        subsets=subsets,
-        max_epochs=epochs,
-        local_epochs=4,
-        batch_size=8,
-        alpha=alpha,
-        seed=seed,
-        validation_samples=400,
-    )
+    size = {"subsets": 20, "max_epochs": 8} if quick else {"subsets": 50, "max_epochs": 40}
+    plan = WorkPlan(**size, local_epochs=4, batch_size=8, alpha=alpha, seed=seed, validation_samples=400)
     return classification_job(plan=plan)
 
 
@@ -202,24 +190,22 @@ def plot(report: BenchReport, path: str | Path) -> None:
 
 NUMEL = 5_000_000
 START_S, STOP_S = 60.0, 30.0
-DEBIAN_POSTGRESQL = Path("/usr/lib/postgresql")
 
 
 @contextmanager
 def redis_server(*, durable: bool = False) -> Iterator[str]:
     """Run a Redis server, in memory or writing all to disk, if it is installed; give its URL."""
-    program = _program("redis-server")
     with _folder() as (folder, user):
         socket = folder / "redis.sock"
         options = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""]
-        command = [program, *options, "--appendonly", "yes" if durable else "no"]
+        command = [_program("redis-server"), *options, "--appendonly", "yes" if durable else "no"]
         with _running([command], socket.exists, folder, user):
             yield f"unix://{socket}"
 
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
+    found = map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))
     folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
     with _folder("postgres") as (folder, user):
@@ -264,9 +250,7 @@ def _folder(user: str | None = None) -> Iterator[tuple[Path, str | None]]:
             try:
                 shutil.chown(folder, user)
             except LookupError as error:
-                raise FileNotFoundError(
-                    f"there is no user {user}, and its server refuses to run as root"
-                ) from error
+                raise FileNotFoundError(f"there is no user {user} to run its server") from error
         yield Path(folder), user
 
 
@@ -333,9 +317,7 @@ def run_stores(report: BenchReport) -> None:
     if sql := next((name for name in SQL if f"{name}_ms" in found), None):
         report.add("sql_ms", found[f"{sql}_ms"], "ms", sql)
         if "redis_ms" in found:
-            report.add(
-                "sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", f"{sql}; published 1.5"
-            )
+            report.add("sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", "paper: 1.5")
 
 
 def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from colab_swarm.bench.harness import Crew, Worker
 from colab_swarm.errors import SwarmError
@@ -21,9 +21,6 @@ from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
 
-if TYPE_CHECKING:
-    from colab_swarm.invite import Access
-
 Options: TypeAlias = argparse.Namespace
 Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]  # help, settings of `argparse` by name
 MAX_HOURS = 24 * 365
@@ -32,16 +29,13 @@ SIZES = ("tiny", "base", "large", "xlarge")
 STATUS_EVERY_S = 5.0
 LOOK_S = 0.2
 DEMO_S = 600.0  # time limit
-DEMO_SHOWS = ("training", "step", "state", "finished", "ended")
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Errors of the swarm end with one sentence and status 1, an interrupt with 130."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.ERROR, format="%(name)s: %(message)s"
-    )
+    logging.basicConfig(level="INFO" if options.verbose else "ERROR", format="%(name)s: %(message)s")
     try:
         options.command(options)
     except (SwarmError, ValueError, OSError) as error:
@@ -91,15 +85,12 @@ def _network_options(options: Options, *, relay: bool | RelayQuota = False) -> N
 
 def _given(options: Options, *names: str) -> dict[str, Any]:
     """Return the options that have a value."""
-    found = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _report(options: Options, event: str, text: str = "", /, **facts: Any) -> None:
-    if options.json_lines:
-        print(json.dumps({"event": event, **facts}), flush=True)
-        return
-    print(text or f"{event:>9}  {_shown(facts)}", flush=True)
+    line = json.dumps({"event": event, **facts}) if options.json_lines else text
+    print(line or f"{event:>9}  {_shown(facts)}", flush=True)
 
 
 def _shown(facts: dict[str, Any]) -> str:
@@ -182,7 +173,7 @@ def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
     digests: dict[str, str] = {}
     while not digests.keys() >= set(SURVIVORS):
         name, event = children.next_event()
-        if (kind := event.pop("event")) in DEMO_SHOWS:
+        if (kind := event.pop("event")) in ("training", "step", "state", "finished", "ended"):
             print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
         if kind == "finished":
             digests[name] = event["parameters"]
@@ -219,11 +210,10 @@ def _backbone(options: Options) -> None:
         file = read_run_file(options.run)
     else:
         network = _network_options(options, relay=True)
-        listed = options.allow_user or options.allow_organisation
         file = RunFile(
             name=options.run,
             peer_name=options.peer_name or "backbone",
-            access="allowlist" if listed else "invite",
+            access="allowlist" if options.allow_user or options.allow_organisation else "invite",
             allow_users=tuple(options.allow_user),
             allow_organisations=tuple(options.allow_organisation),
             invitation_hours=options.hours,
@@ -327,8 +317,7 @@ def _coordinate(options: Options) -> None:
     from colab_swarm.workunits.coordinator import coordinate
 
     given = _given(options, "folder", "store", "servers", "host", "port", "url", "tunnel", "accept_terms")
-    access: Access = "open" if options.open else "invite"
-    with coordinate(options.job, access=access, **given) as coordinator:
+    with coordinate(options.job, access="open" if options.open else "invite", **given) as coordinator:
         link, done = str(coordinator.link), False
         _report(options, "link", link, link=link, page=coordinator.url)
         if not options.json_lines:

@@ -36,11 +36,6 @@ SETTINGS = NodeSettings()
 SILENCE_S = 3 * SETTINGS.keep_alive_s
 """Connections that a partition silences for this long break, as keep-alive would find. Nobody pings in a simulation."""
 DIAL_ROUND_TRIPS = 3  # TCP, the WebSocket upgrade, the handshake
-REDIAL_S = 1.0  # between two tries of a dial that gets no answer
-DOWN_S = 0.01  # a crashed peer's own calls fail after this time: at 0, a loop of retries would stop the clock
-OVERHEAD_BYTES = 84  # headers of TCP/IP and WebSocket, and the seal
-RETRANSMISSION_S = 0.2
-BUSY_BYTES = 1 << 16  # a second with less traffic says nothing about a connection's rate
 
 
 class Pipe:
@@ -59,7 +54,7 @@ class Pipe:
         if int(self.free_at) != self._second:
             self._second, self._second_bytes = int(self.free_at), 0
         self._second_bytes += size_bytes
-        if self._second_bytes >= BUSY_BYTES:
+        if self._second_bytes >= 1 << 16:  # less traffic says nothing about the rate
             self.peak_bps = max(self.peak_bps or 0.0, self._second_bytes * 8.0)
         return begin, self.free_at
 
@@ -86,14 +81,12 @@ class SimCarrier(Loopback):
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that have not left yet."""
-        now = self._loop.time()
-        while self._leaving and self._leaving[0][0] <= now:
+        while self._leaving and self._leaving[0][0] <= self._loop.time():
             self._leaving_bytes -= self._leaving.popleft()[1]
         return self._leaving_bytes
 
     def carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
-        size_bytes += OVERHEAD_BYTES
+        size_bytes += 84  # headers of TCP/IP and WebSocket, and the seal
         self._in_flight.append(arrive)
         slowness, now = self.near.slowness / self._network.width, self._loop.time()
         first_bit_at, last_bit_at = self.near.upload.transfer(size_bytes, now, slowness=slowness)
@@ -119,7 +112,7 @@ class SimCarrier(Loopback):
         if network.profile.jitter_s:
             delay_s += network.rng.expovariate(1 / network.profile.jitter_s) * network.latency_factor
         while network.loss and network.rng.random() < network.loss:
-            delay_s += max(RETRANSMISSION_S, self.rtt_s)
+            delay_s += max(0.2, self.rtt_s)  # a retransmission
         return delay_s
 
     def _arrive(self) -> None:
@@ -152,7 +145,7 @@ class SimCarrier(Loopback):
 
 
 class SimLink(Link):
-    """A real link that shows each message to the network as soon as it is decoded; a fault there may break the link."""
+    """A real link that shows each decoded message to the network, where a fault may break it."""
 
     def __init__(
         self, network: "SimNetwork", own: "SimPeers", remote: Remote, *, carrier: Loopback, **parts: Any
@@ -196,7 +189,7 @@ class SimLinker(Linker):
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
         if not self._own.up:
-            await asyncio.sleep(DOWN_S)
+            await asyncio.sleep(0.01)  # at 0, a loop of retries would stop the clock
             raise PeerLost(f"{self._own.name} is down")
         return await super().link_to(peer, timeout_s)
 
@@ -211,7 +204,7 @@ class SimLinker(Linker):
                 for _ in range(DIAL_ROUND_TRIPS):
                     await asyncio.sleep(2 * latency_s * network.latency_factor)
                     while network.separated(self._own.name, other.name):
-                        await asyncio.sleep(REDIAL_S)
+                        await asyncio.sleep(1.0)  # then dial again
                     if not (other.up and other.linker.addresses):
                         raise unanswered
         except TimeoutError:
@@ -274,21 +267,19 @@ class SimPeers(Node):
         self._down_callbacks.append(callback)
 
     def crash(self) -> None:
-        """Kill the process, if it is up."""
         if self.up:
             self.kill(f"{self.name} crashed")
             for callback in self._down_callbacks:
                 callback()
 
     def kill(self, reason: str) -> None:
-        """Stop at once and break every connection."""
         self.up = False
         self.linker.kill(reason)
 
 
 @dataclass(frozen=True)
 class ScriptedFault:
-    """A fault that happened, or is scheduled, at ``at`` (virtual seconds). ``name`` is a method of `Script`."""
+    """A fault that happened, or is due, at ``at`` (virtual seconds). ``name``: a method of `Script`."""
 
     at: float
     name: str
@@ -296,7 +287,7 @@ class ScriptedFault:
 
 
 class Script:
-    """The faults that can be scripted; ``schedule(name, *arguments)`` decides when each one happens."""
+    """The faults; ``schedule(name, *arguments)`` decides when each one happens."""
 
     def __init__(self, schedule: Callable[..., object]) -> None:
         self._schedule = schedule
@@ -372,15 +363,12 @@ class SimNetwork:
         host_profile: HostProfile | None = None,
         role: Role = Role.WORKER,
     ) -> SimPeers:
-        """Add a peer; the name of a peer that crashed or left gets a new process with the same identity.
+        """Add a peer, or a new process of one that crashed or left; ValueError if it is up.
 
         Args:
             listen: whether others can dial it; without, it is in client mode.
             host_profile: its bandwidth, if not the next of the network's profile.
             role: its role at the other peers; in an open run all peers are workers.
-
-        Raises:
-            ValueError: that peer is up.
         """
         require(not self.is_up(name), f"{name} is already up")
         host = host_profile or self.profile.hosts[len(self.by_name) % len(self.profile.hosts)]
@@ -392,7 +380,6 @@ class SimNetwork:
         return peer
 
     def is_up(self, name: str) -> bool:
-        """Return True if a peer of that name runs."""
         return name in self.by_name and self.by_name[name].up
 
     def __repr__(self) -> str:
@@ -412,7 +399,7 @@ class SimNetwork:
             for other in self.by_name.values():
                 peer.learn(other.contact)
 
-    # --- faults ---------------------------------------------------------------------------------------------------
+    # -- faults
 
     def at(self, seconds: float) -> Script:
         """Script a fault for a time on the virtual clock: ``network.at(12.0).crash("bob")``."""
@@ -510,7 +497,6 @@ class SimNetwork:
                 one.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
 
     def separated(self, one: str, other: str) -> bool:
-        """Return True if a partition lies between two peers."""
         if not self._groups:
             return False
         sides = [next((group for group in self._groups if name in group), None) for name in (one, other)]

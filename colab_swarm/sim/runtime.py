@@ -61,11 +61,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` on a fresh virtual clock; cancel the tasks it leaves behind and close the loop.
-
-    Raises:
-        RuntimeError: deadlock: every task waits and no timer is set.
-    """
+    """Run ``main`` on a new virtual clock, cancel the tasks it leaves; RuntimeError at a deadlock."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 

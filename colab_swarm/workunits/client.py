@@ -91,7 +91,6 @@ T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
 MAX_ANSWER_BYTES, MAX_CARD_BYTES = 64 << 10, 16 << 20
-MAX_ASKED_S = 900.0  # most of what a ``Retry-After`` is worth
 # ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
@@ -129,16 +128,8 @@ class CoordinatorClient:
     async def card(self) -> JobCard:
         """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
         card = await self._call("GET", "/api/job", JobCard)
-        require(
-            card.run_id == self._run_id,
-            f"{self.url} coordinates another run: ask its organizer for a new link",
-            NotAdmitted,
-        )
-        require(
-            card.is_signed_by(card.key),
-            f"{self.url} shows a job with a wrong signature: do not trust it",
-            NotAdmitted,
-        )
+        require(card.run_id == self._run_id, f"{self.url} is of another run: use its link", NotAdmitted)
+        require(card.is_signed_by(card.key), f"{self.url}: wrong signature, do not trust it", NotAdmitted)
         if self._authority is not None:
             admission = MembershipAdmission(card.run_id, authority=self._authority, own=b"")
             role = admission.verify(card.key, card.membership, now=self._now())
@@ -240,14 +231,14 @@ class CoordinatorClient:
             except CallRefused:
                 raise
             except TROUBLE as error:
-                wait_s = max(next(waits_s), min(getattr(error, "asked_s", 0.0), MAX_ASKED_S))
+                wait_s = max(next(waits_s), min(getattr(error, "asked_s", 0.0), 900.0))
                 said = str(error) or type(error).__name__
                 self.trouble = f"coordinator unreachable ({said}), trying again in {wait_s:.0f} s"
                 await asyncio.sleep(wait_s)
 
     @asynccontextmanager
     async def _request(
-        self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+        self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] = {}
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one signed request; raise RetryableError if it may succeed later."""
         if self._session is None:  # needs a running loop
@@ -257,11 +248,7 @@ class CoordinatorClient:
             )
         token = {"Authorization": self.token.header(method, target, body, now=self._now())}
         async with self._session.request(
-            method,
-            self.url + target,
-            data=body or None,
-            headers={**token, **(headers or {})},
-            allow_redirects=False,
+            method, self.url + target, data=body or None, headers={**token, **headers}, allow_redirects=False
         ) as answer:
             if answer.status not in GOOD:
                 await self._refused(answer)

@@ -142,9 +142,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
         With an allowlist they join the swarm first. A peer that joined passes its own invitation on.
         """
-        if self._access.invitation is not None:
-            return shown(self.url, self._access.invitation)
-        return shown(self.url, issue(self._access, self._token.identity, hours=hours))
+        given = self._access.invitation or issue(self._access, self._token.identity, hours=hours)
+        return shown(self.url, given)
 
     def snapshot(self) -> JobStatus:
         async def look() -> JobStatus:
@@ -263,8 +262,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
-        waiting = dict.fromkeys(MARKS.values(), "waiting")  # again
-        counts |= Counter(waiting.get(unit.mark, unit.mark) for unit in units)
+        counts |= Counter("waiting" if unit.mark in MARKS.values() else unit.mark for unit in units)
         stale = [unit.staleness for unit in units if unit.staleness is not None]
         rows, latest = tuple(subset.rows for subset in self.card.subsets), state.assimilated_at
         running = latest and now > latest[0] and not state.finished
@@ -338,10 +336,7 @@ def coordinate(
         **options: see `CoordinatorOptions`.
     """
     job = job if isinstance(job, Job) else Job.load(job)
-    require(
-        access != "allowlist",
-        "access='allowlist' needs a swarm: cs.create(…, access='allowlist').coordinate(job)",
-    )
+    require(access != "allowlist", "access='allowlist' needs a swarm: use swarm.coordinate(job)")
     require_terms(accept_terms)
     key_file = _folder(job, options) / "organizer.key"
     key_file.parent.mkdir(parents=True, exist_ok=True)
@@ -353,9 +348,8 @@ def coordinate(
 def open_coordinator(job: Job, access: RunAccess, token: Token, options: CoordinatorOptions) -> Coordinator:
     """Coordinate ``job`` in the run of ``access``, as the peer of ``token``; see `coordinate`."""
     folder = _folder(job, options)
-    for other in _coordinators:
-        if other.folder == folder:
-            return other
+    if running := next((one for one in _coordinators if one.folder == folder), None):
+        return running
     tunnel = settings_of(options["tunnel"]) if "tunnel" in options else None
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
@@ -363,9 +357,7 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
         try:
             lock.acquire(timeout=0)  # two coordinators would not know of each other's decisions
         except Timeout as error:
-            raise ValueError(
-                f"another coordinator works in {folder}: stop it first, or give another folder"
-            ) from error
+            raise ValueError(f"another coordinator works in {folder}: stop it first") from error
         held.callback(lock.release)
         store = open_store(options.get("store", str(folder / "job.db")), job.name)
         held.callback(store.close)

@@ -131,13 +131,12 @@ class Dispatcher:
         return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, usual_s / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
-        """Return the seconds after which a volunteer without units should ask again."""
+        """Return the seconds after which a volunteer without units asks again, spread at random."""
         record = self.state.volunteer(volunteer)
         if record.idle_until > now:
             return record.idle_until - now
         expiry_s = min((one.given.deadline - now for one in self.state.out.values()), default=math.inf)
-        spread = self._rng.uniform(0.75, 1.25)  # of the requests
-        return max(SHORTEST_WAIT_S, min(self._poll_s() * spread, expiry_s))
+        return max(SHORTEST_WAIT_S, min(self._poll_s() * self._rng.uniform(0.75, 1.25), expiry_s))
 
     def ban_of(self, volunteer: str, *, now: float) -> tuple[str, str] | None:
         """Return why and how long a volunteer is banned, as code and text; None if it is not."""
@@ -200,18 +199,13 @@ class Dispatcher:
         """Decide on a valid result that is wanted. ``change`` is the L2 norm of its change of the
         parameters, ``distance`` that of two results, as a share of it.
         """
-        given, quorum = self.state.replicas[assignment].given, self._plan.replication // 2 + 1
-        accepted = Accepted(
-            at=now,
-            unit=given.unit,
-            assignment=assignment,
-            alpha=self._plan.alpha_of(given.unit.epoch),
-            change=change,
-        )
+        unit, quorum = self.state.replicas[assignment].given.unit, self._plan.replication // 2 + 1
+        alpha = self._plan.alpha_of(unit.epoch)
+        accepted = Accepted(at=now, unit=unit, assignment=assignment, alpha=alpha, change=change)
         if self._plan.replication == 1:
             return [accepted]
         returned: list[AnyEntry] = [Returned(at=now, assignment=assignment)]
-        results = [assignment, *(one.given.assignment for one in self.state.units[given.unit].returned())]
+        results = [assignment, *(one.given.assignment for one in self.state.units[unit].returned())]
 
         def agreeing(mine: str) -> list[str]:
             return [one for one in results if one == mine or distance(mine, one) <= self._plan.tolerance]
@@ -241,8 +235,9 @@ class Dispatcher:
             return []
         target, newest = self._plan.target_accuracy, self.state.epochs[-1:]
         if target is not None and newest and newest[0].accuracy >= target:
-            reached = f"accuracy {newest[0].accuracy:.3f} reached the target {target:g}"
-            return [Finished(at=now, reason=reached)]
+            return [
+                Finished(at=now, reason=f"accuracy {newest[0].accuracy:.3f} reached the target {target:g}")
+            ]
         if ended > last:
             return [Finished(at=now, reason=f"all {last} epochs are done")]
         measured = self.state.measured.get(ended, {})
@@ -288,9 +283,7 @@ class JobLog:
             if not isinstance(entry, ServerEntry):
                 written = encode_entry(entry)
                 if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
-                    self.fault = (
-                        "another coordinator has taken over this job: stop this one, or rename its job"
-                    )
+                    self.fault = "another coordinator has taken over this job: stop this one"
                     raise StoreError(self.fault)
                 self._mine.discard(written)
             state.apply(entry)

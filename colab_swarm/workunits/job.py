@@ -50,10 +50,7 @@ class Rows:
         """Return rows of these columns; raise ValueError if of unequal length, or no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
-            require(
-                column.dtype.kind in KINDS,
-                f"column {name} holds {column.dtype}: rows are numbers, tokenize or drop it",
-            )
+            require(column.dtype.kind in KINDS, f"column {name} holds {column.dtype}: tokenize or drop it")
         lengths = {name: column.shape[0] if column.ndim else "none" for name, column in columns.items()}
         require(
             len(set(lengths.values())) <= 1 and "none" not in lengths.values(),
@@ -87,10 +84,7 @@ class Rows:
 
     def encode(self) -> bytes:
         """Return the samples as safetensors, compressed by zstd; raise ValueError if too large."""
-        require(
-            self.size_bytes <= MAX_DECODED_BYTES,
-            f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets",
-        )
+        require(self.size_bytes <= MAX_DECODED_BYTES, f"{self.size_bytes:,} bytes: raise plan.subsets")
         names = msgspec.json.encode((list(self.columns), self.named)).decode()  # one key: keys are unordered
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
         return zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
@@ -100,9 +94,7 @@ class Rows:
         """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
-            require(
-                0 <= size <= MAX_DECODED_BYTES, f"a subset of {size:,} bytes: {MAX_DECODED_BYTES:,} at most"
-            )
+            require(0 <= size <= MAX_DECODED_BYTES, f"a subset of {size:,} bytes: too large")
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_DECODED_BYTES)
             head_bytes = int.from_bytes(plain[:8], "little")  # safetensors.numpy.load leaves out the metadata
             head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
@@ -129,10 +121,7 @@ def rows_of(data: Any) -> Rows:
         numbers = data.with_format("numpy")
         return Rows.of(((name, numbers[name][:]) for name in data.column_names), True)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):  # of torch's Dataset
-        kind = type(data).__name__
-        raise TypeError(
-            f"data of type {kind} has no rows: give arrays, a torch Dataset or a datasets.Dataset"
-        )
+        raise TypeError(f"data of type {type(data).__name__} has no rows: give arrays or a Dataset")
     if not (samples := [data[place] for place in range(len(data))]):
         raise ValueError("the data hold no sample")
     named = isinstance(samples[0], Mapping)
@@ -218,9 +207,7 @@ class WorkPlan:
             wanted = 4 * self.expected_volunteers  # so that a slow one does not delay the epoch
             most = max(1, rows // (4 * self.batch_size))
             return min(rows, max(min(wanted, most), -(-size_bytes // (64 << 20))))
-        require(
-            rows >= self.subsets, f"subsets={self.subsets}, but there are only {rows} samples: fewer subsets"
-        )
+        require(rows >= self.subsets, f"subsets={self.subsets}, but there are only {rows} samples")
         return self.subsets
 
 
@@ -267,10 +254,7 @@ class Job:
     code: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        require(
-            NAME.fullmatch(self.name),
-            f"{self.name!r} is no job name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'digits-mlp'",
-        )
+        require(NAME.fullmatch(self.name), f"{self.name!r} is no job name: 1 to 63 of a-z0-9._-")
 
     @classmethod
     def load(cls, path: str | Path) -> "Job":
@@ -281,9 +265,7 @@ class Job:
     def from_code(cls, code: str, origin: str) -> "Job":
         """Run Python ``code`` of the file ``origin`` and return its ``job``; raise ValueError if there is none."""
         if len(code) > MAX_CODE_CHARACTERS:
-            raise ValueError(
-                f"{origin} has {len(code):,} characters: a job takes {MAX_CODE_CHARACTERS:,} at most"
-            )
+            raise ValueError(f"{origin}: {len(code):,} characters, {MAX_CODE_CHARACTERS:,} at most")
         module = ModuleType(f"colab_swarm_job_{hashlib.sha256(code.encode()).hexdigest()[:12]}")
         module.__file__ = origin
         sys.modules[module.__name__] = module  # classes in it look themselves up there
@@ -367,8 +349,8 @@ class UnitTraining:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
         indices = self._order[1][place * self._batch_size : (place + 1) * self._batch_size]
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # leaves the user's own random numbers alone
+        # leave the user's own random numbers alone
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             torch.manual_seed((self._seed * 1_000_003 + self.done) % (1 << 63))
             self.model.train()
             self._optimizer.zero_grad(set_to_none=True)
@@ -392,10 +374,8 @@ class UnitTraining:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; raise ValueError if it is of another unit."""
-        require(
-            state.get("seed") == self._seed and 0 <= state.get("done", -1) <= self.batches,
-            "this was saved in another unit",
-        )
+        fits = state.get("seed") == self._seed and 0 <= state.get("done", -1) <= self.batches
+        require(fits, "this was saved in another unit")
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.done = state["done"]

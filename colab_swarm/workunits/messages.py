@@ -38,7 +38,6 @@ MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
 MAX_UNITS = 64
 MAX_HELD = 1024
-MAX_SUBSET_BYTES = 1 << 31
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -48,7 +47,7 @@ class Subset(Message, frozen=True):
     """A file of data: its SHA-256, size in bytes, and number of samples."""
 
     sha256: Digest
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SUBSET_BYTES)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
     rows: int
 
 
@@ -129,9 +128,7 @@ async def waited(what: Awaitable[object], seconds: float | None) -> None:
 
 
 def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:
-    """Yield wait times after failures in a row, doubling up to ``most_s``, each drawn between half
-    and all of the present delay, so that peers do not retry together.
-    """
+    """Yield waits after failures: they double up to ``most_s``, each drawn between half and all of it."""
     while True:
         yield first_s * rng.uniform(0.5, 1.0)
         first_s = min(2 * first_s, most_s)
@@ -178,25 +175,17 @@ class RequestGate:
         """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
         request = _decoded(header)
         require(request.is_signed_by(request.key), "the request's signature is wrong", NotAdmitted)
-        require(
-            (request.method, request.target) == (method, target),
-            "the request was signed for another path or method",
-            NotAdmitted,
-        )
+        if (request.method, request.target) != (method, target):
+            raise NotAdmitted("the request was signed for another path or method")
         if abs(now - request.at) > FRESH_S:
-            raise NotAdmitted(
-                f"your clock differs from the coordinator's by {abs(now - request.at):.0f} s, at most {FRESH_S:.0f} "
-                "are allowed: set your clock"
-            )
+            raise NotAdmitted(f"your clock is {abs(now - request.at):.0f} s off: set your clock")
         if self._admission is not None:
             role = self._admission.verify(request.key, request.membership, now=now)
             if role < Role.WORKER:
                 raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
         while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
             self._seen.popitem(last=False)
-        require(
-            request.nonce not in self._seen, "this request was sent before: sign each request", NotAdmitted
-        )
+        require(request.nonce not in self._seen, "this request was sent before", NotAdmitted)
         if len(self._seen) >= MAX_NONCES:
             raise NotAdmitted("too many requests in a minute: try again later", reason="busy")
         self._seen[request.nonce] = now
@@ -219,11 +208,8 @@ def _decoded(header: str) -> SignedRequest:
 def parse_link(text: str) -> tuple[str, Invite]:
     """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
     url = text.strip().strip("'\"").partition("#")[0]
-    require(
-        not url.startswith(PROJECT_URL),
-        "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()",
-        InviteError,
-    )
+    if url.startswith(PROJECT_URL):
+        raise InviteError("this invites to a swarm: swarm = cs.join(link), then swarm.volunteer()")
     if not url.startswith(("http://", "https://")) or "#" not in text:
         raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
     return url, Invite.parse(text)
@@ -233,11 +219,7 @@ def token_by(invite: Invite, identity: Identity) -> Token:
     """Return this key's token; raise InviteError if the organizer must admit each peer."""
     if (grant := invite.grant) is None:
         return Token(identity)
-    require(
-        grant.offline,
-        "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
-        "then swarm.volunteer()",
-        InviteError,
-    )
+    if not grant.offline:
+        raise InviteError("the organizer admits each peer: cs.join(invitation), then swarm.volunteer()")
     mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
     return Token(identity, mine.encode)

@@ -36,9 +36,7 @@ class PreemptionModel:
 
     def __post_init__(self) -> None:
         if not (0 <= self.kill_probability < 1 and 0 < self.unit_s < self.deadline_s):
-            raise ValueError(
-                f"{self}: kill_probability must be at least 0 and below 1, unit_s below deadline_s"
-            )
+            raise ValueError(f"{self}: kill_probability must be in [0, 1), unit_s below deadline_s")
 
     @property
     def undisturbed_s(self) -> float:

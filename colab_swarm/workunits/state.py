@@ -119,7 +119,6 @@ AnyEntry: TypeAlias = (
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
-RELIABLE = 0.5  # below this a volunteer gets few units, and failed ones last
 BAN_RATE = 0.25  # share of bad results that leads to a ban: three in a row, or every fourth
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
@@ -153,8 +152,8 @@ class VolunteerState:
 
     @property
     def proven(self) -> bool:
-        """True if it may hold as many units as the plan allows."""
-        return self.accepted > 0 and 1 - self.error_rate >= RELIABLE
+        """True if it may hold as many units as the plan allows, and gets failed ones first."""
+        return self.accepted > 0 and 1 - self.error_rate >= 0.5
 
     def on_accepted(self) -> None:
         self.accepted, self.returns = self.accepted + 1, 0

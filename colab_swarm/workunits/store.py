@@ -141,11 +141,8 @@ class TableStore(ParameterStore):
         """Return the parameters, version and values of one moment."""
 
     def _data(self, connection: Any, name: str) -> bytes | None:
-        pieces = self._run(
-            connection,
-            "SELECT data FROM swarm_blobs WHERE job = :job AND name = :name ORDER BY piece",
-            name=name,
-        ).fetchall()
+        query = "SELECT data FROM swarm_blobs WHERE job = :job AND name = :name ORDER BY piece"
+        pieces = self._run(connection, query, name=name).fetchall()
         return b"".join(piece[0] for piece in pieces) if pieces else None
 
     def _replace(self, connection: Any, update: Update) -> None:
@@ -211,11 +208,8 @@ class TableStore(ParameterStore):
         began = time.perf_counter()
         with self._transaction() as connection:
             new = 1 + (self._version(connection) or 0)
-            if not self._run(
-                connection,
-                "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment",
-                assignment=accepted.assignment,
-            ).rowcount:
+            leave = "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment"
+            if not self._run(connection, leave, assignment=accepted.assignment).rowcount:
                 return None
             self._replace(connection, update)
             self._run(connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=new)
@@ -230,14 +224,9 @@ class TableStore(ParameterStore):
 
     def _put(self, connection: Any, name: str, data: bytes | memoryview) -> None:
         self._drop(connection, [name])
+        put = "INSERT INTO swarm_blobs (job, name, piece, data) VALUES (:job, :name, :piece, :data)"
         for number, piece in enumerate(pieces_of(data, self.piece_bytes)):
-            self._run(
-                connection,
-                "INSERT INTO swarm_blobs (job, name, piece, data) VALUES (:job, :name, :piece, :data)",
-                name=name,
-                piece=number,
-                data=piece,
-            )
+            self._run(connection, put, name=name, piece=number, data=piece)
 
     def _drop(self, connection: Any, names: Collection[str]) -> None:
         for name in names:
@@ -252,13 +241,10 @@ class TableStore(ParameterStore):
             begin = "INSERT INTO swarm_ends (job, position) VALUES (:job, :more)"
             self._run(connection, begin, more=len(entries))
         (end,) = self._run(connection, "SELECT position FROM swarm_ends WHERE job = :job").fetchone()
+        insert = "INSERT INTO swarm_log (job, position, entry) VALUES (:job, :position, :entry)"
         for position, entry in enumerate(entries, end - len(entries) + 1):
             row = {"position": position, "entry": encode_entry(entry)}
-            self._run(
-                connection,
-                "INSERT INTO swarm_log (job, position, entry) VALUES (:job, :position, :entry)",
-                **row,
-            )
+            self._run(connection, insert, **row)
             if isinstance(entry, Accepted):
                 self._run(
                     connection,

@@ -91,9 +91,7 @@ class Volunteer:
         require(units >= 1, f"units={units}: it must be 1 at least")
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
         if card.schema != self._schema.head():
-            raise ValueError(
-                f"this job's model is not that of {card.name!r}: it {self._schema.difference(card.schema)}"
-            )
+            raise ValueError(f"model is not that of {card.name!r}: it {self._schema.difference(card.schema)}")
         self.url, self.folder = client.url, folder
         self._job = job.with_plan(local_epochs=card.local_epochs, batch_size=card.batch_size)
         self._client, self._name = client, name

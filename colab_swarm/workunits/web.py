@@ -41,7 +41,6 @@ from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
 NUMBER = "(0|[1-9][0-9]{0,17})"
 ASSIGNMENT = re.compile("[0-9a-f]{32}")
-RESULT = f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -142,7 +141,7 @@ class CoordinatorServer:
                 web.get("/api/data/{digest}", self._data),
                 web.get("/api/parameters", self._parameters),
                 web.get(INITIAL, self._parameters),
-                web.put(RESULT, self._piece),
+                web.put(f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}", self._piece),
             ]
         )
         self._runner, self.url = await listen(

@@ -16,7 +16,6 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24  # integers up to here are exact in float32
 KNOWN = 5  # after this many accepted results the usual change of the parameters is known
-FIRST_CHANGE = 1000.0  # until then at most so many times their norm, or the norm of ones
 MOST = 1e18  # of a value: no mean of such values is infinite, and no square
 
 
@@ -36,10 +35,8 @@ class Schema:
         """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
-            most = MOST if values.is_floating_point() else MAX_WHOLE
-            if (
-                values.is_complex() or not (values.double().abs() <= most).all()
-            ):  # no result may have such values
+            most = MOST if values.is_floating_point() else MAX_WHOLE  # results have these limits too
+            if values.is_complex() or not (values.double().abs() <= most).all():
                 raise ValueError(
                     f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
                     f"{MAX_WHOLE:,} as integers: exclude a mask from the state, by register_buffer(…, persistent=False)"
@@ -85,11 +82,9 @@ class Schema:
             found = {(name, tuple(one["shape"])) for name, one in json.loads(bytes(data[8:end])).items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "not a safetensors file"
-        differences = {"lacks": set(self.entries) - found, "has": found.difference(self.entries)}
-        reasons = [
-            f"{it} {name} {shape}" for it, those in differences.items() for name, shape in sorted(those)
-        ]
-        reason = ", ".join(reasons) or "other types or order than the model's"
+        odd = {"lacks": set(self.entries) - found, "has": found.difference(self.entries)}
+        words = [f"{it} {name} {shape}" for it, ones in odd.items() for name, shape in sorted(ones)]
+        reason = ", ".join(words) or "other types or order than the model's"
         return reason[:300].encode("ascii", "backslashreplace")[:300].decode()  # it goes into the log
 
     def judge(
@@ -106,7 +101,7 @@ class Schema:
             )
         change = moved(values, base)
         if len(changes) < KNOWN:
-            most = FIRST_CHANGE * max(float(np.linalg.norm(base)), len(base) ** 0.5)
+            most = 1000 * max(float(np.linalg.norm(base)), len(base) ** 0.5)  # or the norm of ones
             limit = f"over {most:.3g}"
         else:
             usual = statistics.median(changes)
@@ -125,8 +120,7 @@ class Schema:
 
     def load(self, model: nn.Module, values: Floats) -> None:
         state = model.state_dict()
-        ends = np.cumsum([math.prod(shape) for _, shape in self.entries])
-        parts = np.split(np.array(values), ends[:-1])
+        parts = np.split(np.array(values), np.cumsum([math.prod(one) for _, one in self.entries])[:-1])
         with torch.no_grad():
             for (name, shape), part in zip(self.entries, parts, strict=True):
                 target = state[name]

@@ -38,8 +38,7 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 def test_topk_loses_accuracy_without_error_feedback() -> None:
     report = BenchReport("elastic", True)
     elastic.compressions(report, seeds=1)
-    found = report.figures
-    assert found["topk_feedback_drop"] < 1 < found["topk_alone_drop"]
+    assert report.figures["topk_feedback_drop"] < 1 < report.figures["topk_alone_drop"]
 
 
 needs_root = pytest.mark.skipif(elastic.missing() is not None, reason=str(elastic.missing()))
@@ -72,8 +71,7 @@ def test_steps_of_every_scheduler_and_of_ddp_are_timed() -> None:
     found = report.figures
     assert all(found[f"step_ms_{way}"] > 0 for way in ("ddp", *elastic.WAYS))
     assert found["step_ms_synchronous"] > 1e3 * elastic.DELAY_S
-    keys = ("step_time_vs_synchronous", "synchronous_vs_ddp", "speed_accuracy_drop")
-    assert all(key in found for key in keys)
+    assert found.keys() >= {"step_time_vs_synchronous", "synchronous_vs_ddp", "speed_accuracy_drop"}
 
 
 def test_without_root_a_row_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

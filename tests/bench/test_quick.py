@@ -13,17 +13,8 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.bench import (
-    averaging,
-    dedloc,
-    dht,
-    elastic_consistency,
-    link,
-    moe,
-    ordeal,
-    overhead,
-    vc_asgd,
-)
+from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhead, vc_asgd
+from colab_swarm.bench import elastic_consistency as elastic
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
 from colab_swarm.bench.harness import BenchReport
@@ -56,8 +47,7 @@ def test_an_option_of_another_benchmark_is_refused(line: str) -> None:
 @whole
 def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
     figures = averaging.run(quick=True).figures
-    assert figures["success"] == 1
-    assert 0 < figures["seconds"] < 10
+    assert figures["success"] == 1 and 0 < figures["seconds"] < 10
     assert figures["vs_gloo"] == pytest.approx(figures["seconds"] / figures["gloo_seconds"])
 
 
@@ -163,8 +153,7 @@ def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> No
     report = dedloc.run_groups(quick=True)
     figures = report.figures
     assert figures["error_16"] < 1e-6 and figures["error_13"] < 1e-6
-    assert figures["error_kept_m4"] < 1
-    assert 0 < figures["undisturbed_m2"] <= 1
+    assert figures["error_kept_m4"] < 1 and 0 < figures["undisturbed_m2"] <= 1
     assert max(value for key, value in figures.items() if "slowest" in key) < 10
     dedloc.plot_groups(report, str(tmp_path / "groups.png"))
     assert (tmp_path / "groups.png").read_bytes().startswith(b"\x89PNG")
@@ -175,8 +164,7 @@ def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: 
     small: dict[str, Any] = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
     monkeypatch.setattr(moe, "CHAINS", [replace(chain, **small) for chain in moe.CHAINS])
     values = moe.run_throughput(quick=True).figures
-    assert values["vs_model_parallel_at_200ms"] > 2
-    assert values["retained_at_200ms"] > 0
+    assert values["vs_model_parallel_at_200ms"] > 2 and values["retained_at_200ms"] > 0
     assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]
 
 
@@ -191,8 +179,7 @@ def test_an_update_is_timed_in_redis_and_in_sql_and_absent_programs_are_reported
     monkeypatch.setattr(vc_asgd, "NUMEL", 100_000)
     figures = vc_asgd.run_stores(quick=True).figures
     assert "redis_ms" not in figures or "sql_ms" not in figures or figures["sql_to_redis"] > 0.5
-    stores = {"mariadb": vc_asgd.STORES["sqlite"], "redis": (absent, "")}
-    monkeypatch.setattr(vc_asgd, "STORES", stores)
+    monkeypatch.setattr(vc_asgd, "STORES", {"mariadb": vc_asgd.STORES["sqlite"], "redis": (absent, "")})
     figures = vc_asgd.run_stores(quick=True).figures
     assert figures.keys() == {"mariadb_ms", "sql_ms"}
     assert 0 < figures["sql_ms"] == figures["mariadb_ms"] < 1000
@@ -208,8 +195,7 @@ def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
     """And a run depends on its seeds alone."""
     runs = [(0.5, 0), (0.5, 0), (0.5, 1), (0.95, 0)]
     small, again, other, large = (train_by_volunteers(small_job(alpha), seed=seed) for alpha, seed in runs)
-    assert small == again != other
-    assert small[-1].mean > max(small[0].mean, large[-1].mean)
+    assert small == again != other and small[-1].mean > max(small[0].mean, large[-1].mean)
     assert all(one.low <= one.mean <= one.high for one in small)
     assert vc_asgd.spread([small]) > vc_asgd.spread([large])
 
@@ -250,14 +236,12 @@ def test_the_stand_in_for_colab_is_found_like_an_installed_module(monkeypatch: p
 def drawn_reports() -> Iterator[tuple[Callable[[BenchReport, str], None], BenchReport]]:
     epochs, curve = [Epoch(0.5, 0.4, 0.6), Epoch(0.7, 0.6, 0.8)], [0.1, 0.5]
     yield vc_asgd.plot, BenchReport("vc_asgd", True, curves={"0.7": [epochs], "serial": [epochs]})
-    yield (
-        moe.plot_convergence,
-        BenchReport("moe", True, curves={"ffn_low": [curve], "e16_high": [curve, curve]}),
-    )
+    curves: dict[str, Any] = {"ffn_low": [curve], "e16_high": [curve, curve]}
+    yield moe.plot_convergence, BenchReport("moe", True, curves=curves)
     report = BenchReport("elastic", True)
-    for name in [*(f"beta_{beta:g}" for beta in elastic_consistency.BETAS), "variance"]:
+    for name in [*(f"beta_{beta:g}" for beta in elastic.BETAS), "variance"]:
         report.add_all({f"accuracy_mlp_{name}": 90.0, f"distance_mlp_{name}": 0.1})
-    yield elastic_consistency.plot, report
+    yield elastic.plot, report
 
 
 @pytest.mark.parametrize(("plot", "report"), list(drawn_reports()))

@@ -25,14 +25,13 @@ def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
 
 def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
     """And it warns of one that only its own network can use."""
-    command = [*COMMAND, "backbone", "test-run", "--json-lines", "--no-lan"]
-    command += ["--announce", "ws://192.168.1.5:4500"]
+    command = [*COMMAND, "backbone", "run", "--json-lines", "--no-lan", "--announce", "ws://192.168.1.5:4500"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         told, warned = (json.loads(process.stdout.readline()) for _ in range(2))
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130 and process.stderr.read() == ""
-    assert told["event"] == "invite" and told["invite"].split("#")[1].startswith("test-run.")
+    assert told["event"] == "invite" and told["invite"].split("#")[1].startswith("run.")
     assert warned["event"] == "warning" and "same local network" in warned["warning"]
 
 

@@ -160,8 +160,7 @@ async def test_a_peer_that_leaves_cancels_its_handlers_and_breaks_its_links() ->
 
 
 async def test_latency_and_bandwidth_of_all_change_by_a_factor() -> None:
-    line = HostProfile(8e6, 8e6)
-    network, alice, bob = pair(NetworkProfile("far", latency_s=0.1, hosts=(line,)))
+    network, alice, bob = pair(NetworkProfile("far", latency_s=0.1, hosts=(HostProfile(8e6, 8e6),)))
 
     async def seconds() -> float:
         began = virtual_time()
@@ -182,8 +181,7 @@ async def test_a_scheduled_fault_is_listed_before_it_happens() -> None:
     network.at(3.0).crash("bob")
     assert network.coming == [ScriptedFault(3.0, "crash", ("bob",))]
     await asyncio.sleep(4)
-    assert not network.coming
-    assert network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
+    assert not network.coming and network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
 
 
 def test_a_crash_between_two_runs_of_the_loop_is_noted_in_the_next_one() -> None:

@@ -16,8 +16,7 @@ def test_a_simulated_day_takes_no_time() -> None:
         return virtual_time()
 
     began = time.perf_counter()
-    assert run_virtual(main()) == pytest.approx(86_400)
-    assert time.perf_counter() - began < 1
+    assert run_virtual(main()) == pytest.approx(86_400) and time.perf_counter() - began < 1
 
 
 async def test_timers_fire_in_the_order_of_their_times() -> None:
@@ -75,10 +74,8 @@ def test_threads_take_turns_and_virtual_time_passes_only_while_all_wait() -> Non
         return name
 
     async def main() -> list[str]:
-        works = (
-            runtime.run_thread(lambda n=n, p=p: work(n, p), n) for n, p in (("alice", 1.0), ("bob", 1.5))
-        )
-        return await asyncio.gather(*works)
+        alice = runtime.run_thread(lambda: work("alice", 1.0), "alice")
+        return await asyncio.gather(alice, runtime.run_thread(lambda: work("bob", 1.5), "bob"))
 
     assert runtime.call(main()) == ["alice", "bob"]
     assert trace == sorted(trace, key=lambda entry: entry[1])

@@ -9,11 +9,7 @@ from colab_swarm.workunits.state import Accepted, Assimilated, Unit
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 
-SERVERS = {
-    "redis": vc_asgd.redis_server,
-    "postgresql": vc_asgd.postgresql_server,
-    "mariadb": vc_asgd.mariadb_server,
-}
+SERVERS = {name: getattr(vc_asgd, f"{name}_server") for name in ("redis", "postgresql", "mariadb")}
 SHARED = ("sqlite", *SERVERS)
 KINDS = ("memory", *SHARED)
 _numbers = itertools.count()
@@ -25,8 +21,7 @@ def new_job() -> str:
 
 def accepted(subset: int, *, epoch: int = 1) -> Accepted:
     name = f"{epoch:016x}{subset:016x}"
-    unit = Unit(epoch, subset)
-    return Accepted(at=5.0, unit=unit, assignment=name, alpha=0.5, change=1.0)
+    return Accepted(at=5.0, unit=Unit(epoch, subset), assignment=name, alpha=0.5, change=1.0)
 
 
 def begun(url: str, job: str, *, units: int = 0, numel: int = 3) -> ParameterStore:

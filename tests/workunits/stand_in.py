@@ -14,19 +14,10 @@ from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.net.identity import Identity
+from colab_swarm.workunits import messages
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, unit_seed
-from colab_swarm.workunits.messages import (
-    AskForUnits,
-    GivenUnit,
-    GivenUnits,
-    JobCard,
-    Problem,
-    RequestGate,
-    Subset,
-    Taken,
-    Token,
-)
+from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, JobCard, Problem, Taken
 from colab_swarm.workunits.weights import Floats, Schema
 
 RUN = "test-run"
@@ -53,7 +44,7 @@ class StandIn:
         self.refuse: Problem | None = None  # why uploads are refused
         self.url, self.membership = "", b""
         self.received: dict[str, bytearray] = {}
-        self._gate, self._script = RequestGate(None), list[tuple[str, Fault]]()
+        self._gate, self._script = messages.RequestGate(None), list[tuple[str, Fault]]()
 
     def meets(self, what: str, *faults: Fault) -> None:
         """The next requests whose method and path begin with ``what`` meet these faults, one each."""
@@ -61,7 +52,7 @@ class StandIn:
 
     def card(self) -> JobCard:
         subsets = tuple(
-            Subset(sha256(data).hexdigest(), len(data), len(rows))
+            messages.Subset(sha256(data).hexdigest(), len(data), len(rows))
             for data, rows in zip(self.files, self.job.rows().cut(len(self.files), seed=0), strict=True)
         )
         whose, plan = (self.identity.public_key, self.membership), self.job.plan
@@ -84,8 +75,7 @@ class StandIn:
         )
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
         try:
@@ -132,8 +122,7 @@ class StandIn:
             unit = GivenUnit(name, epoch, subset, data, "parameters", self.deadline_s, seed)
             self.given[unit.assignment] = unit
             units.append(unit)
-        open_ = len(self.given) - len(self.results) - len(self.returned)
-        finished = not units and not open_
+        finished = not units and len(self.given) == len(self.results) + len(self.returned)
         return _packed(GivenUnits(tuple(units), 0.01, finished, epoch=1, accuracy=0.5))
 
     async def _data(self, request: web.Request) -> web.Response:
@@ -255,5 +244,5 @@ def _hang_up(request: web.Request) -> None:
 
 def client_of(standin: StandIn, **changes: Any) -> CoordinatorClient:
     """Of an open run, in a hurry; ``changes``: of its arguments."""
-    given = {"url": standin.url, "token": Token(Identity()), "run_id": RUN, "authority": None}
+    given = {"url": standin.url, "token": messages.Token(Identity()), "run_id": RUN, "authority": None}
     return CoordinatorClient(**{**given, "retry_s": QUICK, "rng": random.Random(0), **changes})

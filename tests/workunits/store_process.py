@@ -1,7 +1,6 @@
 """``python -m tests.workunits.store_process URL JOB NAME [pause]``: a parameter server that adds one per result.
 
-It reports that it has claimed its first result, waits for a line of input, and continues until no result waits. With
-``pause`` it stops in the middle of the first.
+It reports its first claim, waits for input, and continues until no result waits; ``pause``: stops in the first.
 """
 
 import sys

@@ -64,8 +64,7 @@ def test_a_server_that_lost_its_lease_changes_nothing() -> None:
     store = SqliteStore(MEMORY, "digits")
     fill(store, NUMEL, 0)
     slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
-    assert slow is not None
-    assert ParameterServer(store, JOB, "fast").run_once(LEASE_S)
+    assert slow is not None and ParameterServer(store, JOB, "fast").run_once(LEASE_S)
     assert store.assimilate(slow, lambda values: values * 0, server="slow", now=LEASE_S) is None
     assert float(store.parameters().values[0]) == 0.5
     assert len(entries(store, Assimilated)) == 1
@@ -106,8 +105,7 @@ def test_faults_of_the_store_are_waited_out() -> None:
     wait_until(lambda: len(entries(store, Measured)) == 2)  # one could not be written
     server.stop()
     server.join(10)
-    assert not server.is_alive()
-    assert store.faults == set()
+    assert not server.is_alive() and store.faults == set()
     assert len(entries(store, Assimilated)) == 3
 
 
@@ -141,10 +139,8 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
 
 
 def test_a_server_that_looks_at_its_event_when_sigterm_comes_stops_too() -> None:
-    server, before = (
-        ParameterServer(SqliteStore(MEMORY, "digits"), JOB, "s"),
-        signal.getsignal(signal.SIGTERM),
-    )
+    server = ParameterServer(SqliteStore(MEMORY, "digits"), JOB, "s")
+    before = signal.getsignal(signal.SIGTERM)
     stop_at_sigterm(server)
     try:
         with server._end._cond:  # as in `wait`

@@ -25,24 +25,9 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as module
-from colab_swarm.workunits.client import (
-    CoordinatorClient,
-    RetryableError,
-    SubsetCache,
-    UnitInHand,
-    UnitSaves,
-    _decoded,
-)
-from colab_swarm.workunits.messages import (
-    AskForUnits,
-    GivenUnit,
-    GivenUnits,
-    JobCard,
-    Problem,
-    Subset,
-    Taken,
-    backoff,
-)
+from colab_swarm.workunits import messages
+from colab_swarm.workunits.client import CoordinatorClient, RetryableError, SubsetCache, UnitInHand, UnitSaves
+from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, JobCard, Subset, Taken
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
     RUN,
@@ -68,7 +53,7 @@ async def talking(standin: StandIn | None = None) -> AsyncIterator[tuple[StandIn
 
 
 def test_waits_double_up_to_a_bound() -> None:
-    waits_s = backoff(random.Random(0), first_s=1.0, most_s=5.0)
+    waits_s = messages.backoff(random.Random(0), first_s=1.0, most_s=5.0)
     for whole_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         assert whole_s / 2 <= next(waits_s) <= whole_s
 
@@ -92,32 +77,27 @@ async def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
 async def test_errors_other_than_the_coordinators_refusal_are_retried(fault: Fault) -> None:
     async with talking() as (standin, client):
         standin.meets("GET /api/job", fault, fault)
-        assert await client.card() == standin.card()
-        assert client.trouble == ""
+        assert await client.card() == standin.card() and client.trouble == ""
     assert len(standin.fired) == 2
 
 
-@pytest.mark.parametrize(("asked_s", "waited_s"), [("77", 77), ("999999", 900), ("9999999", 0), ("nan", 0)])
-async def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound(
-    asked_s: str, waited_s: int
-) -> None:
+@pytest.mark.parametrize(("asked_s", "wait_s"), [("77", 77), ("999999", 900), ("9999999", 0), ("nan", 0)])
+async def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound(asked_s: str, wait_s: int) -> None:
     async with talking() as (standin, client):
         standin.meets("GET /api/job", answers(503, Retry_After=asked_s))
         asking = asyncio.create_task(client.card())
         while not client.trouble:
             await asyncio.sleep(0)
         why = "answer 503 Service Unavailable"
-        assert client.trouble == f"coordinator unreachable ({why}), trying again in {waited_s} s"
+        assert client.trouble == f"coordinator unreachable ({why}), trying again in {wait_s} s"
         asking.cancel()
 
 
 @pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token"), (422, "invalid")])
 async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -> None:
     async with talking() as (standin, client):
-        for what, call in {
-            "POST /api/units": client.ask(AskForUnits(1)),
-            "PUT": client.upload("0" * 32, b"x"),
-        }.items():
+        calls = {"POST /api/units": client.ask(AskForUnits(1)), "PUT": client.upload("0" * 32, b"x")}
+        for what, call in calls.items():
             standin.meets(what, says(status, code, "three bad results"))
             with pytest.raises(CallRefused, match="three bad results") as refused:
                 await call
@@ -173,8 +153,7 @@ async def test_a_broken_download_of_data_resumes_where_it_ended() -> None:
     async with talking() as (standin, client):
         subset = standin.card().subsets[0]
         standin.meets("GET /api/data", breaks_after(1000), breaks_after(500))
-        data = await client.data(subset)
-        assert sha256(data).hexdigest() == subset.sha256
+        assert sha256(await client.data(subset)).hexdigest() == subset.sha256
         assert client.received_bytes == subset.size_bytes  # none of it twice
     assert len(standin.fired) == 2
 
@@ -264,9 +243,9 @@ async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatc
 
 @given(st.binary(max_size=200))
 def test_garbage_from_the_network_is_only_retried(body: bytes) -> None:
-    for kind in (JobCard, GivenUnits, Taken, Problem):
+    for kind in (JobCard, GivenUnits, Taken, messages.Problem):
         with contextlib.suppress(RetryableError):
-            assert isinstance(_decoded(body, kind), kind)
+            assert isinstance(module._decoded(body, kind), kind)
 
 
 def digest_of(data: bytes) -> str:
@@ -350,8 +329,6 @@ STATE: dict[str, Any] = {
     "model": {"0.weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(3), "none": torch.zeros(0, 4)},
     "optimizer": {"state": {0: {"m": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 1)}]},
 }
-
-
 saves = partial(UnitSaves, owner="alice in digits")
 
 

@@ -46,8 +46,7 @@ async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
         units = status.units
         assert (status.version, units["waiting"], units["training"], units["assimilated"]) == (1, 2, 1, 1)
         assert status.samples_per_s == 16 * status.units_per_s > 0 and status.staleness == 0
-        answer = await scene.alice.upload(one.assignment, file[77:], start=77)
-        assert answer.message(Taken).accepted
+        assert (await scene.alice.upload(one.assignment, file[77:], start=77)).message(Taken).accepted
 
 
 async def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
@@ -62,8 +61,7 @@ async def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
 
 
 async def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refused(tmp_path: Path) -> None:
-    job = tiny_job(subsets=2, replication=3)
-    async with coordinating(job, tmp_path, servers=1) as scene:
+    async with coordinating(tiny_job(subsets=2, replication=3), tmp_path, servers=1) as scene:
         strangers = [Stranger(scene) for _ in range(3)]
         given = []
         for stranger in strangers:
@@ -76,10 +74,9 @@ async def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refuse
             file = scene.coordinator.schema.encode(base + np.float32(change))
             statuses.append((await stranger.upload(one.assignment, file)).status)
         assert statuses == [200, 200, 200]
-        good = [entry for entry in scene.log if isinstance(entry, Accepted)]
-        odd = [entry for entry in scene.log if isinstance(entry, Rejected)]
-        assert [entry.assignment for entry in odd] == [given[1].assignment]
-        assert [entry.assignment for entry in good] == [given[2].assignment]
+        good = [entry.assignment for entry in scene.log if isinstance(entry, Accepted)]
+        odd = [entry.assignment for entry in scene.log if isinstance(entry, Rejected)]
+        assert (odd, good) == ([given[1].assignment], [given[2].assignment])
         await until(lambda: "Measured" in scene.kinds())
         for blob in ("base-1-0", *(f"result-{one.assignment}" for one in given)):
             with pytest.raises(KeyError):

@@ -70,8 +70,7 @@ def test_a_stopped_job_resumes_and_its_link_stays_valid(tmp_path: Path) -> None:
         alice.wait(0.01)
     first.stop()
     second = cs.workunits.coordinate(tiny_job(max_epochs=2), **options)
-    assert second.url == first.url
-    assert second.wait(60)
+    assert second.url == first.url and second.wait(60)
     assert [entry.version for entry in second.log() if isinstance(entry, Assimilated)][:3] == [1, 2, 3]
     alice.stop()
     second.stop()
@@ -158,7 +157,7 @@ def broken(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"data": (INPUTS, np.array(["cat"] * 64))}, "column 1 holds <U3: rows are numbers"),
+        ({"data": (INPUTS, np.array(["cat"] * 64))}, "column 1 holds <U3: tokenize or drop it"),
         ({"data": (INPUTS, np.zeros(64, np.float32))}, "one batch could not be trained"),
         ({"data": (INPUTS[:, :3], np.zeros(64, int))}, "one batch could not be trained"),
         ({"validation": (INPUTS[:0], np.zeros(0, int))}, "hold no sample"),

@@ -5,25 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from colab_swarm.workunits import state
 from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, Dispatcher
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.state import (
-    FIRST_BAN_S,
-    FREE_RETURNS,
-    LONGEST_BAN_S,
-    LONGEST_REST_S,
-    Accepted,
-    AnyEntry,
-    Assigned,
-    Assimilated,
-    EpochEnded,
-    Expired,
-    Finished,
-    Measured,
-    Rejected,
-    Returned,
-    VolunteerState,
-)
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Finished, Rejected, Returned
 from tests.workunits.local import check_state
 
 ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
@@ -71,7 +56,7 @@ class Desk:
     def reject(self, given: Assigned) -> None:
         self.commit(Rejected(at=self.now, assignment=given.assignment, reason="not finite"))
 
-    def expire(self) -> list[Expired]:
+    def expire(self) -> list[state.Expired]:
         expired = self.core.expired(now=self.now)
         self.commit(*expired)
         return expired
@@ -81,9 +66,9 @@ class Desk:
             if isinstance(entry, Accepted):
                 unit, name, version = entry.unit, entry.assignment, self.core.state.version + 1
                 done = {"at": self.now, "unit": unit, "assignment": name, "version": version}
-                self.commit(Assimilated(server="p", seconds=0.1, **done))
+                self.commit(state.Assimilated(server="p", seconds=0.1, **done))
                 if accuracy is not None:
-                    self.commit(Measured(at=self.now, unit=unit, accuracy=accuracy))
+                    self.commit(state.Measured(at=self.now, unit=unit, accuracy=accuracy))
 
     def advance(self) -> list[AnyEntry]:
         ended = list[AnyEntry]()
@@ -187,8 +172,7 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
         desk.reject(bad)
     code, text = desk.core.ban_of(ALICE, now=desk.now) or ("", "")
     assert code == "banned" and "3 of your results were refused" in text
-    assert desk.ask(ALICE) == []
-    assert desk.refusal(given[3], ALICE)[0] == "banned"
+    assert desk.ask(ALICE) == [] and desk.refusal(given[3], ALICE)[0] == "banned"
     assert [entry.assignment for entry in desk.expire()] == [given[3].assignment]
     desk.now += (first_s := desk.core.wait_s(ALICE, now=desk.now))
     (again,) = desk.ask(ALICE)
@@ -212,19 +196,22 @@ def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_a
     for epoch in (1, 2, 3):
         entries = []
         while given := desk.ask(ALICE):
-            assert given[0].unit.epoch == epoch
-            assert given[0].version == 4 * (epoch - 1)
+            assert given[0].unit.epoch == epoch and given[0].version == 4 * (epoch - 1)
             entries += desk.result(given[0])
         assert [entry.alpha for entry in entries if isinstance(entry, Accepted)] == [epoch / (epoch + 1)] * 4
         assert desk.core.advance(now=desk.now) == []
         for accuracy, entry in zip((0.1, 0.2, 0.3, 0.4), entries, strict=True):
             desk.assimilate([entry], accuracy=accuracy)
         ended += desk.advance()
-    assert [type(entry) for entry in ended] == [EpochEnded, EpochEnded, EpochEnded, Finished]
-    assert isinstance(ended[0], EpochEnded)
+    assert [type(entry) for entry in ended] == [
+        state.EpochEnded,
+        state.EpochEnded,
+        state.EpochEnded,
+        Finished,
+    ]
+    assert isinstance(ended[0], state.EpochEnded)
     assert (ended[0].accuracy, ended[0].low, ended[0].high) == (pytest.approx(0.25), 0.1, 0.4)
-    assert desk.core.state.finished == "all 3 epochs are done"
-    assert desk.ask(ALICE) == []
+    assert desk.core.state.finished == "all 3 epochs are done" and desk.ask(ALICE) == []
 
 
 def test_the_job_ends_at_the_target_accuracy() -> None:
@@ -239,7 +226,7 @@ def test_an_epoch_ends_without_an_accuracy_that_never_came() -> None:
     desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=None)
     assert desk.core.advance(now=desk.now + MEASURE_S - 1) == []
     (ended,) = desk.core.advance(now=desk.now + MEASURE_S)
-    assert isinstance(ended, EpochEnded)
+    assert isinstance(ended, state.EpochEnded)
     assert ended.accuracy != ended.accuracy  # NaN
 
 
@@ -358,9 +345,9 @@ def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
         desk.now += 0.5
         desk.give_back(ALICE, *units)
         desk.now += 0.5
-    assert FREE_RETURNS < given < FREE_RETURNS + 10
-    assert 60 < desk.core.wait_s(ALICE, now=desk.now) < LONGEST_REST_S
-    desk.now += LONGEST_REST_S
+    assert state.FREE_RETURNS < given < state.FREE_RETURNS + 10
+    assert 60 < desk.core.wait_s(ALICE, now=desk.now) < state.LONGEST_REST_S
+    desk.now += state.LONGEST_REST_S
     desk.prove(ALICE)
     (unit,) = desk.ask(ALICE)
     desk.give_back(ALICE, unit)
@@ -372,14 +359,13 @@ def test_a_job_whose_end_was_moved_to_the_past_is_finished() -> None:
     for _ in range(2):
         desk.prove(ALICE)
         desk.advance()
-    log = [*desk.log]
     again = Desk(subsets=1, max_epochs=1)
-    again.commit(*log)
+    again.commit(*desk.log)
     assert [*map(type, again.core.advance(now=again.now))] == [Finished]
 
 
 def test_a_volunteer_is_proven_by_its_first_result_and_not_any_more_when_units_get_lost() -> None:
-    standing = VolunteerState()
+    standing = state.VolunteerState()
     assert not standing.proven
     standing.on_accepted()
     assert standing.proven
@@ -396,7 +382,7 @@ def test_a_volunteer_is_proven_by_its_first_result_and_not_any_more_when_units_g
 
 @pytest.mark.parametrize("good_between", [0, 1, 2, 3, 5, 20])
 def test_more_than_every_fourth_bad_result_leads_to_a_ban_and_lost_units_do_not(good_between: int) -> None:
-    bad, lost = VolunteerState(), VolunteerState()
+    bad, lost = state.VolunteerState(), state.VolunteerState()
     for _ in range(100):
         for _ in range(good_between):
             bad.on_accepted()
@@ -408,10 +394,10 @@ def test_more_than_every_fourth_bad_result_leads_to_a_ban_and_lost_units_do_not(
 
 
 def test_bans_start_with_the_third_bad_result_and_double_up_to_a_day() -> None:
-    standing, lengths = VolunteerState(), []
+    standing, lengths = state.VolunteerState(), []
     for _ in range(14):
         standing.on_rejected(1000.0)
         lengths.append(standing.banned_until - 1000.0)
     assert lengths[1] < 0
-    assert lengths[2:5] == [FIRST_BAN_S, 2 * FIRST_BAN_S, 4 * FIRST_BAN_S]
-    assert lengths[-1] == LONGEST_BAN_S
+    assert lengths[2:5] == [state.FIRST_BAN_S, 2 * state.FIRST_BAN_S, 4 * state.FIRST_BAN_S]
+    assert lengths[-1] == state.LONGEST_BAN_S

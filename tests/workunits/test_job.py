@@ -14,18 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from colab_swarm.workunits.job import (
-    Job,
-    Rows,
-    UnitTraining,
-    WorkPlan,
-    cross_entropy,
-    lay_out,
-    measure,
-    rows_of,
-    share_correct,
-    unit_seed,
-)
+from colab_swarm.workunits import job as jobs
+from colab_swarm.workunits.job import Job, Rows, UnitTraining, WorkPlan, lay_out, measure, rows_of, unit_seed
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 from tests.workunits.local import tiny_job
@@ -79,13 +69,13 @@ def test_a_file_without_a_job_is_refused(code: str, message: str) -> None:
         Job.from_code(code, "job.py")
 
 
-POSITIVE = "subsets", "batch_size", "max_epochs", "replication", "deadline_s", "tolerance"
-
-
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        *((name, 0) for name in POSITIVE),
+        *(
+            (name, 0)
+            for name in ("subsets", "batch_size", "max_epochs", "replication", "deadline_s", "tolerance")
+        ),
         *((name, 6.4) for name in ("batch_size", "subsets", "max_epochs", "seed")),
         *(("alpha", alpha) for alpha in (1.0, -0.1, "e/e", float("nan"))),
         ("target_accuracy", 1.5),
@@ -115,8 +105,8 @@ def test_subsets_follow_the_volunteers_but_keep_some_batches_each() -> None:
 
 def test_the_defaults_are_the_papers_loss_and_measure() -> None:
     model, batch = torch.nn.Identity(), (torch.eye(3) * 50, torch.tensor([0, 1, 0]))
-    assert share_correct(model, batch) == pytest.approx(2 / 3)
-    assert float(cross_entropy(model, batch)) == pytest.approx(50 / 3)
+    assert jobs.share_correct(model, batch) == pytest.approx(2 / 3)
+    assert float(jobs.cross_entropy(model, batch)) == pytest.approx(50 / 3)
 
 
 def test_accuracy_is_measured_on_as_many_samples_as_the_plan_says() -> None:
@@ -175,9 +165,7 @@ def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
     values = schema.flatten(model)
     for epoch in (1, 2, 3):
         schema.load(model, values)
-        seed = unit_seed(job.plan.seed, epoch, 0)
-        unit = UnitTraining(job, rows, seed=seed, model=model)
-        unit.finish()
+        UnitTraining(job, rows, seed=unit_seed(job.plan.seed, epoch, 0), model=model).finish()
         values = schema.flatten(model)
     serial, accuracies = job.train_serially()
     np.testing.assert_array_equal(values, schema.flatten(serial))

@@ -44,11 +44,6 @@ def test_the_same_seed_gives_the_same_job() -> None:
 
 
 def test_an_impossible_model_is_refused() -> None:
-    for changes in (
-        {"kill_probability": 1.0},
-        {"kill_probability": -0.1},
-        {"deadline_s": 144.0},
-        {"unit_s": 0.0},
-    ):
+    for p, t_o, t_e in ((1.0, 300.0, 144.0), (-0.1, 300.0, 144.0), (0.05, 144.0, 144.0), (0.05, 300.0, 0.0)):
         with pytest.raises(ValueError, match="unit_s below deadline_s"):
-            replace(MODEL, **changes)
+            replace(MODEL, kill_probability=p, deadline_s=t_o, unit_s=t_e)

@@ -130,8 +130,7 @@ def test_a_fault_of_the_update_changes_nothing(store: ParameterStore) -> None:
     length = len(store.entries())
     with pytest.raises(ZeroDivisionError):
         store.assimilate(accepted(0), faulty, server="bob", now=1.0)
-    assert len(store.entries()) == length
-    assert store.blob(accepted(0).result) == b"result"
+    assert len(store.entries()) == length and store.blob(accepted(0).result) == b"result"
     assert store.assimilate(accepted(0), plus_one, server="bob", now=1.0) == 1
 
 
@@ -143,8 +142,7 @@ def test_of_two_servers_with_the_same_result_one_assimilates_it(store: Parameter
         return store.assimilate(accepted(0), plus_one, server=server, now=1.0)
 
     with ThreadPoolExecutor(2) as threads:
-        versions = list(threads.map(serve, ["bob", "carol"]))
-    assert sorted(versions, key=str) == [1, None]
+        assert sorted(threads.map(serve, ["bob", "carol"]), key=str) == [1, None]
     np.testing.assert_array_equal(store.parameters().values, np.ones(3, np.float32))
 
 

@@ -19,8 +19,7 @@ UNREACHABLE = (
 
 def test_files_are_sqlite_and_memory_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    addresses = ("job.db", f"{tmp_path}/other", "sqlite:///relative", f"sqlite:///{tmp_path}/absolute")
-    for address in addresses:
+    for address in ("job.db", f"{tmp_path}/other", "sqlite:///relative", f"sqlite:///{tmp_path}/absolute"):
         store = open_store(address, "job")
         assert isinstance(store, SqliteStore) and store.shared
         store.close()

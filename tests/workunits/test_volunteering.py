@@ -50,8 +50,7 @@ async def playing(
 def trained(standin: StandIn, unit: GivenUnit) -> Floats:
     job, model, rows = standin.job, standin.job.first_model(), Rows.decode(standin.files[unit.subset])
     standin.schema.load(model, standin.values)
-    training = UnitTraining(job, rows, seed=unit.seed, model=model)
-    training.finish()
+    UnitTraining(job, rows, seed=unit.seed, model=model).finish()
     return standin.schema.flatten(model)
 
 
@@ -174,9 +173,8 @@ async def test_a_refusal_ends_it_and_says_why(tmp_path: Path, status: int, code:
     standin.meets("POST /api/units", says(status, code, "three bad results"))
     async with playing(standin, tmp_path) as (standin, alice):
         await alice.wait_over()
-        assert (
-            alice.snapshot().over and alice.snapshot().state == "the coordinator refuses: three bad results"
-        )
+        assert alice.snapshot().over
+        assert alice.snapshot().state == "the coordinator refuses: three bad results"
     assert standin.fired
 
 
@@ -237,9 +235,8 @@ async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication
         await asyncio.gather(*(volunteer.wait_over() for volunteer in volunteers))
         assert {volunteer.snapshot().state for volunteer in volunteers} == {"the job is finished"}
         accepted = [entry for entry in scene.log if isinstance(entry, Accepted)]
-        assert sorted((entry.unit.epoch, entry.unit.subset) for entry in accepted) == [
-            (epoch, subset) for epoch in (1, 2) for subset in range(3)
-        ]
+        units = sorted((entry.unit.epoch, entry.unit.subset) for entry in accepted)
+        assert units == [(epoch, subset) for epoch in (1, 2) for subset in range(3)]
         assert sum(volunteer.snapshot().accepted for volunteer in volunteers) == 6 * replication
         ended = [entry for entry in scene.log if isinstance(entry, EpochEnded)]
         assert len(ended) == 2 and ended[-1].accuracy > 0.5

@@ -31,8 +31,7 @@ async def test_the_card_describes_the_job(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         card = (await scene.alice.send("GET", "/api/job")).message(JobCard)
         assert card.is_signed_by(card.key) and (card.run_id, card.name) == (RUN, "tiny")
-        assert [subset.rows for subset in card.subsets] == [16] * 4
-        assert card.code == ""
+        assert [subset.rows for subset in card.subsets] == [16] * 4 and card.code == ""
 
 
 async def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_path: Path) -> None:
@@ -80,8 +79,7 @@ async def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
 async def test_an_upload_resumes_where_it_broke_off(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         name, file = await scene.alice.unit()
-        first = await scene.alice.upload(name, file[:50], whole=len(file))
-        assert first.message(Taken) == Taken(50)
+        assert (await scene.alice.upload(name, file[:50], whole=len(file))).message(Taken) == Taken(50)
         gap = await scene.alice.upload(name, file[60:], start=60)
         assert (gap.status, gap.message(Taken)) == (409, Taken(50))
         assert (await scene.alice.upload(name, file[50:], start=50)).message(Taken) == Taken(len(file), True)
@@ -98,8 +96,7 @@ async def test_units_that_are_given_back_go_to_another_volunteer(tmp_path: Path)
 
 
 class Failing(SqliteStore):
-    broken = False
-    failures = 0
+    broken, failures = False, 0
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
         if self.broken:
@@ -205,15 +202,8 @@ async def test_a_range_lies_within_the_file_or_is_refused(tmp_path: Path) -> Non
         for given, part in {"0-0": whole[:1], "3-": whole[3:], "3-9999": whole[3:], "-5": whole[-5:]}.items():
             answer = await scene.alice.send("GET", "/api/parameters", Range=f"bytes={given}")
             assert (answer.status, answer.body) == (206, part)
-        for bad in (
-            "",
-            "bytes=",
-            "bytes=9999-",
-            "bytes=5-4",
-            "bytes=0-1,3-4",
-            "items=0-1",
-            f"bytes={'9' * 5000}-",
-        ):
+        words = ["bytes=", "bytes=9999-", "bytes=5-4", "bytes=0-1,3-4", "items=0-1"]
+        for bad in ("", *words, f"bytes={'9' * 5000}-"):
             assert (await scene.alice.send("GET", "/api/parameters", Range=bad)).status == 416
 
 

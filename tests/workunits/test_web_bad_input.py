@@ -105,8 +105,7 @@ async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
 
 async def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
     assert MAX_PIECE_BYTES < 1 << 23
-    job = tiny_job()
-    async with coordinating(job, tmp_path) as scene:
+    async with coordinating(tiny_job(), tmp_path) as scene:
         name = (await scene.alice.ask())[0].assignment
         scene.server.uploads.size_bytes = 1 << 23
         method, target, headers = put(name, size=1 << 23, whole=1 << 23)
@@ -200,8 +199,7 @@ async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another(tmp_path
         assert scene.state()[1:] == before[1:] and scene.log[:-1] == before[0]
         last = scene.log[-1]
         assert isinstance(last, Rejected) and (last.assignment, text in last.reason) == (one.assignment, True)
-        again = await scene.bob.ask(2)
-        assert any((new.epoch, new.subset) == (one.epoch, one.subset) for new in again)
+        assert any((new.epoch, new.subset) == (one.epoch, one.subset) for new in await scene.bob.ask(2))
 
 
 async def test_a_result_that_was_taken_is_not_taken_again(tmp_path: Path) -> None:
@@ -239,26 +237,22 @@ async def test_repeated_bad_results_lead_to_a_ban(tmp_path: Path) -> None:
 
 
 async def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -> None:
-    rng = random.Random(0)
     async with coordinating(tiny_job(), tmp_path) as scene:
         before = scene.state()
         bodies = [b"\xc1", b"\x91\xff", b"\x91\xcd\xff\xff", b"\x91" * 60_000]
-        for body in [*bodies, *map(rng.randbytes, range(40))]:
+        for body in [*bodies, *map(random.Random(0).randbytes, range(40))]:
             answer = await scene.alice.send("POST", "/api/units", body)
             assert answer.status == 422 and answer.problem.text
         assert scene.state() == before
 
 
+NAMES = st.sampled_from(["Authorization", "Content-Range", "Range", "If-Range"])
 TEXT = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=30)
 
 
 @pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["Authorization", "Content-Range", "Range", "If-Range"]), TEXT), max_size=4
-    )
-)
+@given(st.lists(st.tuples(NAMES, TEXT), max_size=4))
 def test_an_answer_says_what_is_wrong_with_headers(tmp_path: Path, headers: list[tuple[str, str]]) -> None:
     """Each example has one coordinator; it is quick to start."""
 

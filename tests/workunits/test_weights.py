@@ -35,11 +35,9 @@ def test_a_model_goes_through_the_vector_buffers_and_whole_numbers_included() ->
 
 
 def test_the_file_is_safetensors() -> None:
-    source = model()
-    schema = Schema.of(source)
+    schema = Schema.of(source := model())
     values = schema.flatten(source)
-    data = schema.encode(values)
-    tensors = load(data)
+    tensors = load(data := schema.encode(values))
     assert set(tensors) == {name for name, _ in schema.entries}
     assert torch.equal(tensors["0.weight"], source[0].weight)
     np.testing.assert_array_equal(schema.decode(data), values)
@@ -55,8 +53,7 @@ def test_the_file_is_safetensors() -> None:
     ],
 )
 def test_another_models_file_is_refused_with_the_difference(change: object, message: str) -> None:
-    source = model()
-    schema = Schema.of(source)
+    schema = Schema.of(source := model())
     state = {name: value.float() for name, value in source.state_dict().items()}
     change(state)  # type: ignore[operator]
     with pytest.raises(ValueError, match=message):
@@ -119,11 +116,11 @@ def unrolled(
     return total
 
 
+ALPHAS = st.sampled_from((0.0, 0.3, 0.5, 0.7, 2 / 3, 0.95, 0.999))
+
+
 @settings(max_examples=50)
-@given(
-    st.integers(0, 2**32),
-    st.lists(st.sampled_from((0.0, 0.3, 0.5, 0.7, 2 / 3, 0.95, 0.999)), min_size=1, max_size=20),
-)
+@given(st.integers(0, 2**32), st.lists(ALPHAS, min_size=1, max_size=20))
 def test_updates_one_by_one_are_the_unrolled_formula(seed: int, alphas: list[float]) -> None:
     rng = np.random.default_rng(seed)
     first, *results = rng.uniform(-1, 1, (len(alphas) + 1, 50)).astype(np.float32)
