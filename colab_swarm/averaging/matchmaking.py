@@ -90,8 +90,7 @@ class PrefixRouter:
         ``enter(prefix)``: an unserved collaboration got a message and may be served; ``leave``:
         this peer serves it from now on. Raises ValueError if there is an assistant already.
         """
-        if self.assistant is not None:
-            raise ValueError("this peer assists already: stop() that first")
+        require(self.assistant is None, "this peer assists already: stop() that first")
         self.assistant = enter, leave
 
     def _register(self, prefix: str, kind: type[Message], handler: Handler) -> bool:

@@ -385,8 +385,9 @@ class MoshpitAverager:
             weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT,
             f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
         )
-        if group_size is not None and group_size < 2:
-            raise ValueError(f"group_size={group_size}: a group has 2 members or more")
+        require(
+            group_size is None or group_size >= 2, f"group_size={group_size}: a group has 2 members or more"
+        )
         require(not self._busy, "already averaging these values: wait for that", RuntimeError)
         begun, self._busy = loop_now(), True
         schema = hashlib.sha256(f"{len(flat)} {self.codec}".encode()).digest()[:8]

@@ -506,8 +506,11 @@ class ExpertServer:
                 except StreamEnded as error:
                     raise PeerLost(f"{short(stream.peer)} cancelled its call") from error
                 expected = call.codec.encoded_bytes(span.stop - span.start)
-                if len(payload) != expected:
-                    raise Refusal(f"received a part of {len(payload)} bytes, expected {expected}")
+                require(
+                    len(payload) == expected,
+                    f"received a part of {len(payload)} bytes, expected {expected}",
+                    Refusal,
+                )
                 call.parts.append(payload)
 
     async def _answered(self, call: Call, stream: Stream) -> Answer:

@@ -304,8 +304,7 @@ def plan_host(
     if isinstance(count, Sequence):
         uids = tuple(dict.fromkeys(map(grid.uid, map(grid.index, count))))
         return replace(plan, count=len(uids), capacity=len(uids), uids=uids, arithmetic=why)
-    if count is None and not fit:
-        raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
+    require(count is not None or fit, f"{why}. Use smaller experts, or give count=1 to try")
     number = max(1, int(0.75 * fit)) if count is None else min(count, grid.size)
     require(number >= 1, f"count={count}: host at least one expert")
     capacity = max(number, min(number + plan.spare, fit))

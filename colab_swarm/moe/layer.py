@@ -178,8 +178,10 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         require(1 <= k_min <= k, f"k={k}, k_min={k_min}: call at least one expert, wait for at most k")
         require(grace_s >= 0, f"grace_s={grace_s}: give seconds, 0 or more")
-        if reject_outliers is not None and not reject_outliers > 1:
-            raise ValueError(f"reject_outliers={reject_outliers}: must be over 1; try 5")
+        require(
+            reject_outliers is None or reject_outliers > 1,
+            f"reject_outliers={reject_outliers}: must be over 1; try 5",
+        )
         super().__init__()
         self.gating = Gating(dim, grid.sides)
         self.grid, self.dim, self.k, self.k_min, self.grace_s = grid, dim, k, k_min, grace_s

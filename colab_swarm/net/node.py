@@ -355,8 +355,11 @@ class Linker:
     def require_room(self) -> None:
         """Raise `PeerLost` if no link may be added."""
         self._require_open()
-        if self.table.full(self._settings.max_links):
-            raise PeerLost(f"this peer has {len(self.table)} links, all busy")
+        require(
+            not self.table.full(self._settings.max_links),
+            f"this peer has {len(self.table)} links, all busy",
+            PeerLost,
+        )
 
     async def close(self) -> None:
         """Cancel handlers, close all links. Idempotent; continues if the caller is cancelled."""

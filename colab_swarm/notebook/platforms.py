@@ -96,11 +96,12 @@ def platform() -> Platform:
 
 def require_terms(agreed: bool) -> None:
     here = platform()
-    if here.must_agree and not agreed:
-        raise TermsError(
-            f"this notebook runs on {here.name}. {here.terms}. If they allow it, pass "
-            "accept_terms=True; cs.simulate(…) and viewing a run need no permission"
-        )
+    require(
+        not here.must_agree or agreed,
+        f"this notebook runs on {here.name}. {here.terms}. If they allow it, pass "
+        "accept_terms=True; cs.simulate(…) and viewing a run need no permission",
+        TermsError,
+    )
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,11 @@ class Board:
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:
         self._invitation = str(swarm.invite())
-        if Invite.parse(self._invitation).access != "open":
-            raise PermissionError("a board invites everyone in the room: create the run with access='open'")
+        require(
+            Invite.parse(self._invitation).access == "open",
+            "a board invites everyone in the room: create the run with access='open'",
+            PermissionError,
+        )
         self.swarm, self.closed = swarm, False
         self._names: dict[str, str] = {}  # by pupil's process
         self._lock = threading.Lock()

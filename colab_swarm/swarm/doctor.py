@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from colab_swarm.errors import PeerError, SwarmError
+from colab_swarm.errors import PeerError, SwarmError, require
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.markup import bandwidth, count, duration, plain, text
 from colab_swarm.net.carrier import Speed, measure
@@ -161,8 +161,10 @@ def doctor(
     """
     if compression is not None:
         Precision(compression)
-    if model is not None and not isinstance(model, str) and batches is None:
-        raise ValueError("a model is measured with its own data: pass batches=… as well")
+    require(
+        model is None or isinstance(model, str) or batches is not None,
+        "a model is measured with its own data: pass batches=… as well",
+    )
     if not isinstance(swarm, str):
         return _examine(swarm, model, batches, target_batch_size, compression)
     try:

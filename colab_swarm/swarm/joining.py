@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from colab_swarm.credentials import find_secret
-from colab_swarm.errors import JoinError, StateError
+from colab_swarm.errors import JoinError, StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
 from colab_swarm.net.identity import Identity
@@ -193,8 +193,10 @@ def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
 
 
 def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:
-    if store is not None and options.identity is not None:
-        raise ValueError("a folder given as state_dir= has its own key: leave identity= out of the options")
+    require(
+        store is None or options.identity is None,
+        "a folder given as state_dir= has its own key: leave identity= out of the options",
+    )
     options = options if store is None else replace(options, identity=store.key_file)
     return options, Identity() if options.identity is None else Identity.load_or_create(options.identity)
 

@@ -89,8 +89,11 @@ def read_saved(folder: Path) -> SavedPeer | None:
     try:
         data = path.read_bytes()
         header = msgspec.json.decode(data)
-        if isinstance(header, dict) and header.get("version", 0) > VERSION:
-            raise StateError(f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`")
+        require(
+            not isinstance(header, dict) or header.get("version", 0) <= VERSION,
+            f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`",
+            StateError,
+        )
         saved = msgspec.json.decode(data, type=SavedPeer)
     except FileNotFoundError:
         return None

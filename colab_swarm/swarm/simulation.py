@@ -153,8 +153,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         ``train`` is ordinary blocking code, as in a notebook cell. It stops after ``seconds`` of
         virtual time, or when all have finished. ``churn`` needs ``seconds``: peers come and go.
         """
-        if churn is not None and seconds is None:
-            raise ValueError("churn has no end: pass seconds= as well")
+        require(churn is None or seconds is not None, "churn has no end: pass seconds= as well")
         self._stop_lesson()
         self.begin(train)
         try:
@@ -178,8 +177,10 @@ class Simulation(AbstractContextManager["Simulation"]):
         ``speed`` is in virtual seconds per second; ``train`` and ``seconds`` are as for `run`.
         Without a front-end, or with ``live=False``, it runs to its end and prints the story.
         """
-        if not speed > 0 or not (seconds is None or seconds > 0):
-            raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
+        require(
+            speed > 0 and (seconds is None or seconds > 0),
+            f"speed={speed}, seconds={seconds}: both must be above 0",
+        )
         if InteractiveRun.running is not None:
             InteractiveRun.running.stop()
         lesson = InteractiveRun(self, math.inf if seconds is None else self.time + seconds, speed)
@@ -434,8 +435,9 @@ class InteractiveRun:
     def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
         low, high = (-1e-9, 1.0) if verb == "lose" else (0.0, math.inf)
         try:
-            if not all(isinstance(one, str) or low < one < high for one in arguments):
-                raise ValueError("a number is out of range")
+            require(
+                all(isinstance(one, str) or low < one < high for one in arguments), "a number is out of range"
+            )
             self._do(verb, arguments)
         except (ValueError, TypeError) as error:
             self._simulation.tell(f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")

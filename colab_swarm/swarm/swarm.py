@@ -153,8 +153,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             for optimizer in self.optimizers.values():
                 known |= optimizer.collaboration.progress.records.keys()
             matches = [one for one in known if one.hex().startswith(peer.lower())]
-            if len(matches) != 1:
-                raise ValueError(f"{peer!r} matches {len(matches)} peer ids, expected exactly one")
+            require(len(matches) == 1, f"{peer!r} matches {len(matches)} peer ids, expected exactly one")
             peer = matches[0]
         self.runtime.call(network.remove_peer(peer))
 
@@ -341,8 +340,11 @@ class Swarm(AbstractContextManager["Swarm"]):
         """
         from colab_swarm.moe.trainer import AsyncTrainer
 
-        if self.network is None:
-            raise RuntimeError("a simulated peer has one thread: there, write the training loop yourself")
+        require(
+            self.network is not None,
+            "a simulated peer has one thread: there, write the training loop yourself",
+            RuntimeError,
+        )
         return AsyncTrainer(model, loss, optimizer, **settings)
 
     def _use_experts(self) -> "SwarmExperts":

@@ -193,8 +193,11 @@ class Snapshot:
         view, size_bytes = memoryview(blob.data), chunk_bytes(blob.nbytes)
         digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
         snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
-        if len(snapshot.head) > MAX_PAYLOAD_BYTES:
-            raise StateError(f"a state has too many parts: their names take {len(layout):,} bytes")
+        require(
+            len(snapshot.head) <= MAX_PAYLOAD_BYTES,
+            f"a state has too many parts: their names take {len(layout):,} bytes",
+            StateError,
+        )
         return snapshot
 
     @cached_property
@@ -282,8 +285,11 @@ class ChunkDownload:
         while self._queue and left:  # the remaining donors send the chunks of a lost one
             kept = await asyncio.gather(*map(self._work, left))
             left = [donor for donor, works in zip(left, kept, strict=True) if works]
-        if self._queue:
-            raise StateError(f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive")
+        require(
+            not self._queue,
+            f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive",
+            StateError,
+        )
 
     async def _work(self, donor: PeerId) -> bool:
         count, now = 1, asyncio.get_running_loop().time

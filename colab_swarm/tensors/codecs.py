@@ -72,8 +72,7 @@ def all_finite(values: Floats) -> bool:
 
 
 def _checked(buffer: Buffer, size_bytes: int) -> Buffer:
-    if len(buffer) != size_bytes:
-        raise ValueError(f"{len(buffer)} encoded bytes, {size_bytes} expected")
+    require(len(buffer) == size_bytes, f"{len(buffer)} encoded bytes, {size_bytes} expected")
     return buffer
 
 
@@ -134,8 +133,7 @@ class TopK:
         kept, (low_bits, low_bytes, high_bits) = self.kept(numel), self._index_sizes(numel)
         lows, highs = np.split(encoded[values.nbytes :], [low_bytes])
         ones = np.flatnonzero(np.unpackbits(highs, count=high_bits))
-        if len(ones) != kept:
-            raise ValueError(f"a topk vector names {len(ones)} indices, {kept} expected")
+        require(len(ones) == kept, f"a topk vector names {len(ones)} indices, {kept} expected")
         indices = (ones - np.arange(kept)) << low_bits
         low = np.unpackbits(lows, count=kept * low_bits).reshape(kept, low_bits)
         indices |= low @ (1 << np.arange(low_bits))

@@ -78,8 +78,11 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
 
     Raises StateError if the skeleton is too large or invalid, or names other tensors.
     """
-    if len(skeleton) > MAX_SKELETON_BYTES:
-        raise StateError(f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed")
+    require(
+        len(skeleton) <= MAX_SKELETON_BYTES,
+        f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed",
+        StateError,
+    )
     walk = _Walk(dict(tensors))
     try:
         state = walk.join(json.loads(skeleton), 0)
@@ -122,8 +125,11 @@ class _Walk:
         raise TypeError(f"{path!r} is a {type(state).__name__}, not saved without pickle: convert it")
 
     def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
-        if not isinstance(key, PLAIN):
-            raise TypeError(f"a key at {path!r} is a {type(key).__name__}, not a plain value")
+        require(
+            isinstance(key, PLAIN),
+            f"a key at {path!r} is a {type(key).__name__}, not a plain value",
+            TypeError,
+        )
         step = key if isinstance(key, str) else repr(key)
         below = f"{path}/{step}" if path else step
         return [self.split(key, path, depth), self.split(value, below, depth)]
@@ -164,11 +170,12 @@ class _Walk:
     def _dictionary(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise ValueError("it has a dictionary entry that is not a pair")
+            require(isinstance(pair, list) and len(pair) == 2, "it has a dictionary entry that is not a pair")
             key = self.join(pair[0], depth)
-            if not isinstance(key, PLAIN) or key in found:
-                raise ValueError("it has a dictionary key that is repeated or not a plain value")
+            require(
+                isinstance(key, PLAIN) and key not in found,
+                "it has a dictionary key that is repeated or not a plain value",
+            )
             found[key] = self.join(pair[1], depth)
         return found
 

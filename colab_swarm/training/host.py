@@ -134,8 +134,7 @@ class HostOptimizer:
         update = self._exchange(own)
         if failure is not None:
             raise failure
-        if update.error:
-            raise HostError(f"rank {LEAD}, which talks to the swarm, failed: {update.error}")
+        require(not update.error, f"rank {LEAD}, which talks to the swarm, failed: {update.error}", HostError)
         self.global_step, self.lineage = update.step, update.lineage
         return update.result
 
@@ -189,8 +188,10 @@ def host_optimizer(
         "call torch.distributed.init_process_group(…) first; torchrun sets what it needs",
         RuntimeError,
     )
-    if (swarm is None) is (dist.get_rank() == LEAD):
-        raise ValueError("only rank 0 talks to the swarm: give it the swarm, and None to all other ranks")
+    require(
+        (swarm is None) is not (dist.get_rank() == LEAD),
+        "only rank 0 talks to the swarm: give it the swarm, and None to all other ranks",
+    )
     chosen = {"target_batch_size": target_batch_size, **settings}
     begin = None if swarm is None else partial(swarm.optimizer, optimizer, **chosen)
     return HostOptimizer(optimizer, begin, timeout_s=timeout_s)

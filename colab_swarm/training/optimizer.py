@@ -139,8 +139,10 @@ class SwarmOptimizer(WrappedOptimizer):
         `RuntimeError` if this peer has left, as you closed it or its session ends.
         """
         self._refuse_closure(closure)
-        if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
-            raise ValueError(f"samples={samples!r}: pass the batch size, such as len(input_ids)")
+        require(
+            isinstance(samples, int | float) and math.isfinite(samples) and (samples > 0),
+            f"samples={samples!r}: pass the batch size, such as len(input_ids)",
+        )
         with self._trainer_call():
             landed = self._land()
             self._recover()
@@ -194,8 +196,7 @@ class SwarmOptimizer(WrappedOptimizer):
         with self._trainer_call():
             self._land(wait=True)
             state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
-            if state is None:
-                raise StateError(f"{source} holds no checkpoint that can be read")
+            require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
             uninterrupted(lambda: self._restart(state))
 
     def _restart(self, state: Any) -> None:

@@ -199,8 +199,7 @@ class WrappedOptimizer(Optimizer):
 
     @staticmethod
     def _refuse_closure(closure: object) -> None:
-        if closure is not None:
-            raise ValueError("a closure cannot be re-run by all peers: call loss.backward(), then step()")
+        require(closure is None, "a closure cannot be re-run by all peers: call loss.backward(), then step()")
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -240,8 +239,10 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
     for name, value in given.items():
         least = 0 if name == "lr" else -MAX_SETTING
-        if isinstance(value, int | float) and value != own.get(name) and not least <= value <= MAX_SETTING:
-            raise ValueError(f"it has {name}={value}, which nobody trains with")
+        require(
+            not isinstance(value, int | float) or value == own.get(name) or least <= value <= MAX_SETTING,
+            f"it has {name}={value}, which nobody trains with",
+        )
 
 
 def uninterrupted(work: Callable[[], T]) -> T:

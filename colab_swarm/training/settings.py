@@ -188,8 +188,10 @@ class TrainingSettings:
         if not self.mean_compression:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
         Precision(self.compression), Precision(self.mean_compression)
-        if steps != "auto" and not (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS):
-            raise ValueError(f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'")
+        require(
+            steps == "auto" or (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS),
+            f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'",
+        )
         require(
             steps == 1 or (not self.overlap and (not self.error_feedback)),
             "local_steps go neither with overlap nor with error_feedback: choose one",

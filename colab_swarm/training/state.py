@@ -266,8 +266,7 @@ class Mirror(StateSharing):
                 await self._forward(ask, holder, pending, stream)
             except (PeerError, TimeoutError, StateError) as error:
                 logger.debug("donor %s failed: %s", short(holder), error)
-        if pending:
-            raise Refusal(f"no trainer could give {len(pending)} of the chunks")
+        require(not pending, f"no trainer could give {len(pending)} of the chunks", Refusal)
         await stream.end()
 
     async def _forward(self, ask: FetchState, holder: PeerId, pending: list[bytes], stream: Stream) -> None:

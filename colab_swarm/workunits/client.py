@@ -176,8 +176,11 @@ class CoordinatorClient:
                     self.sent_bytes += len(piece)
                 if taken.accepted:
                     return taken
-                if taken.received == at or taken.received >= len(data):
-                    raise RetryableError(f"a piece of an upload at byte {at:,} was not taken")
+                require(
+                    taken.received != at and taken.received < len(data),
+                    f"a piece of an upload at byte {at:,} was not taken",
+                    RetryableError,
+                )
                 at = taken.received
 
         return await self._until_done(attempt)
@@ -287,8 +290,7 @@ async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     body = bytearray()
     async for piece in answer.content.iter_chunked(READ_BYTES):
         body += piece
-        if len(body) > most_bytes:
-            raise RetryableError(f"an answer of over {most_bytes:,} bytes")
+        require(len(body) <= most_bytes, f"an answer of over {most_bytes:,} bytes", RetryableError)
     return bytes(body)
 
 

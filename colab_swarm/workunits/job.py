@@ -197,8 +197,10 @@ class WorkPlan:
         alpha = self.alpha(epoch) if callable(self.alpha) else self.alpha
         if alpha == "e/(e+1)":
             alpha = epoch / (epoch + 1)
-        if isinstance(alpha, str) or not 0 <= alpha < 1:
-            raise ValueError(f"alpha is {alpha} in epoch {epoch}: 'e/(e+1)', or at least 0 and below 1")
+        require(
+            not isinstance(alpha, str) and 0 <= alpha < 1,
+            f"alpha is {alpha} in epoch {epoch}: 'e/(e+1)', or at least 0 and below 1",
+        )
         return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
@@ -264,8 +266,10 @@ class Job:
     @classmethod
     def from_code(cls, code: str, origin: str) -> "Job":
         """Run Python ``code`` of the file ``origin`` and return its ``job``; raise ValueError if there is none."""
-        if len(code) > MAX_CODE_CHARACTERS:
-            raise ValueError(f"{origin}: {len(code):,} characters, {MAX_CODE_CHARACTERS:,} at most")
+        require(
+            len(code) <= MAX_CODE_CHARACTERS,
+            f"{origin}: {len(code):,} characters, {MAX_CODE_CHARACTERS:,} at most",
+        )
         module = ModuleType(f"colab_swarm_job_{hashlib.sha256(code.encode()).hexdigest()[:12]}")
         module.__file__ = origin
         sys.modules[module.__name__] = module  # classes in it look themselves up there

@@ -175,8 +175,11 @@ class RequestGate:
         """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
         request = _decoded(header)
         require(request.is_signed_by(request.key), "the request's signature is wrong", NotAdmitted)
-        if (request.method, request.target) != (method, target):
-            raise NotAdmitted("the request was signed for another path or method")
+        require(
+            (request.method, request.target) == (method, target),
+            "the request was signed for another path or method",
+            NotAdmitted,
+        )
         if abs(now - request.at) > FRESH_S:
             raise NotAdmitted(f"your clock is {abs(now - request.at):.0f} s off: set your clock")
         if self._admission is not None:
@@ -208,8 +211,11 @@ def _decoded(header: str) -> SignedRequest:
 def parse_link(text: str) -> tuple[str, Invite]:
     """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
     url = text.strip().strip("'\"").partition("#")[0]
-    if url.startswith(PROJECT_URL):
-        raise InviteError("this invites to a swarm: swarm = cs.join(link), then swarm.volunteer()")
+    require(
+        not url.startswith(PROJECT_URL),
+        "this invites to a swarm: swarm = cs.join(link), then swarm.volunteer()",
+        InviteError,
+    )
     if not url.startswith(("http://", "https://")) or "#" not in text:
         raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
     return url, Invite.parse(text)
@@ -219,7 +225,10 @@ def token_by(invite: Invite, identity: Identity) -> Token:
     """Return this key's token; raise InviteError if the organizer must admit each peer."""
     if (grant := invite.grant) is None:
         return Token(identity)
-    if not grant.offline:
-        raise InviteError("the organizer admits each peer: cs.join(invitation), then swarm.volunteer()")
+    require(
+        grant.offline,
+        "the organizer admits each peer: cs.join(invitation), then swarm.volunteer()",
+        InviteError,
+    )
     mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
     return Token(identity, mine.encode)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from colab_swarm.errors import require
+
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24  # integers up to here are exact in float32
@@ -36,11 +38,11 @@ class Schema:
         state = model.state_dict()
         for name, values in state.items():
             most = MOST if values.is_floating_point() else MAX_WHOLE  # results have these limits too
-            if values.is_complex() or not (values.double().abs() <= most).all():
-                raise ValueError(
-                    f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
-                    f"{MAX_WHOLE:,} as integers: exclude a mask from the state, by register_buffer(…, persistent=False)"
-                )
+            require(
+                not values.is_complex() and (values.double().abs() <= most).all(),
+                f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
+                f"{MAX_WHOLE:,} as integers: exclude a mask from the state, by register_buffer(…, persistent=False)",
+            )
         return cls(tuple((name, tuple(values.shape)) for name, values in state.items()))
 
     @property
@@ -71,8 +73,10 @@ class Schema:
         head = self.head()
         if bytes(data[: len(head)]) != head:
             raise ValueError(self.difference(data))
-        if len(data) != self.size_bytes:
-            raise ValueError(f"{len(data):,} bytes, {self.size_bytes:,} expected: cut off or too long")
+        require(
+            len(data) == self.size_bytes,
+            f"{len(data):,} bytes, {self.size_bytes:,} expected: cut off or too long",
+        )
         return np.frombuffer(data, dtype="<f4", offset=len(head))
 
     def difference(self, data: bytes | memoryview) -> str:
@@ -107,8 +111,7 @@ class Schema:
             usual = statistics.median(changes)
             most = max_change * usual
             limit = f"usually it is {usual:.3g} and {max_change:g} times as much is allowed (max_change)"
-        if not change <= most:
-            raise ValueError(f"training moved the parameters by {change:.3g}, {limit}")
+        require(change <= most, f"training moved the parameters by {change:.3g}, {limit}")
         return values, change
 
     def flatten(self, model: nn.Module) -> Floats:
