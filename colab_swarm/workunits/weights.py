@@ -38,7 +38,7 @@ class Schema:
         for name, values in state.items():
             most = MOST if values.is_floating_point() else MAX_WHOLE
             if (
-                values.is_complex() or not (values.double().abs() <= most).all()
+                values.is_complex() or not (values.cpu().double().abs() <= most).all()
             ):  # no result may have such values
                 raise ValueError(
                     f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
