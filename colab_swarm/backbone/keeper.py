@@ -270,12 +270,16 @@ class HubPush:
     def _push(self, path: Path, title: str) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        repo = self._settings.repo
+        repo, link = self._settings.repo, path.with_name("pushing")  # the checkpoint may be deleted meanwhile
+        link.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            link.hardlink_to(path)
         self._api.create_repo(repo, private=self._settings.private, exist_ok=True)
         card = CARD.format(repo=repo, file=HUB_FILE, title=title).encode()
-        with path.open("rb") as file:  # the checkpoint may be deleted meanwhile
-            added = [CommitOperationAdd(HUB_FILE, file), CommitOperationAdd("README.md", card)]
-            self._api.create_commit(repo, added, commit_message=title)
+        state = link if link.exists() else path  # not an open file, which Xet does not upload
+        added = [CommitOperationAdd(HUB_FILE, state), CommitOperationAdd("README.md", card)]
+        self._api.create_commit(repo, added, commit_message=title)
+        link.unlink(missing_ok=True)
 
 
 class Keeper:
@@ -398,8 +402,11 @@ class Keeper:
             peers, rng = self._services.peers, self._services.rng
             donors, others = sorted(branch.peers), sorted(self.progress.assistants.keys() - {peers.id})
             rng.shuffle(donors)
-            rng.shuffle(others)  # assistants may reach trainers that this peer cannot
-            snapshot = await download_state(peers, self._prefix, [*donors, *others])
+            rng.shuffle(others)
+            try:
+                snapshot = await download_state(peers, self._prefix, donors)
+            except StateError:  # assistants may reach trainers that this peer cannot
+                snapshot = await download_state(peers, self._prefix, others or donors)
             path = await asyncio.to_thread(self.vault.save, snapshot)
         except (StateError, PeerError) as error:
             logger.warning("no checkpoint at step %d: %s; next try in %g s", branch.step, error, RETRY_S)

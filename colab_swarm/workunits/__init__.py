@@ -42,8 +42,8 @@ silence.
 
 ## Failures
 
-- *A volunteer is preempted.* Its unit expires and goes to another volunteer, a reliable one first. Restarted with the
-  same folder, the volunteer resumes its unit.
+- *A volunteer is preempted.* Its unit expires and goes to another volunteer. Reliable volunteers take such units first,
+  others take them last. Restarted with the same folder, the volunteer resumes its unit.
 - *Results are not finite, of other shapes, or far off* (`max_change`). They are refused. With `replication=3` a
   majority has to agree. Three bad results in a row, or every fourth, ban the volunteer, ever longer.
 - *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.
@@ -53,7 +53,7 @@ silence.
 **Security.** The link holds the coordinator's key and a grant (`colab_swarm.trust`). Sizes are checked before a body is
 read, nothing of a request becomes a path, nothing is pickled. But:
 
-- A volunteer runs the organizer's program without a sandbox. Its digest is signed, and you see the code first.
+- A volunteer runs the organizer's program without a sandbox. The code is signed, and you see it first.
   Volunteer for people you trust, or in a notebook that holds no secrets.
 - Anyone with the link can join under many identities, hold units until their deadlines, and outvote others. Give short
   links to people you know (`coordinator.invite(hours=2)`).

@@ -54,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 
 class SubsetCache:
-    """Subsets of a job's data on disk, by SHA-256 in ``digests``, ``max_bytes`` together; others are deleted."""
+    """Subsets of a job's data on disk, by SHA-256 in ``digests``, ``max_bytes`` together; other digests are deleted."""
 
     def __init__(self, folder: Path, digests: Collection[str], max_bytes: int) -> None:
         self._folder, self._digests, self._max_bytes = folder, digests, max_bytes
-        for path in folder.glob("*"):
-            if path.name not in digests:
-                path.unlink(missing_ok=True)
+        for name in {path.name for path in folder.glob("[0-9a-f]" * 64)}.difference(digests):
+            with suppress(OSError):
+                (folder / name).unlink()
 
     def get(self, digest: str) -> bytes | None:
         """Return a file, or None if it is missing or garbled."""
@@ -84,7 +84,8 @@ class SubsetCache:
 
     def held(self) -> tuple[str, ...]:
         """Return the digests of the files, as many as fit in a message."""
-        return tuple(digest for digest in self._digests if (self._folder / digest).exists())[:MAX_HELD]
+        names = {path.name for path in self._folder.glob("*")}
+        return tuple(digest for digest in self._digests if digest in names)[:MAX_HELD]
 
 
 T = TypeVar("T")
@@ -176,11 +177,11 @@ class CoordinatorClient:
                     self.sent_bytes += len(piece)
                 if taken.accepted:
                     return taken
-                require(
-                    taken.received != at and taken.received < len(data),
-                    f"a piece of an upload at byte {at:,} was not taken",
-                    RetryableError,
-                )
+                if not at < taken.received < len(data):  # never back without a wait
+                    at = min(at, taken.received) if answer.status == GAP else at
+                    raise RetryableError(
+                        f"a piece of an upload ends at byte {taken.received:,}: it is sent again"
+                    )
                 at = taken.received
 
         return await self._until_done(attempt)
@@ -204,7 +205,7 @@ class CoordinatorClient:
 
         async def attempt() -> T:
             nonlocal data, etag
-            headers = {"Range": f"bytes={len(data)}-", "If-Range": etag} if data else {}
+            headers = {"Range": f"bytes={len(data)}-", "If-Range": etag} if data and etag else {}
             async with self._request("GET", target, headers=headers) as answer:
                 if answer.status != 206:
                     data, etag = bytearray(), answer.headers.get("ETag", "")
@@ -216,6 +217,11 @@ class CoordinatorClient:
                     self.received_bytes += len(piece)
                     if len(data) > size_bytes:
                         break
+            require(
+                len(data) >= size_bytes,
+                f"{target} ended after {len(data):,} of {size_bytes:,} bytes",
+                RetryableError,
+            )
             try:
                 return await asyncio.to_thread(decode, bytes(data))
             except ValueError as error:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
@@ -90,8 +91,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
     ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
-    deadlines. The caller closes the store. ``url`` is the address of the public status page,
-    ``servers`` the number of parameter servers, which may be set at any time.
+    deadlines. The caller closes the store. ``url`` is the address of the public status page.
     """
 
     link: Invitation
@@ -107,7 +107,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         servers: int | Literal["auto"] = "auto",
         tick_s: float = 0.5,
     ) -> None:
-        require(servers == "auto" or servers >= 1, f"servers={servers}: it must be 1 at least, or 'auto'")
         self.job, self.store, self.folder, self.servers = job, store, folder, servers
         self.url, self.stopped, self._tick_s, self._since = "", False, tick_s, time.time()
         self._token, self._access = token, access
@@ -136,6 +135,19 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
         self._held = contextlib.ExitStack()  # lock and store, until `stop`
+
+    @property
+    def servers(self) -> int | Literal["auto"]:
+        """Number of parameter servers; may be set at any time."""
+        return self._servers
+
+    @servers.setter
+    def servers(self, servers: int | Literal["auto"]) -> None:
+        require(
+            servers == "auto" or (isinstance(servers, int) and servers >= 1),
+            f"servers={servers!r}: it must be a whole number, 1 at least, or 'auto'",
+        )
+        self._servers = servers
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
@@ -380,14 +392,15 @@ def _folder(job: Job, options: CoordinatorOptions) -> Path:
 class ParameterServer(threading.Thread):
     """Assimilate results of the store until stopped; measure the accuracy after each.
 
-    A thread, for stores that other processes cannot open; in a process of its own only `run` is called.
+    A thread, for stores that other processes cannot open; in a process of its own only `run` is
+    called. It loads model and validation data itself: a failure there is a server's death.
     """
 
     def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self._store, self._job, self._end = store, job, threading.Event()
-        self._model, self._rows = job.first_model(), job.validation_rows()
-        self._schema = Schema.of(self._model)
+        self._measured: list[Measured] = []  # not in the log yet
+        self._loaded = cache(lambda: (model := job.first_model(), Schema.of(model), job.validation_rows()))
 
     def stop(self) -> None:
         """Let `run` end after the current update."""
@@ -405,24 +418,27 @@ class ParameterServer(threading.Thread):
                 logger.warning("%s retries the store in %.1f s: %s", self.name, wait_s, error)
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. A StoreError leaves it in the queue, or unmeasured."""
-        if (accepted := self._store.claim(self.name, now=now, lease_s=LEASE_S)) is None:
-            return False
-        try:
-            result = np.frombuffer(self._store.blob(accepted.result), "<f4")
-        except KeyError:
-            return True  # another server has assimilated it after our lease ended
-        updated = result
+        """Assimilate one result; return False if none waits. After a StoreError the next call continues it."""
+        model, schema, rows = self._loaded()
+        if not self._measured:
+            if (accepted := self._store.claim(self.name, now=now, lease_s=LEASE_S)) is None:
+                return False
+            try:
+                result = np.frombuffer(self._store.blob(accepted.result), "<f4")
+            except KeyError:
+                return True  # another server has assimilated it after our lease ended
+            updated = list[Floats]()
 
-        def update(server: Floats) -> Floats:
-            nonlocal updated
-            updated = assimilate(server, result, accepted.alpha)
-            return updated
+            def update(server: Floats) -> Floats:
+                updated.append(assimilate(server, result, accepted.alpha))
+                return updated[-1]
 
-        if self._store.assimilate(accepted, update, server=self.name, now=now) is not None:
-            self._schema.load(self._model, updated)
-            accuracy = measure(self._job, self._model, self._rows)
-            self._store.append([Measured(at=now, unit=accepted.unit, accuracy=accuracy)])
+            if self._store.assimilate(accepted, update, server=self.name, now=now) is None:
+                return True
+            schema.load(model, updated[-1])
+            self._measured = [Measured(at=now, unit=accepted.unit, accuracy=measure(self._job, model, rows))]
+        self._store.append(self._measured)
+        self._measured = []
         return True
 
 
@@ -464,7 +480,7 @@ def serve() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     torch.set_num_threads(1)  # the coordinator adds servers until all processors are busy
-    with contextlib.closing(open_store(os.environ[STORE], job)) as store:
+    with contextlib.closing(open_store(os.environ.pop(STORE), job)) as store:
         server = ParameterServer(store, Job.load(code), name)
         stop_at_sigterm(server)
         server.run()

@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+import msgspec
+
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import WorkPlan
 from colab_swarm.workunits.state import (
@@ -294,10 +296,15 @@ class JobLog:
     async def _call(self, method: Callable[[], T]) -> T:
         try:
             answer = await asyncio.to_thread(method)
-        except StoreError as error:
+        except (StoreError, msgspec.DecodeError) as error:
             if not self.fault:
                 logger.warning("the store fails, volunteers wait: %s", error)
-            self.fault = str(error)
-            raise
+            self.fault = (
+                str(error)
+                if isinstance(error, StoreError)
+                else f"another version of colab-swarm wrote this job's log ({error}): resume the job with that "
+                "version, or give another folder and store"
+            )
+            raise StoreError(self.fault) from error
         self.fault = ""
         return answer

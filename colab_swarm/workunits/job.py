@@ -187,7 +187,10 @@ class WorkPlan:
             if name in LIMITS:
                 valid, rule = 0 < value <= LIMITS[name], f"over 0, and at most {LIMITS[name]}"
             else:
-                valid, rule = isinstance(value, int) and value >= (name != "seed"), "a whole number over 0"
+                valid, rule = (
+                    isinstance(value, int) and value >= (name != "seed"),
+                    f"a whole number, {int(name != 'seed')} at least",
+                )
             require(valid, f"{name}={value}: it must be {rule}")
         for epoch in {*range(1, min(self.max_epochs, 1000)), self.max_epochs}:  # alpha may be a function
             self.alpha_of(epoch)

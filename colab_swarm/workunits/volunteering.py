@@ -302,7 +302,7 @@ class Volunteer:
         await self._gate.wait_open()
         try:
             return await THREAD.run(work)
-        except (Exception, SystemExit) as error:  # a retry would raise it again
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a retry would raise it again
             raise _Over.failed("the job's code", error) from error
 
 

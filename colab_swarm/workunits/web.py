@@ -306,7 +306,7 @@ class CoordinatorServer:
             self._complete.add(assignment)
         try:
             async with self._checking:
-                whole = await asyncio.to_thread(self.uploads.read, assignment) + piece
+                whole = await asyncio.to_thread(lambda: self.uploads.read(assignment) + piece)
                 await self._take(request[VOLUNTEER], assignment, whole)
         except Refused:
             self.uploads.drop(assignment)

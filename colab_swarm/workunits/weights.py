@@ -39,7 +39,7 @@ class Schema:
         for name, values in state.items():
             most = MOST if values.is_floating_point() else MAX_WHOLE  # results have these limits too
             require(
-                not values.is_complex() and (values.double().abs() <= most).all(),
+                not values.is_complex() and (values.cpu().double().abs() <= most).all(),
                 f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
                 f"{MAX_WHOLE:,} as integers: exclude a mask from the state, by register_buffer(…, persistent=False)",
             )

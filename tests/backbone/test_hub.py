@@ -64,6 +64,15 @@ def test_a_push_that_fails_is_retried_and_counted(hub: StandIn, pushing: HubPush
     assert hub.failed == pushing.failures == 2
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_pushed_arrives(
+    hub: StandIn, pushing: HubPush, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, title = saved(tmp_path, 3)
+    monkeypatch.setattr(pushing._api, "create_repo", lambda *_, **__: path.unlink())
+    pushing.newest = path, title
+    assert "state.safetensors" in hub.wait(1)[0].files and pushing.failures == 0
+
+
 def test_the_token_is_not_shown_when_the_hub_refuses_it(
     hub: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,8 @@
 """Checkpoints made of snapshots: a trainer loads them, and late joiners download them."""
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from colab_swarm.backbone import keeper
 from colab_swarm.backbone.keeper import Vault
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Layout, Snapshot
@@ -64,6 +67,28 @@ def test_late_joiners_download_the_saved_state(tmp_path: Path) -> None:
     assert same(joiner.state(), trained.state()) and joiner.lineage == trained.lineage
     again = Vault(tmp_path).latest()
     assert again is not None and again.manifest.root == latest.manifest.root
+
+
+async def test_assistants_are_asked_only_if_no_trainer_gives_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, failing, snapshot = list[list[str]](), [["alice", "bob"]], replica(0).snapshot()
+
+    async def download(peers: Any, prefix: str, donors: list[str]) -> Snapshot:
+        asked.append(sorted(donors))
+        if asked[-1] in failing:
+            raise StateError("no donor")
+        return snapshot
+
+    monkeypatch.setattr(keeper, "download_state", download)
+    carol: Any = object.__new__(keeper.Keeper)
+    carol._services = SimpleNamespace(peers=SimpleNamespace(id="carol"), rng=random.Random(0))
+    carol._prefix, carol.vault, carol.curve, carol.hub = "run", Vault(tmp_path), keeper.LossCurve(()), None
+    carol.progress = SimpleNamespace(assistants={"carol": None, "dave": None})
+    for _ in range(2):
+        await carol._save(SimpleNamespace(peers={"alice", "bob"}, step=0))
+        failing.clear()
+    assert asked == [["alice", "bob"], ["dave"], ["alice", "bob"]] and len(carol.vault.paths()) == 1
 
 
 def test_the_newest_files_remain_and_are_listed(tmp_path: Path) -> None:

@@ -205,6 +205,23 @@ def breaks_after(size_bytes: int) -> Fault:
     return fault
 
 
+def ends_after(size_bytes: int) -> Fault:
+    """The answer's body ends early, as a proxy that does not tell its length ends it."""
+
+    async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
+        whole = await respond(request)
+        assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)
+        part = web.StreamResponse(status=whole.status, headers=whole.headers)
+        part.headers.popall("Content-Length", None)
+        part.enable_chunked_encoding()
+        await part.prepare(request)
+        await part.write(bytes(whole.body[:size_bytes]))
+        await part.write_eof()
+        return part
+
+    return fault
+
+
 async def loses_its_answer(request: web.Request, respond: Respond) -> web.StreamResponse:
     await respond(request)
     _hang_up(request)

@@ -70,6 +70,16 @@ def test_a_server_that_lost_its_lease_changes_nothing() -> None:
     assert len(entries(store, Assimilated)) == 1
 
 
+def test_an_accuracy_that_could_not_be_written_is_written_by_the_next_call() -> None:
+    store = Shaky(MEMORY, "digits")
+    fill(store, NUMEL, 0, 1)
+    server, store.faults = ParameterServer(store, JOB, "server-1"), {"append"}
+    with pytest.raises(StoreError):
+        server.run_once(10.0)
+    assert [server.run_once(now) for now in (11.0, 12.0, 13.0)] == [True, True, False]
+    assert [entry.at for entry in entries(store, Measured)] == [10.0, 12.0]  # type: ignore[attr-defined]
+
+
 class Shaky(SqliteStore):
     """Fails each kind of call once; claims are for no time, so that none has to run out."""
 
@@ -102,7 +112,7 @@ def test_faults_of_the_store_are_waited_out() -> None:
     fill(store, NUMEL, 0, 1, 2)
     server = ParameterServer(store, JOB, "server-1")
     server.start()
-    wait_until(lambda: len(entries(store, Measured)) == 2)  # one could not be written
+    wait_until(lambda: len(entries(store, Measured)) == 3)
     server.stop()
     server.join(10)
     assert not server.is_alive() and store.faults == set()
@@ -119,7 +129,7 @@ def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path: Path) -> None:
     path, code = tmp_path / "tiny.db", tmp_path / "job.py"
-    code.write_text(CODE)
+    code.write_text(f"{CODE}\nimport os\nassert {STORE!r} not in os.environ\n")
     store = SqliteStore(path, "tiny")
     fill(store, 10, 0)
     stopped, orphan = start(path, code), start(path, code)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from tests.workunits.stand_in import (
     answers,
     breaks_after,
     client_of,
+    ends_after,
     garbles,
     hangs_up,
     loses_its_answer,
@@ -149,10 +150,11 @@ async def test_a_coordinator_has_to_belong_to_the_run() -> None:
         assert (await client.card()).key == authority.public_key
 
 
-async def test_a_broken_download_of_data_resumes_where_it_ended() -> None:
+@pytest.mark.parametrize("breaks", [breaks_after, ends_after])
+async def test_a_broken_download_of_data_resumes_where_it_ended(breaks: Callable[[int], Fault]) -> None:
     async with talking() as (standin, client):
         subset = standin.card().subsets[0]
-        standin.meets("GET /api/data", breaks_after(1000), breaks_after(500))
+        standin.meets("GET /api/data", breaks(1000), breaks(500))
         assert sha256(await client.data(subset)).hexdigest() == subset.sha256
         assert client.received_bytes == subset.size_bytes  # none of it twice
     assert len(standin.fired) == 2
@@ -234,6 +236,30 @@ async def test_an_upload_without_progress_is_retried_after_a_wait() -> None:
     assert len(standin.fired) == 7
 
 
+@pytest.mark.parametrize("status", [200, 409])
+async def test_an_upload_goes_back_only_after_a_wait(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 1024)
+    async with uploading() as (standin, client, name, result):
+        client._retry_s = 60.0, 60.0
+        told = [answers(status, body=msgspec.msgpack.encode(Taken(at))) for at in (1024, 0)]
+        standin.meets("PUT /api/results", *told, *told)
+        sending = asyncio.create_task(client.upload(name, result))
+        while not client.trouble and not sending.done():
+            await asyncio.sleep(0)
+        assert len(standin.fired) == 2
+        sending.cancel()
+
+
+async def test_an_upload_of_which_the_coordinator_lost_a_part_goes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 1024)
+    async with uploading() as (standin, client, name, result):
+        standin.meets("PUT /api/results", answers(200, body=msgspec.msgpack.encode(Taken(1024))))
+        assert (await client.upload(name, result)).accepted
+        np.testing.assert_array_equal(standin.results[name], standin.values + 1)
+
+
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async with talking() as (standin, _):
         monkeypatch.setenv("http_proxy", standin.url)  # a proxy is asked for whole addresses
@@ -259,7 +285,10 @@ def test_a_saved_file_is_there_for_the_next_process_and_those_of_other_jobs_are_
     cache.put(digests[0], b"alice")
     again = SubsetCache(tmp_path / "new", digests, 1000)
     assert (again.get(digests[0]), again.held()) == (b"alice", (digests[0],))
+    (tmp_path / "new" / "thesis.txt").write_text("of the user")
+    (tmp_path / "new" / ("0" * 64)).mkdir()
     assert SubsetCache(tmp_path / "new", digests[1:], 1000).get(digests[0]) is None
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"thesis.txt", "0" * 64}
 
 
 def test_no_more_is_saved_than_the_bound(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,45 @@ async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path
         await until(lambda: scene.coordinator.status().servers == 1)
         scene.coordinator.servers = 3
         await until(lambda: scene.coordinator.status().servers == 3)
+        wrong: Any
+        for wrong in (0, -1, "3"):
+            with pytest.raises(ValueError, match=f"servers={wrong!r}: it must be"):
+                scene.coordinator.servers = wrong
         scene.coordinator.servers = 1
         await until(lambda: scene.coordinator.status().servers == 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_validation_data_that_a_server_cannot_load_are_the_servers_death(tmp_path: Path) -> None:
+    job, found = tiny_job(), iter([tiny_job().validation])
+    async with coordinating(replace(job, validation=lambda: next(found)), tmp_path) as scene:
+        await until(lambda: scene.coordinator.status().server_deaths == 1)
+        assert scene.coordinator.status().fault == "" and await scene.alice.ask()
+
+
+async def test_validation_data_that_load_slowly_keep_nobody_waiting(tmp_path: Path) -> None:
+    job, loading, go_on = tiny_job(), threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        if threading.current_thread().name == "server-1":
+            loading.set()
+            go_on.wait(10)
+        return job.validation
+
+    async with coordinating(replace(job, validation=slow), tmp_path) as scene:
+        await until(loading.is_set)
+        scene.coordinator.servers = 2
+        await until(lambda: scene.coordinator.status().servers == 2)
+        go_on.set()
+
+
+async def test_a_log_of_another_version_is_the_stores_error(tmp_path: Path) -> None:
+    store = SqliteStore(MEMORY, "tiny")
+    with store._transaction() as connection:
+        store._run(connection, "INSERT INTO swarm_log VALUES (:job, 1, :entry)", entry=b"\x91\x01")
+    with pytest.raises(StoreError, match="another version of colab-swarm"):
+        async with coordinating(tiny_job(), tmp_path, store=store):
+            pass
 
 
 class Doubtful(SqliteStore):

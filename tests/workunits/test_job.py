@@ -86,6 +86,12 @@ def test_a_plan_that_makes_no_sense_is_refused(name: str, wrong: Any) -> None:
         WorkPlan(**{name: wrong})
 
 
+def test_a_seed_may_be_0() -> None:
+    assert WorkPlan(seed=0).seed == 0
+    with pytest.raises(ValueError, match="seed=-1: it must be a whole number, 0 at least"):
+        WorkPlan(seed=-1)
+
+
 def test_alpha_is_a_number_the_papers_schedule_or_a_function() -> None:
     assert [WorkPlan(alpha=0.95).alpha_of(e) for e in (1, 9)] == [0.95, 0.95]
     assert [WorkPlan().alpha_of(e) for e in (1, 9)] == [0.5, 0.9]

@@ -143,15 +143,18 @@ async def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Pa
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-async def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+async def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        raise ZeroDivisionError("no such thing")
+        raise kind("no such thing")
 
     standin = StandIn(digits_job())
     async with playing(standin, tmp_path, replace(standin.job, loss=loss), units=2) as (standin, alice):
         await alice.wait_over()
         snapshot = alice.snapshot()
-        assert snapshot.state == "the job's code failed: ZeroDivisionError: no such thing"
+        assert snapshot.state == f"the job's code failed: {kind.__name__}: no such thing"
         assert "in loss" in snapshot.fault and snapshot.given_back == 2
     assert sorted(standin.returned) == sorted(standin.given)
 
