@@ -247,8 +247,10 @@ class GroupFormation:
         if not valid_weight(ticket.weight):
             return Joined(reason="invalid", text=f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         if mine.key != theirs.key:
-            text = f"step {theirs.step} here is of another lineage: load the state from a peer"
-            return Joined(reason="resync", text=text)
+            return Joined(
+                reason="resync",
+                text=f"step {theirs.step} here is of another lineage: load the state from a peer",
+            )
         if mine != theirs:
             text = f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
             return Joined(reason="invalid", text=text)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from colab_swarm.averaging.group import (
+    MAX_TEXT,
     Group,
     GroupFormation,
     GroupFormationSettings,
@@ -97,6 +98,10 @@ class PrefixRouter:
         if self.assistant is not None and prefix in self._handlers.get(kind, {}):
             self.assistant[1](prefix)
         handlers = self._handlers.setdefault(kind, {})
+        require(
+            len(prefix) <= MAX_TEXT,
+            f"prefix {prefix[:40]!r}… is over {MAX_TEXT} characters: take a shorter one",
+        )
         require(prefix not in handlers, f"this peer takes part in {prefix!r} already: close that first")
         handlers[prefix] = handler
         return len(handlers) == 1

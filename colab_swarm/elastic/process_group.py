@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -106,8 +107,9 @@ class ProcessGroupExchange(PieceExchange):
 
     def send(self, piece: Piece, payload: Buffer) -> None:
         frame, payload = np.zeros(self._frame_bytes, np.uint8), memoryview(payload).cast("B")
-        fields = piece.step, piece.bucket, piece.squares, piece.residual_squares, len(payload)
-        HEADER.pack_into(frame.data, 0, *fields)
+        HEADER.pack_into(
+            frame.data, 0, piece.step, piece.bucket, piece.squares, piece.residual_squares, len(payload)
+        )
         frame.data[HEADER.size : HEADER.size + len(payload)] = payload
         for rank, frames in self._queues.items():
             if rank not in self.lost:
@@ -143,15 +145,15 @@ class ProcessGroupExchange(PieceExchange):
                 frame = torch.empty(self._frame_bytes, dtype=torch.uint8)
                 dist.recv(frame, rank, group=self._group)
                 *fields, size_bytes = HEADER.unpack_from(frame.numpy().data)
-                if (piece := Piece(*fields)) == GOODBYE:
+                if (piece := msgspec.convert(fields, Piece)) == GOODBYE:
                     self._loop.call_soon_threadsafe(self.lose, rank, "it left")
                     return
                 payload = frame.numpy().data[HEADER.size : HEADER.size + size_bytes]
                 self._loop.call_soon_threadsafe(self.steps.on_piece, rank, piece, payload)
-        except RuntimeError as error:
+        except (RuntimeError, msgspec.ValidationError) as error:
             self._report_lost(rank, error)
 
-    def _report_lost(self, rank: int, error: RuntimeError) -> None:
+    def _report_lost(self, rank: int, error: Exception) -> None:
         self._loop.call_soon_threadsafe(self.lose, rank, str(error).partition("\n")[0])
 
     def lose(self, index: int, reason: str) -> None:

@@ -397,7 +397,7 @@ class _Served:
             self._last.append((now, now - call.arrived_at, call.samples))
 
     def statistics(self, queued: int, now: float) -> ExpertStatistics:
-        seconds = max(1e-3, now - self._last[0][0]) if self._last else math.inf
+        seconds = max(1.0, now - self._last[0][0]) if self._last else math.inf
         return ExpertStatistics(
             uid=self.expert.uid,
             step=self.expert.step,

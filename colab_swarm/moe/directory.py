@@ -281,7 +281,6 @@ class Directory:
         self, grid: Grid, scores: Sequence[Floats], k: int
     ) -> tuple[list[list[Index]], dict[GridPage, Listing]]:
         known: dict[GridPage, Listing] = {}
-        found: list[list[Index]] = []
         for _ in range(len(grid.sides) + EXTRA_WAITS):
             found, unknown = beam_search(scores, k, partial(self._children, grid, known))
             if not unknown:
@@ -292,13 +291,17 @@ class Directory:
                 depth = min(page.depth for page in pages)  # known to be live, the others are guesses
                 pages = [page for page in pages if page.depth == depth]
             known |= await self._cache.get(pages)
+        else:
+            found = beam_search(scores, k, partial(self._children, grid, known, patient=False))[0]
         return found, known
 
-    def _children(self, grid: Grid, known: dict[GridPage, Listing], prefix: Index) -> Mask | None:
+    def _children(
+        self, grid: Grid, known: dict[GridPage, Listing], prefix: Index, *, patient: bool = True
+    ) -> Mask | None:
         for page in GridPage.below(grid, prefix):
             listing = known.get(page) or self._cache.peek(page)
             if listing is None:
-                return None
+                return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
             known[page] = listing
         return self._mask(grid, prefix, known)
 

@@ -126,7 +126,9 @@ class Expert:
                 torch.autograd.backward(outputs, grads.to(self._device))
             if inputs.grad is None:
                 raise ValueError(f"{self.uid}: its outputs do not depend on its inputs")
-            norm = clip_grad_norm_(self._parameters, self._rule.max_grad_norm or math.inf)
+            norm = clip_grad_norm_(
+                self._parameters, math.inf if self._rule.max_grad_norm is None else self._rule.max_grad_norm
+            )
             changes_are_finite = all(  # a constant mask may hold infinities
                 bool((buffers[name].isfinite() | (buffers[name] == old)).all())
                 for name, old in self._module.named_buffers()

@@ -227,7 +227,7 @@ class ExpertHost:
             others = await self._saves.others()
             for expert in [*self.experts.values()]:
                 await self._save(expert, others)
-            if saved := self._here() | {*filter(self.grid.contains, self._saves.results)}:
+            if saved := self._here() | {*filter(self.grid.contains, self._saves.safe)}:
                 await self._saves.publish_saved(self.grid, saved)
 
     async def _save(self, expert: Expert, others: Set[PeerId] | None = None) -> None:
@@ -290,16 +290,16 @@ class ExpertsWatch:
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=7)
         self._live: list[LiveExpert] = []
         self._seen: set[str] = set()
-        self._began_at, self._fault = float("-inf"), ""
+        self._began_at, self._fault, self._closed = float("-inf"), "", False
         self._listing: asyncio.Task[None] | None = None
         self._last = ExpertsSnapshot(grid)
 
     def snapshot(self) -> ExpertsSnapshot:
         """Return the state; for any thread but the event loop's. Waits for no peer."""
-        return self._last if self._last.over else self._runtime.call(self._look())
+        return replace(self._last, over=True) if self._closed else self._runtime.call(self._look())
 
     def close(self) -> None:
-        self._last = replace(self._last, over=True)
+        self._closed = True  # a look that is under way may still replace the last one
 
     async def _look(self) -> ExpertsSnapshot:
         if _now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):

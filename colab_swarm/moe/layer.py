@@ -229,10 +229,14 @@ class MixtureOfExperts(nn.Module):
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
         answered = weights_BK[answered_BK]
-        places = torch.from_numpy(batch.experts_BK[batch.answered_BK]).to(device)
-        importance_E = answered.new_zeros(len(batch.infos)).index_add(0, places, answered)
-        used = zip((info.uid for info in batch.infos), importance_E.tolist(), strict=True)
-        self.balance_loss = balance_loss(importance_E, self._calls.on_batch(dict(used)))
+        uids = np.array([info.uid for info in batch.infos], np.str_)  # one twice if two peers host it
+        used, places = np.unique(uids[batch.experts_BK[batch.answered_BK]], return_inverse=True)
+        importance_E = answered.new_zeros(len(used)).index_add(
+            0, torch.from_numpy(places).to(device), answered
+        )
+        self.balance_loss = balance_loss(
+            importance_E, self._calls.on_batch(dict(zip(used.tolist(), importance_E.tolist(), strict=True)))
+        )
         ones = (1,) * (samples_BS.ndim - 1)
         mixed_BS = (outputs_BKS.to(device) * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)

@@ -24,7 +24,7 @@ import msgspec
 from blake3 import blake3
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
-from colab_swarm.errors import CallRefused, PeerError, StateError, require
+from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
 from colab_swarm.net.peers import (
     UNDECODABLE,
@@ -58,7 +58,8 @@ logger = logging.getLogger(__name__)
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
 ANNOUNCE_S = 60.0  # between two announcements of a holder
 PROBE_S = 10.0  # timeout of the first request to a holder
-PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
+PATIENCE_S = 60.0  # a holder that was unreachable or full is not called for so long, and then last
+ATTEMPTS = 4  # holders that a save tries, per copy
 SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
 
 
@@ -243,8 +244,8 @@ class ExpertSaves:
 
     async def start(self) -> None:
         """Announce regularly, until `stop`, that this peer keeps saves."""
+        self._tasks.every(ANNOUNCE_S, self._announce)  # first: an interrupt may end the other
         await self._announce()
-        self._tasks.every(ANNOUNCE_S, self._announce)
 
     async def stop(self) -> None:
         self.kill()
@@ -329,12 +330,12 @@ class ExpertSaves:
         known = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
         able = [
-            (peer not in known, blake3(subject + peer).digest(), peer)
+            (peer not in known, self._failed_at.get(peer, 0.0), blake3(subject + peer).digest(), peer)
             for peer in others
             if self._failed_at.get(peer, since) <= since
         ]
         holders: list[PeerId] = []
-        for _, _, holder in sorted(able):
+        for *_, holder in sorted(able)[: ATTEMPTS * copies]:
             if len(holders) == copies:
                 break
             try:
@@ -342,8 +343,7 @@ class ExpertSaves:
                 holders.append(holder)
             except PeerError as error:
                 logger.info("%s keeps no save of %s: %s", short(holder), subject, error)
-                if not isinstance(error, CallRefused):  # the other experts need not wait for it too
-                    self._failed_at[holder] = self._peers.time()
+                self._failed_at[holder] = self._peers.time()  # the other experts need not try it, too
         return holders
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:

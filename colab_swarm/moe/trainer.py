@@ -181,7 +181,9 @@ class AsyncTrainer(Generic[Batch]):
             return
 
     def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
-        norm = clip_grad_norm_(replica.parameters(), self._max_grad_norm or math.inf)
+        norm = clip_grad_norm_(
+            replica.parameters(), math.inf if self._max_grad_norm is None else self._max_grad_norm
+        )
         with self._lock:
             if run.stopped.is_set():
                 return

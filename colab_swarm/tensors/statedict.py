@@ -61,10 +61,11 @@ def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     Tensors are detached, on the CPU and contiguous; those that were already share the state's
     memory. Tied weights get one name: the path to the tensor, such as ``optimizer/state/0/exp_avg``.
     Raises TypeError for an unsupported type, ValueError for over `MAX_DEPTH` levels, `MAX_NODES`
-    parts, or an integer that Python does not print.
+    parts, an integer that Python does not print, or text that is not Unicode.
     """
     walk = _Walk({})
-    return walk.tensors, json.dumps(walk.split(state, "", 0), separators=(",", ":")).encode()
+    skeleton = walk.split(state, "", 0)
+    return walk.tensors, json.dumps(skeleton, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def copied(state: Any) -> Any:
@@ -85,7 +86,7 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
     )
     walk = _Walk(dict(tensors))
     try:
-        state = walk.join(json.loads(skeleton), 0)
+        state = walk.join(json.loads(skeleton.decode()), 0)  # bytes could be UTF-16, too
     except (ValueError, RecursionError) as error:
         raise StateError(f"state skeleton cannot be read: {error}") from error
     if unused := tensors.keys() - walk.used:
@@ -153,7 +154,8 @@ class _Walk:
         self._count(depth)
         match skeleton:
             case None | bool() | int() | float() | str():
-                return skeleton
+                # raises for half a surrogate pair, which no file can hold
+                return skeleton.encode().decode() if isinstance(skeleton, str) else skeleton
             case list():
                 return [self.join(item, depth + 1) for item in skeleton]
             case {"tensor": str(name)} if len(skeleton) == 1 and name in self.tensors:
@@ -165,7 +167,9 @@ class _Walk:
                 return tuple(self.join(item, depth + 1) for item in items)
             case {"dict": list(pairs)} if len(skeleton) == 1:
                 return self._dictionary(pairs, depth + 1)
-        raise ValueError(f"it has an unknown {type(skeleton).__name__}, or lacks a tensor")
+        raise ValueError(
+            f"it has an unknown {type(skeleton).__name__}, perhaps of another version, or lacks a tensor"
+        )
 
     def _dictionary(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}

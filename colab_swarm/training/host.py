@@ -121,19 +121,18 @@ class HostOptimizer:
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
         own: _Update | None = None
-        failure: BaseException | None = None
+        version = self._sent
         if dist.get_rank() == LEAD:
             try:
                 result, lead = act(), self._leading()
                 # Tensor versions show updates between the swarm's steps, the lineage all others.
                 version = (lead.lineage, [parameter._version for parameter in self._parameters])
                 own = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
-                self._sent = version
             except BaseException as error:  # also an interrupt: the others must not wait for this rank
-                own, failure = _Update(error=f"{type(error).__name__}: {error}"), error
+                self._exchange(_Update(error=f"{type(error).__name__}: {error}"))
+                raise
         update = self._exchange(own)
-        if failure is not None:
-            raise failure
+        self._sent = version
         require(not update.error, f"rank {LEAD}, which talks to the swarm, failed: {update.error}", HostError)
         self.global_step, self.lineage = update.step, update.lineage
         return update.result

@@ -210,11 +210,16 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
-    state = optimizer.state_dict()
     for group in optimizer.param_groups:
-        group["params"] = [_copy(one) if one.requires_grad else one for one in group["params"]]
-    optimizer.state.clear()
-    optimizer.load_state_dict(state)
+        for index, parameter in enumerate(group["params"]):
+            if parameter.requires_grad:
+                group["params"][index] = copy = _copy(parameter)
+                if parameter in optimizer.state:
+                    # load_state_dict would cast it to the parameter's type
+                    optimizer.state[copy] = {
+                        key: value.cpu() if isinstance(value, torch.Tensor) else value
+                        for key, value in optimizer.state.pop(parameter).items()
+                    }
     return trained_by(optimizer)
 
 

@@ -414,3 +414,9 @@ async def test_a_weight_out_of_range_is_refused_before_anybody_is_called(weight:
         await second.join()
     assert caught.value.reason == "invalid" and asyncio.get_running_loop().time() == began
     assert not first.peers.linked()
+
+
+async def test_a_prefix_that_no_message_can_carry_is_refused_at_once() -> None:
+    router, _ask, _bob = meet()
+    with pytest.raises(ValueError, match="over 512 characters"):
+        router.serve("a" * 513, Ask, answering("a"), Role.VIEWER)

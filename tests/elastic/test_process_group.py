@@ -1,12 +1,16 @@
 """The same schedulers over `torch.distributed`: two gloo processes on loopback."""
 
+import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from colab_swarm.elastic.process_group import group_optimizer
+from colab_swarm.elastic.process_group import HEADER, ProcessGroupExchange, group_optimizer
 from tests.elastic.group import reference
 from tests.elastic.rank import DIES_AT, RANKS, STEPS, sgd
 from tests.training.toy import model, run_ranks
@@ -40,3 +44,23 @@ def test_different_settings_are_reported_to_all_ranks(tmp_path: Path) -> None:
 def test_a_missing_process_group_is_reported_with_the_remedy() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         group_optimizer(sgd(model()))
+
+
+@pytest.mark.parametrize("squares", [-1.0, math.nan])
+def test_a_rank_that_sends_an_impossible_norm_is_lost(
+    squares: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, reported = ProcessGroupExchange.__new__(ProcessGroupExchange), list[Any]()
+    loop = SimpleNamespace(call_soon_threadsafe=lambda *call: reported.append(call))
+    vars(exchange).update(
+        _frame_bytes=HEADER.size, _group=None, _loop=loop, steps=SimpleNamespace(on_piece=None)
+    )
+
+    def receive(frame: torch.Tensor, *_: object, **__: object) -> None:
+        assert not reported
+        HEADER.pack_into(frame.numpy().data, 0, 0, 0, squares, 0.0, 0)
+
+    monkeypatch.setattr(dist, "recv", receive)
+    exchange._receive_from(1)
+    ((lose, rank, reason),) = reported
+    assert (lose, rank) == (exchange.lose, 1) and ">= 0" in reason

@@ -12,6 +12,7 @@ import pytest
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
+from colab_swarm.moe import directory as module
 from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, virtual_time
@@ -334,3 +335,16 @@ async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() 
     claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
     assert claimed == await alice.directory.rivals(GRID, ["ffn.1.2"]) == []
     assert [fault.name for fault in network.fired] == ["skew"]
+
+
+async def test_a_search_that_ends_early_returns_the_live_experts_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, (alice, bob, *_) = await scouts(8)
+    grid = Grid("wide", (256, 256))
+    await announce(alice, "wide.0.0", "wide.200.0", grid=grid)
+    await bob.directory.best(grid, scores("wide.0.0", grid=grid), 1)
+    monkeypatch.setattr(module, "EXTRA_WAITS", -1)  # a single round, which finds a prefix it has not read
+    assert uids(await bob.directory.best(grid, scores("wide.200.0", grid=grid), 2)) == [
+        ["wide.200.0", "wide.0.0"]
+    ]

@@ -174,3 +174,10 @@ def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
         measure(nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,)).sample for n in (1, 9)
     )
     assert deep - shallow == 8 * 32 * 4  # each layer keeps its input
+
+
+def test_a_norm_of_zero_clips_everything() -> None:
+    one = expert(rule=ExpertRule(partial(torch.optim.SGD, lr=1.0), max_grad_norm=0.0))
+    before = values(one)
+    one.backward(batch(1), batch(2))
+    assert one.step == 1 and equal(values(one), before)

@@ -274,3 +274,11 @@ def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* give count=1 to try"):
         plan_host(GRID, make)
     assert plan_host(GRID, make, count=1).count == 1
+
+
+async def test_an_expert_whose_save_no_peer_has_is_not_published_as_saved(run: Run, tmp_path: Path) -> None:
+    alice, hosting = await run.host("alice")
+    (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
+    train(hosting)
+    await hosting.save_changed()
+    assert alice.resources.saves.results and not await alice.resources.saves.saved(GRID)

@@ -282,3 +282,30 @@ async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
         await services.dht.publish(key, value, ttl_s=60)
         assert not await alice.claims("ffn.0.0") and not await alice.saved(GRID)
     assert await alice.others() == set()
+
+
+async def test_a_save_tries_few_full_holders_and_next_time_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.open("alice")
+    tried: list[PeerId] = []
+
+    async def refuses(_peers: object, holder: PeerId, _saved: Snapshot) -> None:
+        tried.append(holder)
+        raise CallRefused("refused", "full")
+
+    monkeypatch.setattr(expert_saves, "send_save", refuses)
+    crowd = {PeerId(bytes([i]) * 32) for i in range(40)}
+    for _ in range(4):
+        await scene.saves("alice").save(saved(), crowd, copies=2)
+        await asyncio.sleep(100)
+    assert len(tried) == len({*tried}) == 4 * 8
+
+
+async def test_an_interrupted_start_still_announces(scene: Scene) -> None:
+    alice, bob = [(await scene.run.join(name)).resources.saves for name in ("alice", "bob")]
+    starting = asyncio.create_task(alice.start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.sleep(400)  # a record of the interrupted one has expired
+    assert starting.cancelled() and len(await bob.others()) == 1

@@ -150,6 +150,7 @@ def test_rates_are_means_of_the_last_calls() -> None:
     idle = served.statistics(0, 0.0)
     assert idle.latency_s is None and idle.batch_size is None and idle.calls_per_s == 0.0
     served.count([pending(samples=30)], 1.0)
+    assert served.statistics(0, 1.0).calls_per_s == 1.0, "one call is no thousand per second"
     served.count([pending(samples=10, at=94.0), pending(samples=20, at=95.0)], 98.0)
     one = served.statistics(3, 101.0)
     assert (one.calls_per_s, one.samples_per_s, one.batch_size, one.queued) == (0.03, 0.6, 30.0, 3)

@@ -214,3 +214,9 @@ def test_a_concurrency_of_zero_is_refused(model: nn.Linear) -> None:
 )
 def test_samples_are_counted_by_the_first_tensor(batch: object, samples: int) -> None:
     assert samples_in(batch) == samples
+
+
+def test_a_norm_of_zero_clips_everything(model: nn.Linear) -> None:
+    before = copy.deepcopy(model)
+    AsyncTrainer(model, square, sgd(model), max_grad_norm=0.0, **QUIET).fit(batches(4))
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)

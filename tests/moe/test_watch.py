@@ -86,3 +86,5 @@ async def test_a_failed_listing_is_reported_and_a_closed_watch_reads_nothing(
     assert "no way" in (await look(watch, 1.0)).fault
     watch.close()
     assert watch.snapshot().over
+    await watch._look()  # was queued
+    assert watch.snapshot().over

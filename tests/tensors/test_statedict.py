@@ -149,3 +149,11 @@ def test_a_backbone_starts_without_torch() -> None:
     program = "import sys, colab_swarm.backbone.backbone, colab_swarm.tensors.statedict; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("data", [b'"\xed\xa0\x80"', b'"\\ud800"', '"text"'.encode("utf-16")])
+def test_text_that_no_file_can_hold_is_refused(data: bytes) -> None:
+    with pytest.raises(StateError):
+        unflatten({}, data)
+    with pytest.raises(ValueError, match="surrogates"):
+        flatten({"\ud800": 1})

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import colab_swarm as cs
-from colab_swarm.training.host import host_optimizer
+from colab_swarm.errors import HostError
+from colab_swarm.training.host import HostOptimizer, host_optimizer
 from colab_swarm.training.layerwise import Lamb
 from tests.training import toy
 from tests.training.host_rank import RANKS, STEPS
@@ -92,3 +95,26 @@ def test_without_a_process_group_or_with_a_swarm_at_the_wrong_rank_the_call_says
             host_optimizer(None, lamb, target_batch_size=10)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_failed_exchange_sends_the_parameters_again_and_hides_no_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = HostOptimizer.__new__(HostOptimizer)
+    lead = SimpleNamespace(lineage=b"1", global_step=1)
+    vars(host).update(lead=lead, _parameters=[], _sent=None)
+
+    def lose(_own: object) -> None:
+        raise HostError("a rank is missing")
+
+    def fail() -> None:
+        raise ZeroDivisionError("of the user")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(host, "_exchange", lose)
+    with pytest.raises(HostError):
+        host._follow_lead(lambda: None)
+    assert host._sent is None
+    with pytest.raises(HostError) as caught:
+        host._follow_lead(fail)
+    assert isinstance(caught.value.__context__, ZeroDivisionError)

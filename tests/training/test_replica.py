@@ -145,3 +145,14 @@ def test_options_of_an_own_optimizer_may_be_infinite_and_those_of_others_not() -
     for wrong in ({"lr": -0.1}, {"lr": float("inf")}, {"growth_rate": 1e7}):
         with pytest.raises(ValueError, match="which nobody trains with"):
             _check_options(own, own | wrong)
+
+
+def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), 1.001)}
+    (group,) = optimizer.param_groups
+    (copy,) = Replica(UpdateRule(optimizer, delayed=True)).parameters
+    assert optimizer.param_groups[0] is group and group["params"][0] is copy is not parameter
+    assert {*optimizer.state} == {copy}
+    assert torch.equal(optimizer.state[copy]["exp_avg"], torch.full((3,), 1.001))
