@@ -379,8 +379,10 @@ async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, time
     """Measure the speed to ``peer`` and back with at most ``size_bytes`` each way; takes a second or two each way.
 
     Raises:
+        ValueError: ``size_bytes`` is not in 1 to 32 MiB.
         PeerError: the peer cannot be reached, is lost, too slow, does not serve tests, or refuses one now.
     """
+    require(0 < size_bytes <= MAX_SIZE_BYTES, f"size_bytes={size_bytes} is not in 1 to {MAX_SIZE_BYTES}")
     test = MeasureSpeed(size_bytes)
     try:
         async with asyncio.timeout(timeout_s), await peers.stream(peer, test, timeout_s=timeout_s) as stream:

@@ -67,6 +67,8 @@ ADVICE = {
     "720": _SPENT,
     "725": _SPENT,
     "726": _SPENT,
+    "727": "the monthly requests of your ngrok plan are used up: use a relay or tunnel='cloudflared' instead",
+    "734": "too many requests in a minute for your ngrok plan: it works again in a minute",
     "4018": f"ngrok needs an account (free) and its token: {_TOKEN}",
     "4027": _SPENT,
     "8013": "ngrok wants a card on file for TCP tunnels, even free ones: use the http tunnel, which needs none",
