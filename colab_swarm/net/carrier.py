@@ -89,8 +89,9 @@ class NodeSettings:
         announce = self.announce or ()
         if wrong := [address for address in announce if not is_address(address)]:
             raise ValueError(f"{wrong[0]!r} is not an address: ws://HOST:PORT is expected")
-        if len(announce) > MAX_ADDRESSES:
-            raise ValueError(f"{len(announce)} addresses to announce are over {MAX_ADDRESSES}")
+        require(
+            len(announce) <= MAX_ADDRESSES, f"{len(announce)} addresses to announce are over {MAX_ADDRESSES}"
+        )
 
 
 class TokenBucket:
@@ -422,8 +423,11 @@ async def _absorb(stream: Stream, limit_bytes: int) -> float:
         began_at, size_bytes = clock(), missing_bytes
         while missing_bytes > 0:
             missing_bytes -= len((await stream.receive(BurstPart))[1])
-        if missing_bytes:
-            raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
+        require(
+            not missing_bytes,
+            f"{short(stream.peer)} sends more than was agreed in a speed test",
+            ProtocolError,
+        )
         took_s = clock() - began_at
         await stream.send(TransferReport(took_s))
         rate_bps = size_bytes * 8 / max(took_s, 1e-9)

@@ -268,8 +268,11 @@ async def whoami(token: str) -> Account | None:
         ):
             if response.status in (401, 403):
                 return None
-            if response.status != 200:
-                raise PeerUnreachable(f"{url} answers {response.status} {response.reason}: try again later")
+            require(
+                response.status == 200,
+                f"{url} answers {response.status} {response.reason}: try again later",
+                PeerUnreachable,
+            )
             data = b""
             async for piece in response.content.iter_any():
                 data += piece

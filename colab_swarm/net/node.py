@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
+from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable, require
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_local, is_loopback, reachable_addresses, relay_of
 from colab_swarm.net.carrier import (
@@ -371,14 +371,16 @@ class Linker:
         return task
 
     def _require_open(self) -> None:
-        if self._closing is not None:
-            raise PeerLost("this peer is closed")
+        require(self._closing is None, "this peer is closed", PeerLost)
 
     def require_room(self) -> None:
         """Raise `PeerLost` if no link may be added."""
         self._require_open()
-        if self.table.full(self._settings.max_links):
-            raise PeerLost(f"this peer has {len(self.table)} links, all busy")
+        require(
+            not self.table.full(self._settings.max_links),
+            f"this peer has {len(self.table)} links, all busy",
+            PeerLost,
+        )
 
     async def close(self) -> None:
         """Cancel handlers, close all links. Idempotent; continues if the caller is cancelled."""

@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from colab_swarm.errors import ProtocolError
+from colab_swarm.errors import ProtocolError, require
 from colab_swarm.net.peers import Buffer
 
 KEY_BYTES = 32
@@ -108,13 +108,15 @@ class Handshake:
 
     def read(self, message: bytes) -> bytes:
         """Return the payload of the other end's next message; raise `ProtocolError` if it is not valid."""
-        if len(message) > MAX_HANDSHAKE_BYTES:
-            raise ProtocolError(f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}")
+        require(
+            len(message) <= MAX_HANDSHAKE_BYTES,
+            f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}",
+            ProtocolError,
+        )
         for token in self._next_tokens(writing=False):
             if token in ("e", "s"):
                 size = KEY_BYTES + (TAG_BYTES if token == "s" and self._cipher else 0)
-                if len(message) < size:
-                    raise ProtocolError("a handshake message is truncated")
+                require(len(message) >= size, "a handshake message is truncated", ProtocolError)
                 data, message = message[:size], message[size:]
                 if token == "s":
                     data = self._decrypt_and_hash(data)

@@ -385,8 +385,7 @@ class Circuits:
         path = self._node.path_to(relay)
         known = ((path.address if path else ""), *self._node.contact_of(relay).addresses)
         direct = [address for address in dict.fromkeys(known) if address and relay_of(address) is None]
-        if not direct:
-            raise PeerUnreachable(f"no address of relay {short(relay)} is known")
+        require(direct, f"no address of relay {short(relay)} is known", PeerUnreachable)
         return direct
 
     async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Ack:

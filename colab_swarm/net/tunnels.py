@@ -183,10 +183,12 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
     from pyngrok import conf, installer
     from pyngrok.exception import PyngrokError
 
-    if not settings.auth_token:
-        raise TunnelError(explain("ERR_NGROK_4018"))
-    if settings.agent is not None and not os.path.exists(settings.agent):
-        raise TunnelError(f"there is no ngrok agent at {settings.agent}: leave it out to download one")
+    require(settings.auth_token, explain("ERR_NGROK_4018"), TunnelError)
+    require(
+        settings.agent is None or os.path.exists(settings.agent),
+        f"there is no ngrok agent at {settings.agent}: leave it out to download one",
+        TunnelError,
+    )
     config = conf.PyngrokConfig(ngrok_path=settings.agent)
     try:
         async with asyncio.timeout(DOWNLOAD_TIMEOUT_S):
@@ -272,8 +274,7 @@ class Tunnel:
             raise
         except (OSError, ValueError) as error:  # a full disk, too many processes, an endless line
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
-        if not address:
-            raise TunnelError(fault)
+        require(address, fault, TunnelError)
         if not is_address(address):
             await self._stop()
             raise TunnelError(f"{settings.kind} opened {address!r}, which no peer can dial: try again")

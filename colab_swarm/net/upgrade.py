@@ -259,8 +259,7 @@ class Upgrades:
     async def _punch(
         self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, answering: bool
     ) -> None:
-        if not port or not targets:
-            raise PeerUnreachable("one of the two ends cannot punch holes")
+        require(port and targets, "one of the two ends cannot punch holes", PeerUnreachable)
         now, linked = self._loop.time(), asyncio.Event()
         tries = plan_tries(now, now + PUNCH_S, rtt_s=rtt_s, answering=answering, rng=self._rng)
 
