@@ -59,7 +59,8 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 
 A peer holds places at the two nearest relays. A ticket is valid for 15 s and once; a circuit that is silent for 120 s
 is closed. A punch takes 4 s at most; it fails if one NAT takes a new port for every connection, unless the other is a
-full cone, and on Windows. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay.
+full cone, and on Windows. An end that cannot punch, or whose router changes ports, stays on its relay unless it dials.
+Failed punches are tried again every 3 minutes. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay.
 
 **At least one peer must be reachable.** Without one, peers train alone and diverge; when it is back, one branch wins. A
 relay that is cut off is noticed after half a minute.

@@ -354,8 +354,9 @@ class SpeedTests:
 async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, timeout_s: float = 15.0) -> Speed:
     """Measure the speed to ``peer`` and back with at most ``size_bytes``, in a second or two each way.
 
-    Raises PeerError if the peer cannot be reached, is lost, too slow, or refuses a test.
+    Raises PeerError if the peer cannot be reached, is lost, too slow, or refuses a test; ValueError for another size.
     """
+    require(0 < size_bytes <= MAX_SIZE_BYTES, f"size_bytes={size_bytes} is not in 1 to {MAX_SIZE_BYTES}")
     test = MeasureSpeed(size_bytes)
     try:
         async with asyncio.timeout(timeout_s), await peers.stream(peer, test, timeout_s=timeout_s) as stream:
@@ -395,8 +396,11 @@ async def _absorb(stream: Stream, limit_bytes: int) -> float:
         began_at, size_bytes = clock(), missing_bytes
         while missing_bytes > 0:
             missing_bytes -= len((await stream.receive(BurstPart))[1])
-        more = f"{short(stream.peer)} sends more than was agreed in a speed test"
-        require(not missing_bytes, more, ProtocolError)
+        require(
+            not missing_bytes,
+            f"{short(stream.peer)} sends more than was agreed in a speed test",
+            ProtocolError,
+        )
         took_s = clock() - began_at
         await stream.send(TransferReport(took_s))
         rate_bps = size_bytes * 8 / max(took_s, 1e-9)

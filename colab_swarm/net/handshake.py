@@ -102,8 +102,11 @@ class Introduction:
         before = self._noise.hash
         payload = self._noise.read(message)
         if not self._run_checked:
-            ours = f"this peer belongs to {describe_run(self._run_id)}"
-            require(payload == self._digest, ours, ProtocolError)
+            require(
+                payload == self._digest,
+                f"this peer belongs to {describe_run(self._run_id)}",
+                ProtocolError,
+            )
             self._run_checked = True
             return self._write_hello(wall_time)
         hello = self._check_hello(payload, before)

@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zeroconf as mdns
-from zeroconf import InterfaceChoice, ServiceStateChange, Zeroconf
+from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from colab_swarm.net.addresses import ip_of, is_loopback, relay_of
+from colab_swarm.net.addresses import ip_of, is_loopback, own_ips, relay_of
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
@@ -111,7 +111,7 @@ class LanAnnouncer:
         access: Access,
         name: str,
         *,
-        interfaces: Sequence[str] | InterfaceChoice = InterfaceChoice.All,
+        interfaces: Sequence[str] = (),
     ) -> None:
         self._run_id, self._access, self._name = run_id, access, name
         self._zeroconf = _open(interfaces)
@@ -143,9 +143,7 @@ class LanAnnouncer:
         await self._zeroconf.async_close()
 
 
-async def find_swarms(
-    *, seconds: float = 1.5, interfaces: Sequence[str] | InterfaceChoice = InterfaceChoice.All
-) -> list[LanSwarm]:
+async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -> list[LanSwarm]:
     """Listen; return the runs announced in the local network, none without multicast."""
     with suppress(OSError):
         async with _open(interfaces) as zeroconf:
@@ -178,11 +176,13 @@ async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
         return None
 
 
-def _open(interfaces: Sequence[str] | InterfaceChoice) -> AsyncZeroconf:
-    try:
-        return AsyncZeroconf(interfaces=interfaces)
-    except RuntimeError as error:
-        raise OSError("no interface of this machine supports multicast") from error
+def _open(interfaces: Sequence[str]) -> AsyncZeroconf:
+    # nothing can be sent from ::1, and zeroconf would log that
+    usable = interfaces or [str(ip) for ip in own_ips() if ip.version == 4 or not ip.is_loopback]
+    for choice in (usable, [ip for ip in usable if ":" not in ip]):
+        with suppress(OSError, RuntimeError):  # of IPv6, or no multicast at all
+            return AsyncZeroconf(interfaces=list(choice))
+    raise OSError("no interface of this machine supports multicast")
 
 
 def _dialled(host: str) -> str:

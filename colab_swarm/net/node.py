@@ -219,7 +219,7 @@ class Linker:
             async with asyncio.timeout(timeout_s):
                 websocket = await connect(receiver)
                 receiver.use(websocket)
-                return await receiver.link
+                return await asyncio.shield(receiver.link)  # cancelled itself, it would count as done below
         except TimeoutError:
             raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
         except PeerLost as error:

@@ -102,8 +102,11 @@ class Handshake:
 
     def read(self, message: bytes) -> bytes:
         """Return the payload of the other end's next message; raise `ProtocolError` if it is not valid."""
-        long = f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}"
-        require(len(message) <= MAX_HANDSHAKE_BYTES, long, ProtocolError)
+        require(
+            len(message) <= MAX_HANDSHAKE_BYTES,
+            f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}",
+            ProtocolError,
+        )
         for token in self._next_tokens(writing=False):
             if token in ("e", "s"):
                 size = KEY_BYTES + (TAG_BYTES if token == "s" and self._cipher else 0)

@@ -23,7 +23,7 @@ from colab_swarm.net.addresses import VisitLimit, host_of, is_local, may_dial_ba
 from colab_swarm.net.carrier import Path
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Refusal, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
 from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
@@ -49,6 +49,12 @@ class DialledBack(Message, frozen=True):
 
     seen_host: str
     outcomes: Annotated[tuple[tuple[Address, str], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+
+
+class Moved(Message, frozen=True):
+    """The sender can be dialled at these addresses from now on, and nowhere else. Answered by `Ack`."""
+
+    addresses: Addresses
 
 
 class ReachabilityLevel(StrEnum):
@@ -118,7 +124,9 @@ class ReachabilityPolicy:
         reasons: list[tuple[ReachabilityLevel, str]] = []
         for level, addresses in self._addresses().items():
             if addresses:
-                return Reachability(level, via.get(level, ""), tuple(addresses), tuple(reasons))
+                return Reachability(
+                    level, via.get(level, ""), tuple(addresses)[:MAX_ADDRESSES], tuple(reasons)
+                )
             reasons.append((level, self._why_not(level)))
         level = ReachabilityLevel.UNVERIFIED if untried else ReachabilityLevel.OUTGOING
         return Reachability(level, "", untried or tuple(self._worked(local=True)), tuple(reasons[:-1]))
@@ -203,6 +211,7 @@ class ReachabilityWatch:
         elif self._circuits is not None:
             Upgrades(node, self._circuits.seen_at.get, self._on_upgrade, rng)
         node.serve(DialBack, self._on_dial_back)
+        node.serve(Moved, self._on_moved)
 
     async def start(self) -> None:
         """Determine the level, in some seconds at most; `TunnelError` if a requested tunnel does not open."""
@@ -278,9 +287,19 @@ class ReachabilityWatch:
         self.current = decided
         if decided.addresses != self._node.contact.addresses:
             self._node.announce(decided.addresses)
+            self._node.linker.spawn(self._send_moved())
         if (decided.level, decided.via) != (before.level, before.via):
             logger.info("reachability: %s", decided.explain())
             self._events.emit(ReachabilityChanged(self._loop.time(), str(decided)))
+
+    async def _send_moved(self) -> None:
+        moved = Moved(self._node.contact.addresses)
+        calls = (self._node.call(peer, moved, Ack, timeout_s=CALL_TIMEOUT_S) for peer in self._node.linked())
+        await asyncio.gather(*calls, return_exceptions=True)  # a lost peer hears of them when it links again
+
+    async def _on_moved(self, peer: PeerId, moved: Moved) -> Ack:
+        self._node.linker.book.replace(Contact(peer, moved.addresses))
+        return Ack()
 
     async def _keep(self) -> None:
         while True:

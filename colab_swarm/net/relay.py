@@ -1,6 +1,7 @@
 """A relay joins two connections into a circuit and copies bytes between them, within quotas; `Circuits` uses relays.
 
-1. A peer that cannot be dialled keeps a link to the relay and reserves a place: `Reserve`.
+1. A peer that cannot be dialled keeps a link to the relay and reserves a place: `Reserve`, again
+   every half minute.
 2. A caller sends `OpenCircuit` to the relay, which sends a ticket to each end: `CircuitTicket` to
    the caller, `CircuitOffer` to the called peer. A peer that can be dialled needs no place: the
    relay links to it for callers that cannot, such as those whose firewall only allows https's port.
@@ -43,6 +44,7 @@ LOOK_EVERY_S = 30.0
 SECOND_PLACE_S = 5.0
 CALL_TIMEOUT_S = 5.0
 CANDIDATES = 8
+PLACE_S = 300.0  # a place that is not reserved again for so long was given up
 ENTRIES = 2  # addresses of one relay that others learn
 RETRY_S = 1.0
 OFFERS_AT_ONCE = 32  # by one relay, while this peer still connects: each costs a connection
@@ -56,7 +58,7 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The place lasts while the link is open; the relay sees the peer at ``seen``."""
+    """A place for 5 minutes, at most while the link is open; the relay sees the peer at ``seen``."""
 
     seen: Seen
 
@@ -116,15 +118,15 @@ class RelayState:
 
     def __init__(self, quota: RelayQuota, now: float) -> None:
         self.quota = quota
-        self.places: set[PeerId] = set()
+        self.places: dict[PeerId, float] = {}  # when each was reserved last
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
         self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
 
-    def reserve(self, peer: PeerId) -> None:
-        free = peer in self.places or len(self.places) < self.quota.places
-        require(free, f"all {self.quota.places} places are taken", Refusal)
-        self.places.add(peer)
+    def reserve(self, peer: PeerId, now: float) -> None:
+        full = peer not in self.places and len(self.places) >= self.quota.places
+        require(not full, f"all {self.quota.places} places are taken", Refusal)
+        self.places[peer] = now
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
         quota = self.quota
@@ -199,12 +201,12 @@ class Relay:
             self.end(circuit, "the relay closed")
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
-        self.state.reserve(peer)
+        self.state.reserve(peer, self._loop.time())
         self._node.linker.pinned.add(peer)
         return Reserved(self._seen(peer))
 
     def _on_lost(self, peer: PeerId) -> None:
-        self.state.places.discard(peer)
+        self.state.places.pop(peer, None)
         self._node.linker.pinned.discard(peer)
 
     def _seen(self, peer: PeerId) -> HostPort:
@@ -256,6 +258,8 @@ class Relay:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(1.0)
+            for peer in [one for one, at in self.state.places.items() if self._loop.time() - at > PLACE_S]:
+                self._on_lost(peer)
             for circuit, reason in self.state.overdue(self._loop.time()).items():
                 self.end(circuit, reason)
 
@@ -393,9 +397,8 @@ class Circuits:
             began = self._loop.time()
             self._look.clear()
             nearest = choose(await self._survey(), self.places)
-            for relay in nearest:
-                if relay not in self.places:
-                    await self._reserve(relay)
+            for relay in nearest:  # again where it has a place: the relay may have dropped it
+                await self._reserve(relay)
             self._looked.set()
             if len(self.places) > PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
@@ -430,13 +433,16 @@ class Circuits:
             entries = self._entries(relay)
         except PeerError as error:
             logger.info("no place at relay %s: %s", short(relay), error)
+            self._forget([relay])
             return
         self._node.linker.pinned.add(relay)
         # others may have to dial it elsewhere than we do
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
-        self.places[relay] = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
+        circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self.seen_at[relay] = reserved.seen
-        self._on_change()
+        if self.places.get(relay) != circuits:
+            self.places[relay] = circuits
+            self._on_change()
 
     def _forget(self, relays: list[PeerId]) -> None:
         gone = [self.places.pop(relay) for relay in relays if relay in self.places]

@@ -64,6 +64,8 @@ ADVICE = {  # by the number of ngrok's error code, https://ngrok.com/docs/errors
     "720": _SPENT,
     "725": _SPENT,
     "726": _SPENT,
+    "727": "the monthly requests of your ngrok plan are used up: use a relay or tunnel='cloudflared' instead",
+    "734": "too many requests in a minute for your ngrok plan: it works again in a minute",
     "4018": f"ngrok needs an account (free) and its token: {_TOKEN}",
     "4027": _SPENT,
     "8013": "ngrok wants a card on file for TCP tunnels, even free ones: use the http tunnel, which needs none",
@@ -175,8 +177,11 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
     from pyngrok.exception import PyngrokError
 
     require(settings.auth_token, explain("ERR_NGROK_4018"), TunnelError)
-    there = settings.agent is None or os.path.exists(settings.agent)
-    require(there, f"there is no ngrok agent at {settings.agent}: leave it out to download one", TunnelError)
+    require(
+        settings.agent is None or os.path.exists(settings.agent),
+        f"there is no ngrok agent at {settings.agent}: leave it out to download one",
+        TunnelError,
+    )
     config = conf.PyngrokConfig(ngrok_path=settings.agent)
     try:
         async with asyncio.timeout(DOWNLOAD_TIMEOUT_S):

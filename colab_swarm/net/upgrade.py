@@ -53,6 +53,7 @@ PUNCH_S = 4.0  # duration of one attempt
 TALK_TIMEOUT_S = 10.0
 TRIES = 3
 ASKS = 40  # tries, and answers that the other end is busy
+AGAIN_S = 180.0  # time between failed upgrades, while the relayed link is open
 PAUSE_S = (0.5, 3.0)
 FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in this time
 Host: TypeAlias = Annotated[str, msgspec.Meta(max_length=45)]
@@ -167,12 +168,16 @@ class Upgrades:
 
     async def _upgrade(self, peer: PeerId) -> None:
         self._busy.add(peer)
+        fault: str | None = ""
         try:
-            fault = await self._try_often(peer)
+            while fault is not None and self._node.linker.table.best(peer):
+                fault = await self._try_often(peer)
+                logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
+                self._on_end(peer, fault)
+                # NATs forget, or are restarted
+                await asyncio.sleep(0.0 if fault is None else AGAIN_S * self._rng.uniform(0.8, 1.2))
         finally:
             self._busy.discard(peer)
-        logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
-        self._on_end(peer, fault)
 
     async def _try_often(self, peer: PeerId) -> str | None:
         """One try at a time: two would accept each other's connections. Returns why it failed, or None."""
@@ -185,7 +190,11 @@ class Upgrades:
                 try:
                     async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
                         busy = self._relayed(peer) and await self._ask(link)
-                    fault = f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
+                    fault = (
+                        f"{short(peer)} was busy with other upgrades"
+                        if busy
+                        else f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
+                    )
                 except (PeerError, TimeoutError) as error:
                     fault = str(error) or "the exchange took too long"
             tries += not busy

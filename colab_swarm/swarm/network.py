@@ -86,9 +86,10 @@ class NetworkOptions:
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "NetworkOptions":
-        relay = saved.get("relay")
-        quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
-        return cls(**{**saved, **quota})
+        relay = saved.get("relay", False)
+        if isinstance(relay, dict):  # an earlier version had more limits
+            relay = RelayQuota(**{key: relay[key] for key in relay.keys() & RelayQuota.__annotations__})
+        return cls(**{**saved, "relay": relay})
 
 
 DEFAULT_OPTIONS = NetworkOptions()
@@ -247,9 +248,13 @@ class NetworkSession:
     async def announce_in_lan(self, name: str) -> None:
         if not self._options.lan or self.node.port is None:
             return
+        addresses: tuple[str, ...] = ()
         try:
             self._announcer = LanAnnouncer(self.access.run_id, self.access.access, name)
-            await self._announcer.update(Contact(self.node.id, self.node.listening()))
+            while True:
+                if addresses != (addresses := self.node.listening()):
+                    await self._announcer.update(Contact(self.node.id, addresses))
+                await asyncio.sleep(PUBLISH_EVERY_S)
         except OSError as error:
             logger.info("not announced in the LAN: %s", error)
 

@@ -352,8 +352,10 @@ class RunAccess:
     ) -> "RunAccess":
         """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
         require(NAME.fullmatch(name), f"{name!r} is no run name: use up to 63 of a-z, 0-9 and '._-'")
-        both = "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
-        require((access == "allowlist") == (allow is not None), both)
+        require(
+            (access == "allowlist") == (allow is not None),
+            "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both",
+        )
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
             return cls(run_id, access)
@@ -398,10 +400,16 @@ class RunAccess:
         `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
         """
         limited, closed = role is not None or uses is not None, self.admission is not None
-        text = "an open run has no roles and no counted invitations: create it with access='invite'"
-        require(closed or not limited, text, PermissionError)
-        text = "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on"
-        require(not (closed and authority is None and (limited or hours is not None)), text, PermissionError)
+        require(
+            closed or not limited,
+            "an open run has no roles and no counted invitations: create it with access='invite'",
+            PermissionError,
+        )
+        require(
+            authority is not None or not closed or not (limited or hours is not None),
+            "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on",
+            PermissionError,
+        )
         entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
         if not closed:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
@@ -409,8 +417,12 @@ class RunAccess:
             assert self.invitation is not None  # only the authority has none
             return self.invitation.with_entries(entries)
         grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
-        text = "such an invitation requires that others can dial this peer: open a tunnel, or set no uses"
-        require(grant.offline or (peers.contact.addresses and peers.contact.direct), text, JoinError)
+        require(
+            grant.offline or (peers.contact.addresses and peers.contact.direct),
+            "such an invitation requires that others can dial this peer, and they cannot: "
+            "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use",
+            JoinError,
+        )
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
@@ -422,6 +434,10 @@ class RunAccess:
         for contact in sorted(found, key=lambda contact: not contact.direct):
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
-        text = "no known peer accepts connections: start one on any machine by `colab-swarm backbone`"
-        require(by_id, text, JoinError)
+        require(
+            by_id,
+            "nobody could use this invitation: no known peer accepts connections; "
+            "start one on any machine that does: colab-swarm backbone",
+            JoinError,
+        )
         return tuple(by_id.values())[:ENTRIES]

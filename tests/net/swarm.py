@@ -7,7 +7,10 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+from aiohttp import web
+
 from colab_swarm.events import EventLog
+from colab_swarm.net.handshake import HandshakeReceiver
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node, NodeSettings
@@ -120,6 +123,18 @@ async def until(condition: Callable[[], bool]) -> None:
     """Yield to the loop until the condition holds (the deadline of `run` bounds it)."""
     while not condition():
         await asyncio.sleep(0.001)
+
+
+def deafen(node: Node) -> None:
+    """Let a peer accept WebSockets and never answer a handshake."""
+    receive = node.linker.listener._receive
+
+    def deaf(request: web.BaseRequest) -> HandshakeReceiver:
+        receiver = receive(request)
+        receiver.on_message = lambda data: None  # type: ignore[method-assign]
+        return receiver
+
+    node.linker.listener._receive = deaf
 
 
 @asynccontextmanager

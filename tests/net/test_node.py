@@ -12,7 +12,7 @@ from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
 from colab_swarm.net.websocket import WebSocket
-from tests.net.swarm import Echo, Piece, Talk, echo, identity, peers, silence, start, until
+from tests.net.swarm import Echo, Piece, Talk, deafen, echo, identity, peers, silence, start, until
 
 
 class Without(OpenAdmission):
@@ -87,6 +87,16 @@ async def test_an_address_without_a_peer_is_unreachable() -> None:
         await bob.close()
         with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+
+
+async def test_an_address_that_accepts_and_is_silent_delays_the_others_and_does_not_stop_them() -> None:
+    async with peers("bob", "carol") as (bob, carol), peers("alice", dial_timeout_s=0.2) as (alice,):
+        deafen(carol)
+        alice.learn(carol.contact)
+        with pytest.raises(PeerUnreachable, match=r"did not answer in 0\.2 s"):
+            await alice.call(carol.id, Echo(), Echo, timeout_s=5)
+        alice.learn(Contact(bob.id, carol.contact.addresses + bob.contact.addresses))
+        assert await alice.call(bob.id, Echo(b"here"), Echo, timeout_s=5) == Echo(b"here")
 
 
 async def test_the_fault_of_a_handler_is_an_event() -> None:

@@ -12,16 +12,17 @@ from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net import reachability
 from colab_swarm.net.carrier import Path
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import Ack, PeerId
 from colab_swarm.net.reachability import (
     DialBack,
     DialledBack,
+    Moved,
     ReachabilityLevel,
     ReachabilityPolicy,
     ReachabilityWatch,
 )
 from colab_swarm.net.relay import Relay
-from tests.net.swarm import Echo, candidates, peers, until
+from tests.net.swarm import Echo, candidates, deafen, peers, until
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
 ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)
@@ -67,7 +68,8 @@ async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() ->
             assert str(watch.current) == f"relayed by {carol.id.hex()[:8]}"
             assert "blocks it" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
             assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
-            assert alice.contact.addresses == watch.current.addresses and not alice.contact.direct
+            await until(lambda: bob.contact_of(alice.id).addresses == watch.current.addresses)
+            assert not bob.contact_of(alice.id).direct
 
 
 async def test_places_at_relays_are_kept_while_the_peer_cannot_be_dialled(
@@ -119,6 +121,24 @@ async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -
         assert found.outcomes == ((alice.contact.addresses[0], ""),)
         with pytest.raises(CallRefused, match="less than 60 s ago"):
             await alice.call(bob.id, DialBack(()), DialledBack, timeout_s=5)
+
+
+async def test_an_address_that_is_silent_leaves_the_others_of_a_dial_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reachability, "PROBE_TIMEOUT_S", 0.2)
+    async with peers("alice", "bob", "carol") as (alice, bob, carol), watched(bob):
+        deafen(carol)
+        ask = DialBack(carol.contact.addresses + alice.contact.addresses)
+        (_, silent), (_, heard) = (await alice.call(bob.id, ask, DialledBack, timeout_s=5)).outcomes
+        assert (silent, heard) == ("did not answer in 0.2 s", "")
+
+
+async def test_new_addresses_are_those_of_their_sender_and_only_sound_ones_count() -> None:
+    async with peers("alice", "bob") as (alice, bob), watched(bob):
+        moved = Moved((PUBLIC, "ws://x/y?z", CIRCUIT))
+        await alice.call(bob.id, moved, Ack, timeout_s=5)
+        assert bob.contact_of(alice.id).addresses == (PUBLIC, CIRCUIT)
 
 
 async def test_a_dial_back_that_meets_another_peer_fails() -> None:

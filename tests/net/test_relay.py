@@ -19,6 +19,7 @@ from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal
 from colab_swarm.net.relay import (
     OFFERS_AT_ONCE,
+    TICKET_S,
     CircuitOffer,
     Circuits,
     CircuitTicket,
@@ -38,16 +39,16 @@ ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
 def state(**quota: float) -> RelayState:
     made = RelayState(RelayQuota(**quota), now=0.0)  # type: ignore[arg-type]
-    made.reserve(BOB)
+    made.reserve(BOB, 0.0)
     return made
 
 
 def test_places_and_circuits_are_counted() -> None:
     one = state(places=1, circuits=2, circuits_per_peer=1)
     with pytest.raises(Refusal, match="all 1 places"):
-        one.reserve(CAROL)
-    one.reserve(BOB)
-    assert one.places == {BOB}
+        one.reserve(CAROL, 1.0)
+    one.reserve(BOB, 1.0)
+    assert one.places == {BOB: 1.0}
     one.open(ALICE, CAROL, 16.0, os.urandom)
     with pytest.raises(Refusal, match="1 circuits of"):
         one.open(BOB, CAROL, 16.0, os.urandom)
@@ -365,8 +366,45 @@ async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused() -> No
             circuits.start()
             await until(lambda: bool(circuits.places))
             await asyncio.sleep(0.2)
-            assert relay.state.places == {bob.id} == carol.linked() and circuits.places
+            assert set(relay.state.places) == {bob.id} == carol.linked() and circuits.places
         await until(lambda: not relay.state.places and not carol.linker.pinned)
+
+
+async def test_a_place_that_the_relay_dropped_is_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
+    async with peers("carol") as (carol,), relayed(carol) as (_, bob, (relay,)):
+        relay.state.places.clear()
+        far = bob.linker.open_circuit.__self__  # type: ignore[union-attr]
+        changes: list[None] = []
+        far._on_change = lambda: changes.append(None)
+        far._look.set()
+        await until(lambda: bob.id in relay.state.places)
+        assert not changes
+        carol.unserve(Reserve)  # as if all places were taken
+        far._look.set()
+        await until(lambda: not far.places and len(changes) == 1)
+
+
+@pytest.mark.slow
+async def test_a_place_that_is_not_reserved_again_is_given_up() -> None:
+    async with peers("carol") as (carol,):
+        relay = Relay(carol)
+        relay.state.places = {ALICE: float("-inf"), BOB: asyncio.get_running_loop().time()}
+        carol.linker.pinned |= {ALICE, BOB}
+        await until(lambda: carol.linker.pinned == {BOB} == set(relay.state.places))
+
+
+async def test_a_caller_that_gives_up_frees_its_circuit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(circuits: Circuits, relay: PeerId, offer: CircuitOffer) -> None: ...
+
+    monkeypatch.setattr(Circuits, "_accept", never)
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
+        (address,) = bob.contact.addresses
+        dialling = asyncio.create_task(alice.linker._dial_address(bob.id, address))
+        await until(lambda: any(circuit.pumps for circuit in relay.state.circuits))
+        dialling.cancel()
+        async with asyncio.timeout(TICKET_S / 3):
+            await until(lambda: not relay.state.circuits)
 
 
 async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(

@@ -43,6 +43,12 @@ async def test_the_speeds_of_a_known_link_are_measured() -> None:
     assert speed.rtt_s == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("size_bytes", [0, MAX_SIZE_BYTES + 1])
+async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
+    with pytest.raises(ValueError, match="size_bytes="):
+        await measure(None, None, size_bytes=size_bytes)  # type: ignore[arg-type]
+
+
 @pytest.mark.virtual_time
 async def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))

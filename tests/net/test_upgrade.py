@@ -80,6 +80,26 @@ async def test_without_a_hole_the_relayed_link_stays_and_the_reason_is_reported(
         assert await alice.call(bob.id, Echo(b"still"), Echo, timeout_s=5) == Echo(b"still")
 
 
+async def test_an_end_that_stays_busy_is_named_and_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, busy = Upgrades._on_upgrade, True
+
+    async def answer(self: Upgrades, opening: upgrade.Upgrade, stream: Stream) -> None:
+        if busy:
+            await stream.send(upgrade.Upgrade(busy=True))
+        else:
+            await real(self, opening, stream)
+
+    monkeypatch.setattr(upgrade, "ASKS", 2)
+    monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(upgrade, "AGAIN_S", 0.01)
+    monkeypatch.setattr(Upgrades, "_on_upgrade", answer)
+    async with relayed() as (alice, bob, outcomes):
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        await until(lambda: "was busy with other upgrades" in (outcomes.get(bob.id) or ""))
+        busy = False
+        await until(lambda: way(alice, bob) is LinkType.PUNCHED)
+
+
 async def test_a_busy_end_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     real, requests = Upgrades._on_upgrade, 0
 

@@ -5,6 +5,8 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ import colab_swarm as cs
 from colab_swarm.errors import JoinError, StateError, TunnelError
 from colab_swarm.invite import Invite
 from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.swarm.joining import _start
@@ -124,3 +127,27 @@ def test_a_peer_that_relays_is_found_by_the_others() -> None:
         network = bob.network
         assert network is not None
         wait(lambda: [one.id for one in bob.runtime.call(network.relays())] == [alice.id])
+
+
+async def test_addresses_that_change_are_announced_again_in_the_local_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, ...]] = []
+
+    class Announcer:
+        def __init__(self, *run: str) -> None: ...
+
+        async def update(self, contact: Contact) -> None:
+            told.append(contact.addresses)
+
+    monkeypatch.setattr("colab_swarm.swarm.network.LanAnnouncer", Announcer)
+    before, after = ("ws://192.0.2.7:4500",), ("ws://192.0.2.8:4500",)
+    node = SimpleNamespace(id=identity("alice").id, port=4500, listening=lambda: before)
+    run = SimpleNamespace(run_id="my-run", access="open")
+    session: Any = SimpleNamespace(node=node, access=run, _options=NetworkOptions())
+    announcing = asyncio.create_task(NetworkSession.announce_in_lan(session, "alice"))
+    await asyncio.sleep(150)
+    node.listening = lambda: after
+    await asyncio.sleep(150)
+    announcing.cancel()
+    assert told == [before, after]

@@ -67,6 +67,11 @@ def test_only_the_owner_can_read_it_and_no_repr_shows_it(tmp_path: Path) -> None
     assert len(files) == 3 and not any(path.stat().st_mode & 0o077 for path in files)
 
 
+def test_limits_of_an_earlier_version_are_left_out() -> None:
+    saved = {**OPTIONS.to_saved(), "relay": {"places": 3, "place_s": 300.0}}
+    assert NetworkOptions.from_saved(saved) == OPTIONS
+
+
 def test_a_tunnels_token_is_not_saved() -> None:
     options = NetworkOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key")
     saved = options.to_saved()
