@@ -36,14 +36,13 @@ class Asking:
 
         access = RunAccess(RUN, "invite", admission, invitation=Invite(RUN, (), NOW))
         dht, self.events, self.behind_s = DHT(peers, DHTSettings(), random.Random(0)), EventLog(), 0.0
-        self.member = RunMember(
-            peers, dht, admission, self.events, access, lambda *_: Role.WORKER, lambda: self.behind_s
-        )
+        ways = (lambda *_: Role.WORKER), (lambda: self.behind_s)
+        self.member = RunMember(peers, dht, admission, self.events, access, *ways)
         monkeypatch.setattr(self.member, "_request", request)
 
 
 @pytest.mark.virtual_time
-async def test_a_membership_is_renewed_at_half_of_its_life_and_an_absent_authority_asked_ever_less(
+async def test_a_membership_is_renewed_at_half_of_its_life_and_ever_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asking = Asking(monkeypatch)

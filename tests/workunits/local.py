@@ -94,9 +94,8 @@ class Stranger:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         assert self._scene.session is not None
         url = self._scene.server.url.rstrip("/") + path
-        async with self._scene.session.request(
-            method, url, data=body or None, headers={"Authorization": signed, **given}
-        ) as answer:
+        given = {"Authorization": signed} | given
+        async with self._scene.session.request(method, url, data=body or None, headers=given) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def raw(self, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
