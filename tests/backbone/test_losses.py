@@ -127,10 +127,8 @@ def test_points_are_logged_and_the_run_is_resumed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Any, key: str
 ) -> None:
     begin, first, second, end = forwarded(monkeypatch, tmp_path, name)
-    assert begin == ["init", {"project": "bengali", "resume": "allow", key: "r-1-model"}] and end == [
-        "finish"
-    ]
-    assert first == ["log", {"loss": 1.0, "trainers": 2.0}, 1] and second[2] == 2
+    assert begin == ["init", {"project": "bengali", "resume": "allow", key: "r-1-model"}]
+    assert first == ["log", {"loss": 1.0, "trainers": 2.0}, 1] and second[2] == 2 and end == ["finish"]
 
 
 def test_a_tracker_that_fails_costs_points_only_and_a_missing_one_is_named(

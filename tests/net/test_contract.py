@@ -155,8 +155,7 @@ async def test_both_dialling_at_once_loses_nothing_and_leaves_one_link(meet: Mee
     async with meet("alice", "bob") as (alice, bob):
         ends = [(alice, bob), (bob, alice)] * 5
         calls = [ask(one, other, Echo(bytes([n // 2]))) for n, (one, other) in enumerate(ends)]
-        assert len(await asyncio.gather(*calls)) == 10
-        assert await ask(alice, bob) == Echo()
+        assert len(await asyncio.gather(*calls)) == 10 and await ask(alice, bob) == Echo()
         await until(lambda: len(alice.linker.table) == len(bob.linker.table) == 1)
         assert await ask(bob, alice) == Echo()
 

@@ -105,9 +105,8 @@ async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.Monkey
 async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "DIAL_BACK_GAP_S", 60.0)
     async with peers("alice", "bob") as (alice, bob), watched(bob):
-        found = await alice.call(
-            bob.id, reachability.DialBack(alice.contact.addresses), DialledBack, timeout_s=5
-        )
+        ask = reachability.DialBack(alice.contact.addresses)
+        found = await alice.call(bob.id, ask, DialledBack, timeout_s=5)
         assert found.outcomes == ((alice.contact.addresses[0], ""),)
         with pytest.raises(CallRefused, match="less than 60 s ago"):
             await alice.call(bob.id, reachability.DialBack(()), DialledBack, timeout_s=5)

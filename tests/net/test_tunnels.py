@@ -136,8 +136,7 @@ async def test_errors_of_ngrok_are_reported_with_their_fix_and_without_the_token
         async with tunnel(ngrok(folder, token)):
             pass
     assert "Your authtoken: " + token not in str(caught.value) + caplog.text
-    assert caught.value.__context__ is None
-    assert running(folder) == []
+    assert caught.value.__context__ is None and running(folder) == []
 
 
 @pytest.mark.parametrize("starting", [False, True])

@@ -25,7 +25,6 @@ async def double(caller: PeerId, message: Ask) -> Tell:
 
 
 async def count_bytes(opening: Ask, stream: Stream) -> None:
-    """Reads to the end, then tells how many payload bytes there were."""
     total = 0
     try:
         while True:

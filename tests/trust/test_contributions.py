@@ -97,9 +97,8 @@ def test_the_two_ends_of_a_circuit_credit_its_relay_with_what_it_carried() -> No
     for total in (1000, 1000, 5000):
         for ledger in ends:
             ledger.on_relayed({peer(2): total})
-    tallied = [
-        module.ContributionTally(key, b"", ledger.rows()) for key, ledger in zip(KEYS, ends, strict=False)
-    ]
+    shown = zip(KEYS, ends, strict=False)
+    tallied = [module.ContributionTally(key, b"", ledger.rows()) for key, ledger in shown]
     assert module.leaderboard(tallied) == (Contribution(peer(2), relayed_bytes=5000.0),)
 
 

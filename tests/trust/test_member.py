@@ -42,7 +42,7 @@ class Asking:
 
 
 @pytest.mark.virtual_time
-async def test_a_membership_is_renewed_at_half_of_its_life_and_ever_less(
+async def test_a_membership_is_renewed_at_half_of_its_life_and_an_absent_authority_asked_ever_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asking = Asking(monkeypatch)

@@ -293,8 +293,7 @@ def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCap
     cache = SubsetCache(tmp_path, [digest], 100)
     cache.put(digest, b"alice")
     (tmp_path / digest).write_bytes(b"mallory")
-    assert cache.get(digest) is None and cache.held() == ()
-    assert "garbled" in caplog.text
+    assert cache.get(digest) is None and cache.held() == () and "garbled" in caplog.text
 
 
 def test_a_read_only_disk_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -367,8 +366,7 @@ def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
 
 def test_a_saved_unit_past_its_deadline_is_deleted(tmp_path: Path) -> None:
     saves(tmp_path).save(UnitInHand(UNIT, 100.0))
-    assert saves(tmp_path).left_behind(now=100.0) == []
-    assert not list(tmp_path.glob("*.unit"))
+    assert saves(tmp_path).left_behind(now=100.0) == [] and not list(tmp_path.glob("*.unit"))
 
 
 def test_units_of_others_are_left_to_them(tmp_path: Path) -> None:
