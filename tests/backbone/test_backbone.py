@@ -61,8 +61,7 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         assert keeper.standing_in is None  # bob's optimizer is still there
         sim.network.now().crash("bob")
         sim.run(lambda swarm: swarm.runtime.call(keeper.look()))
-        assert keeper.trainers == {}
-        assert keeper.standing_in == keeper.vault.checkpoints[-1].step
+        assert keeper.trainers == {} and keeper.standing_in == keeper.vault.checkpoints[-1].step
 
 
 def test_the_previous_file_is_served_if_the_newest_is_damaged(tmp_path: Path) -> None:

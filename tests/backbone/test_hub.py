@@ -73,9 +73,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_pushed_arrives(
     assert "state.safetensors" in hub.wait(1)[0].files and pushing.failures == 0
 
 
-def test_the_token_is_not_shown_when_the_hub_refuses_it(
-    hub: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_token_is_hidden(hub: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     push = pushed_to(hub, token="hf_wrongwrongwrong")
     push.newest = saved(tmp_path, 3)

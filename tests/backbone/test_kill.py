@@ -58,10 +58,8 @@ keep = 2
 
 class Process:
     def __init__(self, script: str, *arguments: str) -> None:
-        command = [sys.executable, "-c", script, *arguments]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-        )
+        command, root = [sys.executable, "-c", script, *arguments], Path(__file__).parents[2]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colab_swarm.backbone import keeper
 from colab_swarm.backbone.config import Forward
-from colab_swarm.backbone.keeper import (
-    MAX_POINTS,
-    Forwarder,
-    LossCurve,
-    LossPoint,
-    read_losses,
-    weighted_median,
-)
+from colab_swarm.backbone.keeper import Forwarder, LossCurve, LossPoint, weighted_median
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.progress import Branch, ProgressRecord
 
@@ -72,7 +66,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_replaces_what_came_after() -> None
 def test_a_long_run_is_thinned_and_keeps_its_newest_points() -> None:
     curve = LossCurve(point(step) for step in range(50_000))
     steps = [one.step for one in curve.points]
-    assert len(steps) <= MAX_POINTS and steps[0] < 100 and steps[-3:] == [49_997, 49_998, 49_999]
+    assert len(steps) <= keeper.MAX_POINTS and steps[0] < 100 and steps[-3:] == [49_997, 49_998, 49_999]
     assert steps == sorted(set(steps))
 
 
@@ -88,9 +82,10 @@ def test_a_curve_with_a_record_that_was_cut_off_is_continued(tmp_path: Path) -> 
     file.write_bytes(b"".join(b"\n" + msgspec.json.encode(point(step)) for step in (3, 4))[:-5])
     with file.open("ab") as opened:
         opened.write(b"\n" + msgspec.json.encode(point(5)) + b"\n\xff\n[]")
-    assert [one.step for one in read_losses(file)] == [3, 5]
+    assert [one.step for one in keeper.read_losses(file)] == [3, 5]
 
 
+Calls = list[list[Any]]
 TRACKER = """
 import json
 FILE = {file!r}
@@ -115,9 +110,7 @@ def finish():
 """
 
 
-def forwarded(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, name: Any, *, failures: int = 0
-) -> list[list[Any]]:
+def forwarded(monkeypatch: pytest.MonkeyPatch, folder: Path, name: Any, *, failures: int = 0) -> Calls:
     """Forward two points to a module of this name; return the calls that it records."""
     (folder / f"{name}.py").write_text(TRACKER.format(file=str(folder / "calls"), failures=failures))
     monkeypatch.syspath_prepend(str(folder))
@@ -129,15 +122,13 @@ def forwarded(
     return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("name", "run"), [("wandb", {"id": "r-1-model"}), ("trackio", {"name": "r-1-model"})]
-)
+@pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name")])
 def test_points_are_logged_and_the_run_is_resumed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Any, run: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Any, key: str
 ) -> None:
     begin, first, second, end = forwarded(monkeypatch, tmp_path, name)
-    assert begin == ["init", {"project": "bengali", "resume": "allow", **run}] and end == ["finish"]
-    assert first == ["log", {"loss": 1.0, "trainers": 2.0}, 1] and second[2] == 2
+    assert begin == ["init", {"project": "bengali", "resume": "allow", key: "r-1-model"}]
+    assert first == ["log", {"loss": 1.0, "trainers": 2.0}, 1] and second[2] == 2 and end == ["finish"]
 
 
 def test_a_tracker_that_fails_costs_points_only_and_a_missing_one_is_named(

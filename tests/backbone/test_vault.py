@@ -17,15 +17,10 @@ from colab_swarm.backbone.keeper import Vault
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Layout, Snapshot
 from colab_swarm.tensors.statedict import read_tensors
+from colab_swarm.training import state as states
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.state import (
-    CheckpointFolder,
-    load_checkpoint,
-    save_checkpoint,
-    snapshot_of,
-    tensors_of,
-)
+from colab_swarm.training.state import load_checkpoint, save_checkpoint, tensors_of
 from tests.tensors.test_statedict import same
 from tests.training.toy import loss_of, model
 
@@ -52,7 +47,7 @@ def test_a_trainer_continues_from_the_backbones_file_as_from_its_own(tmp_path: P
     trained, resumed = replica(3), replica(0, seed=1)
     vault = Vault(tmp_path / "kept")
     assert vault.save(trained.snapshot()) == vault.file_of(3)
-    resumed.load(CheckpointFolder(tmp_path / "kept").latest())
+    resumed.load(states.CheckpointFolder(tmp_path / "kept").latest())
     assert same(resumed.state(), trained.state())
     save_checkpoint(tmp_path / "own", trained.state())
     assert read_tensors(tmp_path / "own")[0].keys() == read_tensors(vault.file_of(3))[0].keys()
@@ -143,7 +138,7 @@ def test_an_empty_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
     state = {"step": 1, "lineage": b"l", "parameters": [torch.zeros(0)], "optimizer": {}, "scheduler": None}
     save_checkpoint(tmp_path / "c", state)
     tensors, skeleton = read_tensors(tmp_path / "c")
-    again, _ = tensors_of(snapshot_of(tensors, skeleton))
+    again, _ = tensors_of(states.snapshot_of(tensors, skeleton))
     assert again["parameters/0"].shape == (0,) and same(load_checkpoint(tmp_path / "c"), state)
 
 

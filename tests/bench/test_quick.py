@@ -201,10 +201,8 @@ def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
 
 
 def test_only_the_code_of_a_notebook_is_run(tmp_path: Path) -> None:
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title"]},
-        {"cell_type": "code", "source": ["a = 1\n", "b = 2"]},
-    ]
+    sources = {"markdown": ["# Title"], "code": ["a = 1\n", "b = 2"]}
+    cells = [{"cell_type": kind, "source": source} for kind, source in sources.items()]
     notebook = tmp_path / "some.ipynb"
     notebook.write_text(json.dumps({"cells": cells}))
     assert overhead.code_cells(notebook) == ["a = 1\nb = 2"]

@@ -18,9 +18,7 @@ class Member:
     dht: DHT
 
 
-async def join(
-    network: SimNetwork, name: str, entry: SimPeers | None = None, *, listen: bool = True
-) -> Member:
+async def join(network: SimNetwork, name: str, entry: SimPeers | None = None, listen: bool = True) -> Member:
     peers = network.peer(name, listen=listen)
     member = Member(peers, DHT(peers, DHTSettings(), random.Random(name)))
     if entry is not None:

@@ -55,8 +55,7 @@ def test_a_failed_peer_gives_its_place_to_the_next() -> None:
 def test_a_slow_peer_blocks_neither_the_next_query_nor_the_end() -> None:
     search = lookup(1, 2, 3, width=2, alpha=1)
     assert search.next_queries(0.0) == [near(1)] and search.wake_at(0.0) == 1.0
-    assert search.next_queries(0.9) == []
-    assert search.next_queries(1.0) == [near(2)]
+    assert search.next_queries(0.9) == [] and search.next_queries(1.0) == [near(2)]
     search.on_answer(near(2).id, [])
     assert search.next_queries(1.1) == [near(3)]
     search.on_answer(near(3).id, [])

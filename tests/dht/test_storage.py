@@ -8,18 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.records import (
-    CLOCK_SLACK_S,
-    DHTSettings,
-    Fetch,
-    Fetched,
-    FindNear,
-    FoundNear,
-    Record,
-    Storage,
-    Stored,
-    StoreRecord,
-)
+from colab_swarm.dht import records
+from colab_swarm.dht.records import DHTSettings, Fetch, Fetched, Record, Storage, Stored, StoreRecord
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import UNDECODABLE
 
@@ -29,15 +19,13 @@ ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
 
 
 def record(
-    value: bytes = b"v", *, subkey: bytes = b"", at: float = 0.0, ttl_s: float = 60.0, **other: Any
+    value: bytes = b"v", subkey: bytes = b"", at: float = 0, ttl_s: float = 60, **other: Any
 ) -> Record:
     encoded = msgspec.msgpack.encode(value)
     return Record(subkey, encoded, WALL + at + ttl_s, int((WALL + at) * 1e6), ttl_s, **other)
 
 
-def signed(
-    by: Identity, value: bytes = b"v", *, subkey: bytes = b"", at: float = 0.0, key: bytes = KEY
-) -> Record:
+def signed(by: Identity, value: bytes = b"v", subkey: bytes = b"", at: float = 0, key: bytes = KEY) -> Record:
     unsigned = record(value, subkey=subkey, at=at, owner=by.public_key)
     return msgspec.structs.replace(unsigned, signature=by.sign(unsigned.signed_bytes(key)))
 
@@ -50,8 +38,8 @@ def put(storage: Storage, new: Record, *, now: float = 0.0) -> str | None:
 
 def check_storage(storage: Storage) -> None:
     sizes: dict[bytes, int] = {}
-    for key, records in storage._keys.items():
-        sizes[key] = sum(record.size_bytes for record, _ in records.values())
+    for key, held in storage._keys.items():
+        sizes[key] = sum(record.size_bytes for record, _ in held.values())
         assert 0 < sizes[key] <= storage._settings.key_bytes
     assert storage.total_bytes == sum(sizes.values()) <= storage._settings.total_bytes
 
@@ -68,8 +56,7 @@ def storage() -> Storage:
 def test_the_latest_version_wins_in_any_order(storage: Storage) -> None:
     assert put(storage, record(b"new", at=2)) is None
     assert put(storage, record(b"old", at=1)) == "a newer record is held"
-    assert put(storage, record(b"newest", at=3)) is None
-    assert values(storage) == {b"newest"}
+    assert put(storage, record(b"newest", at=3)) is None and values(storage) == {b"newest"}
 
 
 def test_subkeys_live_side_by_side(storage: Storage) -> None:
@@ -154,8 +141,8 @@ def test_a_writer_whose_clock_is_five_minutes_off_is_heard(storage: Storage, ske
         record(ttl_s=0.0),
         record(ttl_s=math.nan),
         record(ttl_s=1e9),
-        record(at=-CLOCK_SLACK_S - 61),
-        record(at=2 * CLOCK_SLACK_S),
+        record(at=-records.CLOCK_SLACK_S - 61),
+        record(at=2 * records.CLOCK_SLACK_S),
         record(bytes(1 << 16)),
         record(subkey=bytes(300)),
         msgspec.structs.replace(record(), value=b"\xa1\xff"),
@@ -171,7 +158,7 @@ def test_a_record_out_of_bounds_is_refused(storage: Storage, bad: Record) -> Non
 
 def test_a_replayed_record_is_refused_after_its_end(storage: Storage) -> None:
     replayed = signed(ALICE)
-    assert put(storage, replayed, now=60 + CLOCK_SLACK_S + 1) is not None
+    assert put(storage, replayed, now=60 + records.CLOCK_SLACK_S + 1) is not None
 
 
 def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None:
@@ -214,7 +201,7 @@ def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> 
     assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()
 
 
-MESSAGES = [FindNear, FoundNear, Fetch, Fetched, StoreRecord, Stored]
+MESSAGES = [records.FindNear, records.FoundNear, Fetch, Fetched, StoreRecord, Stored]
 
 
 @settings(max_examples=200)

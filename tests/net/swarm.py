@@ -18,6 +18,7 @@ from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Role, Stream,
 
 DEADLINE_S = 120.0  # only a hang reaches it; no test measures speed by it
 LOOPBACK = NodeSettings(host="127.0.0.1")
+Meeting = AsyncIterator[list[Node]]
 
 
 class Echo(Message, frozen=True):
@@ -79,9 +80,7 @@ class Viewers(OpenAdmission):
 
 
 @asynccontextmanager
-async def meet(
-    *names: str, clients: Iterable[str] = (), viewers: Iterable[str] = ()
-) -> AsyncIterator[list[Node]]:
+async def meet(*names: str, clients: Sequence[str] = (), viewers: Sequence[str] = ()) -> Meeting:
     """Peers that know each other and answer `Echo`; the ``clients`` cannot be dialled."""
     async with AsyncExitStack() as stack:
         nodes = []
@@ -169,9 +168,8 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
         self._writers += [writer, far_writer]
-        await asyncio.gather(
-            self._pump(reader, far_writer, self._meddled), self._pump(far_reader, writer, lambda data: data)
-        )
+        back = self._pump(far_reader, writer, lambda data: data)
+        await asyncio.gather(self._pump(reader, far_writer, self._meddled), back)
 
     def _meddled(self, data: bytes) -> bytes:
         return self.meddle(data)

@@ -8,28 +8,11 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.errors import (
-    CallRefused,
-    PeerError,
-    PeerLost,
-    PeerTimeout,
-    PeerUnreachable,
-    ProtocolError,
-    WrongPeer,
-)
+from colab_swarm import errors
+from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, PeerUnreachable, ProtocolError
+from colab_swarm.net import peers
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.peers import (
-    MAX_MESSAGE_BYTES,
-    MAX_PAYLOAD_BYTES,
-    Contact,
-    Message,
-    PeerId,
-    Peers,
-    Refusal,
-    Role,
-    Stream,
-    StreamEnded,
-)
+from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, StreamEnded
 from tests.net.swarm import Echo, Piece, Talk, items, meet, sink, until
 from tests.sim.talk import simulated
 
@@ -53,7 +36,7 @@ class Long(Message, frozen=True):
 
 async def answer(peer: PeerId, message: Any) -> Message:
     if message == Ask("long"):
-        return Long(bytes(MAX_MESSAGE_BYTES))
+        return Long(bytes(peers.MAX_MESSAGE_BYTES))
     raise Refusal("not today") if message == Ask("refused") else RuntimeError("a bug")
 
 
@@ -84,7 +67,7 @@ async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code(meet: M
         for message, code, text in (
             (Ask("refused"), "refused", "not today"),
             (Ask("bug"), "failed", "a bug"),
-            (Ask("long"), "failed", str(MAX_MESSAGE_BYTES)),
+            (Ask("long"), "failed", str(peers.MAX_MESSAGE_BYTES)),
             (impostor(5), "invalid", "undecodable"),
             (Talk(), "unknown", "Talk"),
         ):
@@ -112,8 +95,8 @@ async def test_a_reply_of_another_shape_is_a_protocol_error(meet: Meet) -> None:
 
 async def test_a_message_over_the_limit_is_the_callers_mistake(meet: Meet) -> None:
     async with meet("alice", "bob") as (alice, bob):
-        with pytest.raises(ValueError, match=str(MAX_MESSAGE_BYTES)):
-            await ask(alice, bob, Long(bytes(MAX_MESSAGE_BYTES)))
+        with pytest.raises(ValueError, match=str(peers.MAX_MESSAGE_BYTES)):
+            await ask(alice, bob, Long(bytes(peers.MAX_MESSAGE_BYTES)))
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel", "link lost"])
@@ -157,7 +140,7 @@ async def test_another_peer_at_the_address_is_a_wrong_peer(meet: Meet) -> None:
     async with meet("alice", "bob") as (alice, bob):
         nobody = PeerId(bytes(32))
         alice.learn(Contact(nobody, bob.contact.addresses))
-        with pytest.raises(WrongPeer, match=f"{bob.id.hex()[:8]} answered, 00000000 was expected"):
+        with pytest.raises(errors.WrongPeer, match=f"{bob.id.hex()[:8]} answered, 00000000 was expected"):
             await alice.call(nobody, Echo(), Echo, timeout_s=5)
         await until(lambda: not bob.linked())
 
@@ -172,8 +155,7 @@ async def test_both_dialling_at_once_loses_nothing_and_leaves_one_link(meet: Mee
     async with meet("alice", "bob") as (alice, bob):
         ends = [(alice, bob), (bob, alice)] * 5
         calls = [ask(one, other, Echo(bytes([n // 2]))) for n, (one, other) in enumerate(ends)]
-        assert len(await asyncio.gather(*calls)) == 10
-        assert await ask(alice, bob) == Echo()
+        assert len(await asyncio.gather(*calls)) == 10 and await ask(alice, bob) == Echo()
         await until(lambda: len(alice.linker.table) == len(bob.linker.table) == 1)
         assert await ask(bob, alice) == Echo()
 
@@ -203,7 +185,7 @@ async def test_a_peer_that_leaves_is_reported_and_its_calls_fail(meet: Meet) -> 
         assert lost == [bob.id] and not alice.linked()
         with pytest.raises(PeerUnreachable):
             await ask(alice, bob)
-        with pytest.raises(PeerError):
+        with pytest.raises(errors.PeerError):
             await ask(bob, alice)
 
 
@@ -225,7 +207,7 @@ async def test_items_arrive_whole_and_in_order_and_the_buffer_may_be_reused(meet
 
     async with meet("alice", "bob") as (alice, bob):
         bob.serve_stream(Talk, collect)
-        sizes = [0, 1, 65536, 70000, MAX_PAYLOAD_BYTES]
+        sizes = [0, 1, 65536, 70000, peers.MAX_PAYLOAD_BYTES]
         async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
             for index, size in enumerate(sizes):
                 buffer = bytearray([index]) * size
@@ -256,8 +238,8 @@ async def test_a_mistake_of_the_sender_leaves_the_stream_usable(meet: Meet) -> N
     async with meet("alice", "bob") as (alice, bob):
         bob.serve_stream(Talk, sink)
         async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
-            with pytest.raises(ValueError, match=str(MAX_PAYLOAD_BYTES)):
-                await stream.send(Piece(0), bytes(MAX_PAYLOAD_BYTES + 1))
+            with pytest.raises(ValueError, match=str(peers.MAX_PAYLOAD_BYTES)):
+                await stream.send(Piece(0), bytes(peers.MAX_PAYLOAD_BYTES + 1))
             await stream.end()
             with pytest.raises(ValueError, match="after end"):
                 await stream.send(Piece(0))

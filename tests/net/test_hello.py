@@ -12,12 +12,10 @@ from tests.net.swarm import identity
 NOW = 1.7e9
 
 
-def ends(
-    *, run_id: str = "", other_run_id: str = "", expected: str = "bob"
-) -> tuple[Introduction, Introduction]:
+def ends(run_id: str = "", other_run_id: str = "", expected: str = "bob") -> list[Introduction]:
     alice = Introduction(identity("alice"), addresses=(), run_id=run_id, expected=identity(expected).id)
     bob = Introduction(identity("bob"), addresses=("ws://b:1",), run_id=other_run_id, expected=None)
-    return alice, bob
+    return [alice, bob]
 
 
 def reply(end: Introduction, message: bytes | None) -> bytes | None:

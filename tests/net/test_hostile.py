@@ -78,9 +78,7 @@ async def test_handshakes_that_stall_after_the_first_message_are_bounded() -> No
             await socket.close()
 
 
-def test_an_address_that_fails_as_another_succeeds_is_not_logged_as_forgotten(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_address_that_fails_as_another_succeeds_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         both = asyncio.Event()
 

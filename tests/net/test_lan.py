@@ -10,29 +10,20 @@ from hypothesis import strategies as st
 
 from colab_swarm.net import lan
 from colab_swarm.net.addresses import is_address
-from colab_swarm.net.lan import (
-    LanAnnouncer,
-    LanSwarm,
-    announced,
-    find_swarms,
-    merge,
-    read_announcement,
-    write_properties,
-)
+from colab_swarm.net.lan import LanAnnouncer, LanSwarm, announced, read_announcement
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact
 from tests.net.swarm import identity
 
+RUN_ID = "albert-1f3a"
 ALICE, BOB = (identity(name).id for name in ("alice", "bob"))
 
 
-def announcement(
-    name: str = "alice", run_id: str = "albert-1f3a", address: str = "ws://192.0.2.7:4500"
-) -> LanSwarm:
+def announcement(name: str = "alice", run_id: str = RUN_ID, address: str = "ws://192.0.2.7:4500") -> LanSwarm:
     return LanSwarm(run_id, "open", (Contact(identity(name).id, (address,)),), (name,))
 
 
-def properties(name: str = "alice", run_id: str = "albert-1f3a") -> dict[bytes, bytes | None]:
-    return as_bytes(write_properties(run_id, "open", name, ALICE))
+def properties(name: str = "alice", run_id: str = RUN_ID) -> dict[bytes, bytes | None]:
+    return as_bytes(lan.write_properties(run_id, "open", name, ALICE))
 
 
 def as_bytes(properties: dict[str, str]) -> dict[bytes, bytes | None]:
@@ -79,9 +70,8 @@ def test_a_wrong_announcement_is_none(change: dict[str, str]) -> None:
 
 
 KEYS = st.sampled_from([b"v", b"run", b"access", b"peer", b"name"]) | st.binary(max_size=9)
-VALUES = (
-    st.none() | st.binary(max_size=80) | st.sampled_from([b"1", b"open", b"invite", ALICE.hex().encode()])
-)
+SAID = st.sampled_from([b"1", b"open", b"invite", ALICE.hex().encode()])
+VALUES = st.none() | st.binary(max_size=80) | SAID
 
 
 @settings(max_examples=60)
@@ -104,7 +94,7 @@ def test_any_multicast_bytes_are_an_announcement_in_bounds_or_nothing(
 def test_the_peers_of_one_run_are_merged() -> None:
     again = announcement("alice", address="ws://198.51.100.7:4500")
     other = announcement("carol", run_id="zebra-77")
-    swarms = merge([other, announcement("alice"), announcement("bob"), again])
+    swarms = lan.merge([other, announcement("alice"), announcement("bob"), again])
     found = [(swarm.run, swarm.names) for swarm in swarms]
     assert found == [("albert", ("alice", "bob")), ("zebra", ("carol",))]
     assert swarms[0].contacts[0] == Contact(ALICE, ("ws://192.0.2.7:4500", "ws://198.51.100.7:4500"))
@@ -134,7 +124,7 @@ LOOPBACK = ["127.0.0.1"]
 async def find(run_id: str, wanted: set[Contact]) -> LanSwarm:
     """Look until these contacts, and no others, are there (the deadline of `run` bounds it)."""
     while True:
-        for swarm in await find_swarms(seconds=1.2, interfaces=LOOPBACK):
+        for swarm in await lan.find_swarms(seconds=1.2, interfaces=LOOPBACK):
             if swarm.run_id == run_id and set(swarm.contacts) == wanted:
                 return swarm
 
@@ -166,4 +156,4 @@ async def test_announced_peers_are_found_until_they_say_goodbye() -> None:
 
 
 async def test_where_there_is_no_multicast_nothing_is_found() -> None:
-    assert await find_swarms(seconds=0.01, interfaces=["192.0.2.250"]) == []
+    assert await lan.find_swarms(seconds=0.01, interfaces=["192.0.2.250"]) == []

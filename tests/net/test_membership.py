@@ -14,19 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError
+from colab_swarm.net import membership as module
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import (
-    GUEST_S,
-    MAX_GUESTS,
-    MAX_REVOKED,
-    SLACK_S,
-    Account,
-    Grant,
-    Membership,
-    MembershipAdmission,
-    Revocations,
-    whoami,
-)
+from colab_swarm.net.membership import GUEST_S, Grant, Membership, MembershipAdmission, whoami
 from colab_swarm.net.peers import PeerId, Role
 from tests.net.swarm import run
 
@@ -88,7 +78,7 @@ def test_a_guest_has_a_minute_and_a_member_is_no_guest_any_more() -> None:
 
 def test_guests_are_counted() -> None:
     at = admission(AUTHORITY)
-    for i in range(MAX_GUESTS):
+    for i in range(module.MAX_GUESTS):
         at.admit(i.to_bytes(32), b"", now=NOW)
     with pytest.raises(NotAdmitted, match="too many peers request"):
         at.admit(ALICE.public_key, b"", now=NOW)
@@ -97,9 +87,9 @@ def test_guests_are_counted() -> None:
 
 def test_a_membership_ends_with_ten_minutes_of_slack_for_clocks() -> None:
     end = NOW + 4 * HOUR
-    assert admit(membership(), now=end + SLACK_S - 1) is Role.WORKER
+    assert admit(membership(), now=end + module.SLACK_S - 1) is Role.WORKER
     refused(membership(), "ended 3 hours ago: join again with an invitation", now=end + 3 * HOUR)
-    assert admit(membership(), now=NOW - SLACK_S + 1) is Role.WORKER
+    assert admit(membership(), now=NOW - module.SLACK_S + 1) is Role.WORKER
     refused(membership(), "starts in 2 hours: set the clock that is off", now=NOW - 2 * HOUR)
 
 
@@ -186,7 +176,7 @@ def test_a_changed_byte_never_gives_another_membership(at: int, flip: int) -> No
 
 
 def revocations(*subjects: PeerId, version: int = 1, sign: Any = AUTHORITY.sign) -> bytes:
-    return Revocations(RUN, version, subjects).signed(sign).encode()
+    return module.Revocations(RUN, version, subjects).signed(sign).encode()
 
 
 def test_a_revoked_peer_is_out_though_its_membership_is_sound() -> None:
@@ -216,13 +206,13 @@ def test_only_newer_lists_by_the_authority_are_taken() -> None:
     with pytest.raises(ProtocolError, match="not signed"):
         at.learn(revocations(version=6, sign=BOB.sign))
     with pytest.raises(ProtocolError, match="not signed"):
-        at.learn(Revocations("other-run", 6).signed(AUTHORITY.sign).encode())
+        at.learn(module.Revocations("other-run", 6).signed(AUTHORITY.sign).encode())
     assert at.revoked.subjects == (ALICE.id,)
 
 
 def test_the_list_is_bounded_and_forgets_the_oldest() -> None:
-    subjects = tuple(PeerId(i.to_bytes(32)) for i in range(MAX_REVOKED))
-    full = Revocations(RUN, 7, subjects)
+    subjects = tuple(PeerId(i.to_bytes(32)) for i in range(module.MAX_REVOKED))
+    full = module.Revocations(RUN, 7, subjects)
     more = full.adding(ALICE.id, now=NOW, sign=AUTHORITY.sign)
     assert more.subjects == (*subjects[1:], ALICE.id) and more.version == int(NOW)
     assert len(more.encode()) < 32_000  # a record of the DHT
@@ -265,7 +255,7 @@ async def hub(answer: Any = ACCOUNT, status: int = 200) -> AsyncIterator[None]:
 
 async def test_a_token_names_its_user_and_organisations() -> None:
     async with hub():
-        assert await whoami(TOKEN) == Account("alice", orgs=(Account("neuropark"),))
+        assert await whoami(TOKEN) == module.Account("alice", orgs=(module.Account("neuropark"),))
         assert await whoami("hf_other") is None
 
 

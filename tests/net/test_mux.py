@@ -19,6 +19,10 @@ class Pair:
         return [frame for packet in self.bob.take() for frame in self.alice.on_packet(packet)]
 
 
+def kinds(frames: list[Frame]) -> list[tuple[FrameKind, int]]:
+    return [(frame.kind, frame.id) for frame in frames]
+
+
 def receive(mux: Mux, *frames: bytes) -> list[Frame]:
     return [got for frame in frames for got in mux.on_packet(frame)]
 
@@ -29,10 +33,7 @@ def test_a_call_is_answered_by_its_number() -> None:
     assert [bytes(frame.message) for frame in pair.to_bob()] == [b"first", b"second"]
     pair.bob.reply(second, b"2")
     pair.bob.fail(first, "failed", "because")
-    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [
-        (FrameKind.REPLY, 3),
-        (FrameKind.ERROR, 1),
-    ]
+    assert kinds(pair.to_alice()) == [(FrameKind.REPLY, 3), (FrameKind.ERROR, 1)]
     assert pair.alice.quiet and pair.bob.quiet
 
 
@@ -65,15 +66,12 @@ def test_our_own_streams_do_not_count_against_the_peers_limit() -> None:
     pair.to_alice()
     for _ in range(3):
         pair.alice.open(b"")
-    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [(FrameKind.OPEN, 1), (FrameKind.OPEN, 3)]
-    assert [(frame.kind, frame.id) for frame in pair.to_alice()] == [(FrameKind.RESET, 5)]
+    assert kinds(pair.to_bob()) == [(FrameKind.OPEN, 1), (FrameKind.OPEN, 3)]
+    assert kinds(pair.to_alice()) == [(FrameKind.RESET, 5)]
     pair.to_bob()
     pair.alice.reset(1)
     replacement = pair.alice.open(b"")
-    assert [(frame.kind, frame.id) for frame in pair.to_bob()] == [
-        (FrameKind.RESET, 1),
-        (FrameKind.OPEN, replacement),
-    ]
+    assert kinds(pair.to_bob()) == [(FrameKind.RESET, 1), (FrameKind.OPEN, replacement)]
 
 
 def test_a_sender_stops_at_the_window_and_continues_with_credit() -> None:

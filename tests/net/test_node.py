@@ -132,9 +132,7 @@ async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
     await until(lambda: bool(lost))
     assert lost == [bob.id]
     assert [event.peer for event in events.recent(PeerJoined)] == [bob.id.hex()]
-    assert [(event.peer, event.reason) for event in events.recent(PeerLeft)] == [
-        (bob.id.hex(), "the peer left")
-    ]
+    assert [(one.peer, one.reason) for one in events.recent(PeerLeft)] == [(bob.id.hex(), "the peer left")]
     await alice.close()
 
 
@@ -213,9 +211,7 @@ async def test_close_wakes_tasks_that_wait_for_a_link_and_refuses_new_calls() ->
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("a bug"), asyncio.CancelledError()])
-async def test_a_peer_whose_dial_failed_in_an_unforeseen_way_can_be_dialled_again(
-    fault: BaseException,
-) -> None:
+async def test_a_peer_whose_dial_failed_unforeseen_can_be_dialled_again(fault: BaseException) -> None:
     async def fail(relay: Contact, peer: PeerId, receiver: object) -> WebSocket:
         raise fault
 

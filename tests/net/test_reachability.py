@@ -13,14 +13,7 @@ from colab_swarm.net import reachability
 from colab_swarm.net.carrier import Path
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, PeerId
-from colab_swarm.net.reachability import (
-    DialBack,
-    DialledBack,
-    Moved,
-    ReachabilityLevel,
-    ReachabilityPolicy,
-    ReachabilityWatch,
-)
+from colab_swarm.net.reachability import DialledBack, ReachabilityLevel, ReachabilityPolicy
 from colab_swarm.net.relay import Relay
 from tests.net.swarm import Echo, candidates, deafen, peers, until
 
@@ -33,11 +26,10 @@ SILENT = "did not answer in 1.5 s"
 @asynccontextmanager
 async def watched(
     *nodes: Node, relays: tuple[Node, ...] = (), events: EventLog | None = None, **options: Any
-) -> AsyncIterator[list[ReachabilityWatch]]:
+) -> AsyncIterator[list[reachability.ReachabilityWatch]]:
     log = events or EventLog()
-    watches = [
-        ReachabilityWatch(node, candidates(*relays), log, random.Random(1), **options) for node in nodes
-    ]
+    given = candidates(*relays), log, random.Random(1)
+    watches = [reachability.ReachabilityWatch(node, *given, **options) for node in nodes]
     yield watches
     for watch in watches:
         await watch.close()
@@ -48,10 +40,8 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
         assert watch.current.level is ReachabilityLevel.UNVERIFIED
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         await watch.start()
-        assert (
-            watch.current.level is ReachabilityLevel.LAN
-            and alice.contact.addresses == watch.current.addresses
-        )
+        current = watch.current
+        assert current.level is ReachabilityLevel.LAN and alice.contact.addresses == current.addresses
         assert bob.linked() == {alice.id} and len(bob.linker.table) == 1  # the dial-back left no link
 
 
@@ -72,9 +62,7 @@ async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() ->
             assert not bob.contact_of(alice.id).direct
 
 
-async def test_places_at_relays_are_kept_while_the_peer_cannot_be_dialled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_places_at_relays_are_kept_while_none_can_dial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "CHECK_EVERY_S", 0.01)
     async with peers("alice", "carol") as (alice, carol):
         Relay(carol)
@@ -117,33 +105,32 @@ async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.Monkey
 async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "DIAL_BACK_GAP_S", 60.0)
     async with peers("alice", "bob") as (alice, bob), watched(bob):
-        found = await alice.call(bob.id, DialBack(alice.contact.addresses), DialledBack, timeout_s=5)
+        ask = reachability.DialBack(alice.contact.addresses)
+        found = await alice.call(bob.id, ask, DialledBack, timeout_s=5)
         assert found.outcomes == ((alice.contact.addresses[0], ""),)
         with pytest.raises(CallRefused, match="less than 60 s ago"):
-            await alice.call(bob.id, DialBack(()), DialledBack, timeout_s=5)
+            await alice.call(bob.id, reachability.DialBack(()), DialledBack, timeout_s=5)
 
 
-async def test_an_address_that_is_silent_leaves_the_others_of_a_dial_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_silent_address_leaves_the_others_of_a_dial_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "PROBE_TIMEOUT_S", 0.2)
     async with peers("alice", "bob", "carol") as (alice, bob, carol), watched(bob):
         deafen(carol)
-        ask = DialBack(carol.contact.addresses + alice.contact.addresses)
+        ask = reachability.DialBack(carol.contact.addresses + alice.contact.addresses)
         (_, silent), (_, heard) = (await alice.call(bob.id, ask, DialledBack, timeout_s=5)).outcomes
         assert (silent, heard) == ("did not answer in 0.2 s", "")
 
 
 async def test_new_addresses_are_those_of_their_sender_and_only_sound_ones_count() -> None:
     async with peers("alice", "bob") as (alice, bob), watched(bob):
-        moved = Moved((PUBLIC, "ws://x/y?z", CIRCUIT))
+        moved = reachability.Moved((PUBLIC, "ws://x/y?z", CIRCUIT))
         await alice.call(bob.id, moved, Ack, timeout_s=5)
         assert bob.contact_of(alice.id).addresses == (PUBLIC, CIRCUIT)
 
 
 async def test_a_dial_back_that_meets_another_peer_fails() -> None:
     async with peers("alice", "bob", "carol") as (alice, bob, carol), watched(bob):
-        ask = DialBack(carol.contact.addresses)
+        ask = reachability.DialBack(carol.contact.addresses)
         ((_, fault),) = (await alice.call(bob.id, ask, DialledBack, timeout_s=5)).outcomes
         assert "was expected" in fault and carol.linked() == frozenset()
 

@@ -8,17 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolError
-from colab_swarm.net.carrier import (
-    MAX_SIZE_BYTES,
-    PAUSE_S,
-    BurstPart,
-    MeasureSpeed,
-    Speed,
-    SpeedTests,
-    TransferReport,
-    _absorb,
-    measure,
-)
+from colab_swarm.net import carrier
+from colab_swarm.net.carrier import MeasureSpeed, SpeedTests, TransferReport, measure
 from colab_swarm.net.peers import UNDECODABLE, Stream
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, virtual_time
 from tests.net import swarm as real
@@ -43,7 +34,7 @@ async def test_the_speeds_of_a_known_link_are_measured() -> None:
     assert speed.rtt_s == pytest.approx(0.1, rel=0.1)
 
 
-@pytest.mark.parametrize("size_bytes", [0, MAX_SIZE_BYTES + 1])
+@pytest.mark.parametrize("size_bytes", [0, carrier.MAX_SIZE_BYTES + 1])
 async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
     with pytest.raises(ValueError, match="size_bytes="):
         await measure(None, None, size_bytes=size_bytes)  # type: ignore[arg-type]
@@ -52,7 +43,7 @@ async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
 @pytest.mark.virtual_time
 async def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
-    await measure(alice, bob.id, size_bytes=MAX_SIZE_BYTES, timeout_s=30)
+    await measure(alice, bob.id, size_bytes=carrier.MAX_SIZE_BYTES, timeout_s=30)
     assert virtual_time() < 5
 
 
@@ -62,7 +53,7 @@ async def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
     await measure(alice, bob.id, size_bytes=1000)
     with pytest.raises(CallRefused, match="wait a moment"):
         await measure(alice, bob.id, size_bytes=1000)
-    await asyncio.sleep(PAUSE_S)
+    await asyncio.sleep(carrier.PAUSE_S)
     await measure(alice, bob.id, size_bytes=1000)
 
 
@@ -73,7 +64,7 @@ async def test_two_peers_are_not_tested_at_once() -> None:
     network.introduce()
     both = (measure(each, bob.id) for each in (alice, carol))
     first, second = await asyncio.gather(*both, return_exceptions=True)
-    assert isinstance(first, Speed) and isinstance(second, CallRefused)
+    assert isinstance(first, carrier.Speed) and isinstance(second, CallRefused)
 
 
 @pytest.mark.virtual_time
@@ -111,13 +102,13 @@ async def test_more_bytes_than_agreed_end_the_test() -> None:
     network.introduce()
 
     async def flood(opening: MeasureSpeed, stream: Stream) -> None:
-        await stream.send(BurstPart())
-        await stream.send(BurstPart(), bytes(2000))
+        await stream.send(carrier.BurstPart())
+        await stream.send(carrier.BurstPart(), bytes(2000))
 
     carol.serve_stream(MeasureSpeed, flood)
     async with await alice.stream(carol.id, MeasureSpeed(1000), timeout_s=5) as stream:
         with pytest.raises(ProtocolError, match="more than was agreed"):
-            await _absorb(stream, 1000)
+            await carrier._absorb(stream, 1000)
 
 
 @settings(max_examples=60)
@@ -134,7 +125,7 @@ def test_strange_bytes_are_no_test_and_no_result(body: bytes) -> None:
         if isinstance(made, TransferReport):
             assert made.seconds >= 0
         else:
-            assert 0 < made.size_bytes <= MAX_SIZE_BYTES
+            assert 0 < made.size_bytes <= carrier.MAX_SIZE_BYTES
 
 
 async def test_real_peers_on_loopback_measure_each_other() -> None:

@@ -29,11 +29,8 @@ pytestmark = needs_posix
 
 def running(folder: Path) -> list[int]:
     """Processes that the test has started: the folder is in their environment."""
-    return [
-        pid
-        for pid in (int(entry.name) for entry in PROCESSES.glob("[0-9]*"))
-        if str(folder).encode() in read(pid, "environ")
-    ]
+    pids = [int(entry.name) for entry in PROCESSES.glob("[0-9]*")]
+    return [pid for pid in pids if str(folder).encode() in read(pid, "environ")]
 
 
 def agent_of(folder: Path, *, guardian: bool = False) -> int:
@@ -139,8 +136,7 @@ async def test_errors_of_ngrok_are_reported_with_their_fix_and_without_the_token
         async with tunnel(ngrok(folder, token)):
             pass
     assert "Your authtoken: " + token not in str(caught.value) + caplog.text
-    assert caught.value.__context__ is None
-    assert running(folder) == []
+    assert caught.value.__context__ is None and running(folder) == []
 
 
 @pytest.mark.parametrize("starting", [False, True])
@@ -228,9 +224,7 @@ async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
         async with tunnel(settings):
             pass
     assert running(folder) == [], "also when closed at once"
-    assert not (folder / ".config").exists() and not list(folder.rglob("ngrok.yml")), (
-        "the user's are untouched"
-    )
+    assert not (folder / ".config").exists() and not list(folder.rglob("ngrok.yml")), "the user's"
 
 
 @pytest.mark.slow

@@ -11,19 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import PeerLost, ProtocolError
-from colab_swarm.net.websocket import (
-    MAX_MESSAGE_BYTES,
-    SCRATCH_BYTES,
-    WebSocket,
-    accept,
-    dial,
-    read_head,
-    unmask,
-    write_head,
-)
+from colab_swarm.net import websocket
+from colab_swarm.net.websocket import WebSocket, accept, dial, read_head, write_head
 from tests.net.swarm import until
 
-SIZES = (0, 1, 125, 126, 65535, 65536, MAX_MESSAGE_BYTES)
+SIZES = (0, 1, 125, 126, 65535, 65536, websocket.MAX_MESSAGE_BYTES)
 
 
 class Collector:
@@ -53,7 +45,7 @@ async def served(handler: Callable[[web.BaseRequest], Awaitable[web.StreamRespon
 
 
 def scratch() -> memoryview:
-    return memoryview(bytearray(SCRATCH_BYTES))
+    return memoryview(bytearray(websocket.SCRATCH_BYTES))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -72,13 +64,13 @@ def test_random_bytes_are_a_head_or_a_protocol_error(data: bytes) -> None:
         head = read_head(memoryview(data), 0)
     except ProtocolError:
         return
-    assert head is None or 0 <= head.end - head.begin <= MAX_MESSAGE_BYTES
+    assert head is None or 0 <= head.end - head.begin <= websocket.MAX_MESSAGE_BYTES
 
 
 @given(st.binary(max_size=100), st.binary(min_size=4, max_size=4))
 def test_unmasking_is_xor_with_the_repeated_key(data: bytes, mask: bytes) -> None:
     expected = bytes(byte ^ mask[index % 4] for index, byte in enumerate(data))
-    assert bytes(unmask(memoryview(data), mask)) == expected
+    assert bytes(websocket.unmask(memoryview(data), mask)) == expected
 
 
 async def test_our_client_talks_to_aiohttps_server() -> None:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from subprocess import PIPE
 from typing import Any, Literal, Self
 
 PREFIX = "swarmlab"
@@ -147,10 +147,8 @@ class Lab:
         return self._wans[router]
 
     def run(self, host: str, argv: Sequence[str]) -> Program:
-        space = ["ip", "netns", "exec", self.prefix + host, "setpriv", "--pdeathsig", "KILL"]
-        process = subprocess.Popen(
-            [*space, *argv], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        at = ["ip", "netns", "exec", self.prefix + host, "setpriv", "--pdeathsig", "KILL"]
+        process = subprocess.Popen([*at, *argv], cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True)
         self._programs.append(Program(host, process))
         return self._programs[-1]
 
@@ -165,9 +163,7 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def _build(self) -> None:
@@ -185,9 +181,8 @@ class Lab:
                 self._configure(router, f"link set port{n} master lan up")
                 self._configure(host, f"addr add {self._addresses[host]}/24 dev eth", "link set eth up")
                 self._configure(host, f"route add default via 10.{k}.0.1")
-            _inside(
-                self.prefix + router, "iptables-restore", feed=site.nat.rules(self._addresses[site.hosts[0]])
-            )
+            rules = site.nat.rules(self._addresses[site.hosts[0]])
+            _inside(self.prefix + router, "iptables-restore", feed=rules)
 
     def _join_wans(self) -> None:
         if self._rtt_s > 0:

@@ -1,13 +1,14 @@
 """What alice and bob say to each other in these tests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from colab_swarm.net.peers import Message, PeerId, Role, Stream, StreamEnded
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers
 from tests.net.swarm import introduce
 
+Meeting = AsyncIterator[list[SimPeers]]
 FAR = NetworkProfile("far", latency_s=0.1)
 
 
@@ -24,7 +25,6 @@ async def double(caller: PeerId, message: Ask) -> Tell:
 
 
 async def count_bytes(opening: Ask, stream: Stream) -> None:
-    """Reads to the end, then tells how many payload bytes there were."""
     total = 0
     try:
         while True:
@@ -47,9 +47,7 @@ def pair(
 
 
 @asynccontextmanager
-async def simulated(
-    *names: str, clients: Iterable[str] = (), viewers: Iterable[str] = ()
-) -> AsyncIterator[list[SimPeers]]:
+async def simulated(*names: str, clients: Sequence[str] = (), viewers: Sequence[str] = ()) -> Meeting:
     """Do as `tests.net.swarm.meet`, in the simulator."""
     network = SimNetwork(FAR, seed=1)
     everyone = []

@@ -55,9 +55,7 @@ def test_leftover_tasks_are_cancelled() -> None:
     assert run_virtual(main()).cancelled() and ended == ["background"]
 
 
-async def test_a_function_in_an_executor_takes_no_virtual_time_and_its_error_reaches_the_awaiting_task() -> (
-    None
-):
+async def test_a_function_in_an_executor_takes_no_virtual_time_and_its_error_is_raised() -> None:
     assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
     with pytest.raises(ValueError, match="invalid literal"):
         await asyncio.to_thread(int, "x")

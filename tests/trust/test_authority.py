@@ -76,9 +76,7 @@ def test_a_run_is_the_same_after_a_restart_with_its_key_file(access: Access, tmp
     assert first.run_id == again.run_id != found(access=access).run_id
 
 
-async def test_an_invitation_of_unlimited_use_admits_while_the_authority_sleeps_and_a_counted_one_does_not() -> (
-    None
-):
+async def test_an_invitation_admits_while_the_authority_sleeps_and_a_counted_one_does_not() -> None:
     async with run_with("alice") as (here, (authority, alice)):
         invitation, counted = here.invite(), here.invite(uses=1)
         await here.leave(authority)

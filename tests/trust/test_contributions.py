@@ -16,18 +16,8 @@ from colab_swarm.errors import PeerError
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import PeerId, Role
-from colab_swarm.trust.contributions import (
-    KINDS,
-    MAX_ROWS,
-    RECORD_S,
-    Contribution,
-    ContributionLedger,
-    Contributions,
-    ContributionTally,
-    TallyRow,
-    leaderboard,
-    tally_of,
-)
+from colab_swarm.trust import contributions as module
+from colab_swarm.trust.contributions import MAX_ROWS, Contribution, ContributionLedger, Contributions
 from tests.dht.swarm import Member, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -45,13 +35,13 @@ def group(weights: Sequence[float], shares: Sequence[float], numel: int = 100) -
     return Group(bytes(16), RoundTerms("", 1, b"", numel), tuple(members))
 
 
-def tallies(round_: Group) -> list[ContributionTally]:
+def tallies(round_: Group) -> list[module.ContributionTally]:
     everybody = [member.id for member in round_.members]
     written = []
     for key in KEYS[: len(everybody)]:
         ledger = ContributionLedger(id_of(key))
         ledger.on_round(round_, everybody)
-        written.append(ContributionTally(key, b"", ledger.rows()))
+        written.append(module.ContributionTally(key, b"", ledger.rows()))
     return written
 
 
@@ -64,20 +54,20 @@ def test_what_all_reducers_credit_adds_up_to_the_weight(parts: list[tuple[float,
     if sum(share > 1e-3 for share in shares) == 0:
         return
     shares = tuple(share if share > 1e-3 else 0.0 for share in shares)
-    found = {one.peer: one for one in leaderboard(tallies(group(weights, shares)))}
+    found = {one.peer: one for one in module.leaderboard(tallies(group(weights, shares)))}
     for index, weight in enumerate(weights):
         credited = found.get(peer(index), Contribution(peer(index)))
         assert credited.samples == pytest.approx(weight, rel=1e-6)
 
 
 def test_the_only_reducer_is_credited_by_those_that_got_its_means() -> None:
-    found = leaderboard(tallies(group([8.0, 4.0, 0.0], [1.0, 0.0, 0.0])))
+    found = module.leaderboard(tallies(group([8.0, 4.0, 0.0], [1.0, 0.0, 0.0])))
     assert {one.peer: one.samples for one in found} == {peer(0): 8.0, peer(1): 4.0}
-    assert leaderboard(tallies(group([8.0], [1.0]))) == ()  # a round of one is not counted
+    assert module.leaderboard(tallies(group([8.0], [1.0]))) == ()  # a round of one is not counted
 
 
 def test_reducers_are_credited_with_the_spans_that_the_others_got_from_them() -> None:
-    found = {one.peer: one for one in leaderboard(tallies(group([1.0, 1.0, 1.0], [3.0, 1.0, 0.0])))}
+    found = {one.peer: one for one in module.leaderboard(tallies(group([1.0, 1.0, 1.0], [3.0, 1.0, 0.0])))}
     assert found[peer(0)].reduced_bytes == 2 * 75 * 4 and found[peer(1)].reduced_bytes == 2 * 25 * 4
     assert found[peer(2)].reduced_bytes == 0
 
@@ -92,9 +82,9 @@ def test_no_peer_credits_itself() -> None:
     ledger = ContributionLedger(peer(0))
     ledger.credit(peer(0), "units", 5)
     assert ledger.rows() == ()
-    own, row = TallyRow(peer(0), (9.0,) * 5), TallyRow(peer(1), (1.0, 0, 0, 0, 0))
-    forged = ContributionTally(KEYS[0], b"", (own, row, row))  # and no other twice
-    assert leaderboard([forged]) == (Contribution(peer(1), samples=1.0),)
+    own, row = module.TallyRow(peer(0), (9.0,) * 5), module.TallyRow(peer(1), (1.0, 0, 0, 0, 0))
+    forged = module.ContributionTally(KEYS[0], b"", (own, row, row))  # and no other twice
+    assert module.leaderboard([forged]) == (Contribution(peer(1), samples=1.0),)
 
 
 def test_a_row_of_the_leaderboard_shows_all_amounts() -> None:
@@ -107,8 +97,9 @@ def test_the_two_ends_of_a_circuit_credit_its_relay_with_what_it_carried() -> No
     for total in (1000, 1000, 5000):
         for ledger in ends:
             ledger.on_relayed({peer(2): total})
-    tallied = [ContributionTally(key, b"", ledger.rows()) for key, ledger in zip(KEYS, ends, strict=False)]
-    assert leaderboard(tallied) == (Contribution(peer(2), relayed_bytes=5000.0),)
+    shown = zip(KEYS, ends, strict=False)
+    tallied = [module.ContributionTally(key, b"", ledger.rows()) for key, ledger in shown]
+    assert module.leaderboard(tallied) == (Contribution(peer(2), relayed_bytes=5000.0),)
 
 
 @pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])
@@ -122,7 +113,7 @@ def test_the_tally_is_bounded_and_keeps_the_largest() -> None:
     for i in range(3 * MAX_ROWS):
         ledger.credit(PeerId(i.to_bytes(32)), "units", 1.0 + i)
     rows = ledger.rows()
-    assert len(rows) == MAX_ROWS and rows[0].amounts[KINDS.index("units")] == 3 * MAX_ROWS
+    assert len(rows) == MAX_ROWS and rows[0].amounts[module.KINDS.index("units")] == 3 * MAX_ROWS
 
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats()
@@ -137,7 +128,7 @@ VALUES = st.recursive(
     | (VALUES | st.tuples(st.just(KEYS[0]), st.just(b""), VALUES)).map(msgspec.msgpack.encode)
 )
 def test_any_value_is_a_tally_or_ignored(value: bytes) -> None:
-    tally = tally_of(Record(b"", value, 0.0, 0, 0.0, owner=KEYS[0]))
+    tally = module.tally_of(Record(b"", value, 0.0, 0, 0.0, owner=KEYS[0]))
     assert tally is None or tally.key == KEYS[0]
 
 
@@ -165,7 +156,7 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
     again.ledger.credit(alice, "samples", 1.0)
     await again.publish()
     assert (await services[0].read())[1] == Contribution(alice, samples=8.0)
-    for pause_s, renewed in ((RECORD_S / 4, True), (1.0, False)):
+    for pause_s, renewed in ((module.RECORD_S / 4, True), (1.0, False)):
         published_at = again._published_at
         await asyncio.sleep(pause_s)
         await again.publish()
@@ -175,7 +166,7 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
 async def test_a_saved_tally_that_makes_no_sense_is_dropped() -> None:
     _, members = await swarm(1)
     service = Contributions(members[0].peers, members[0].dht, RUN)
-    service.saved = (TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
+    service.saved = (module.TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
     with pytest.raises(ValueError, match=r"-1\.0"):
         await service.tick()
     service.ledger.credit(peer(1), "samples", 3.0)
@@ -183,9 +174,7 @@ async def test_a_saved_tally_that_makes_no_sense_is_dropped() -> None:
     assert await service.read() == (Contribution(peer(1), samples=3.0),)
 
 
-async def test_no_tally_is_published_before_the_last_one_could_be_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_tally_is_published_before_the_last_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     _, members = await swarm(2)
     dht, alice = members[0].dht, peer(1)
     first = Contributions(members[0].peers, dht, RUN)

@@ -36,9 +36,8 @@ class Asking:
 
         access = RunAccess(RUN, "invite", admission, invitation=Invite(RUN, (), NOW))
         dht, self.events, self.behind_s = DHT(peers, DHTSettings(), random.Random(0)), EventLog(), 0.0
-        self.member = RunMember(
-            peers, dht, admission, self.events, access, lambda *_: Role.WORKER, lambda: self.behind_s
-        )
+        ways = (lambda *_: Role.WORKER), (lambda: self.behind_s)
+        self.member = RunMember(peers, dht, admission, self.events, access, *ways)
         monkeypatch.setattr(self.member, "_request", request)
 
 

@@ -94,9 +94,8 @@ class Stranger:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         assert self._scene.session is not None
         url = self._scene.server.url.rstrip("/") + path
-        async with self._scene.session.request(
-            method, url, data=body or None, headers={"Authorization": signed, **given}
-        ) as answer:
+        given = {"Authorization": signed} | given
+        async with self._scene.session.request(method, url, data=body or None, headers=given) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
     async def raw(self, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
@@ -132,7 +131,6 @@ class Stranger:
         return given[0].assignment, self._scene.coordinator.schema.encode(self._scene.values())
 
     async def train(self, count: int = 1, change: float = 0.01) -> list[Answer]:
-        """Ask for units and bring results at once."""
         given = await self.ask(count)
         file = self._scene.coordinator.schema.encode(self._scene.values(change))
         return [await self.upload(one.assignment, file) for one in given]
@@ -163,7 +161,6 @@ async def coordinating(
 
 
 def check_state(dispatcher: Dispatcher) -> None:
-    """Raise AssertionError if the state contradicts itself."""
     state = dispatcher.state
     for key, unit in state.units.items():
         assert key.epoch <= state.epoch, f"{key} was assigned before epoch {state.epoch} was done"

@@ -189,8 +189,6 @@ def says(status: int, code: str, text: str) -> Fault:
 
 
 def breaks_after(size_bytes: int) -> Fault:
-    """The connection breaks within the answer's body."""
-
     async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
         whole = await respond(request)
         assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)

@@ -66,8 +66,7 @@ def test_a_server_that_lost_its_lease_changes_nothing() -> None:
     slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
     assert slow is not None and ParameterServer(store, JOB, "fast").run_once(LEASE_S)
     assert store.assimilate(slow, lambda values: values * 0, server="slow", now=LEASE_S) is None
-    assert float(store.parameters().values[0]) == 0.5
-    assert len(entries(store, Assimilated)) == 1
+    assert float(store.parameters().values[0]) == 0.5 and len(entries(store, Assimilated)) == 1
 
 
 def test_an_accuracy_that_could_not_be_written_is_written_by_the_next_call() -> None:

@@ -28,20 +28,9 @@ from colab_swarm.workunits import client as module
 from colab_swarm.workunits import messages
 from colab_swarm.workunits.client import CoordinatorClient, RetryableError, SubsetCache, UnitInHand, UnitSaves
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, JobCard, Subset, Taken
+from tests.workunits import stand_in
 from tests.workunits.digits import digits_job
-from tests.workunits.stand_in import (
-    RUN,
-    Fault,
-    StandIn,
-    answers,
-    breaks_after,
-    client_of,
-    ends_after,
-    garbles,
-    hangs_up,
-    loses_its_answer,
-    says,
-)
+from tests.workunits.stand_in import RUN, Fault, StandIn, answers, client_of, hangs_up, says
 
 TIME_LIMIT_S = 90.0
 
@@ -150,7 +139,7 @@ async def test_a_coordinator_has_to_belong_to_the_run() -> None:
         assert (await client.card()).key == authority.public_key
 
 
-@pytest.mark.parametrize("breaks", [breaks_after, ends_after])
+@pytest.mark.parametrize("breaks", [stand_in.breaks_after, stand_in.ends_after])
 async def test_a_broken_download_of_data_resumes_where_it_ended(breaks: Callable[[int], Fault]) -> None:
     async with talking() as (standin, client):
         subset = standin.card().subsets[0]
@@ -160,7 +149,9 @@ async def test_a_broken_download_of_data_resumes_where_it_ended(breaks: Callable
     assert len(standin.fired) == 2
 
 
-@pytest.mark.parametrize("fault", [garbles, answers(200, body=bytes(1 << 20))], ids=["garbled", "too long"])
+@pytest.mark.parametrize(
+    "fault", [stand_in.garbles, answers(200, body=bytes(1 << 20))], ids=["garbled", "too long"]
+)
 async def test_garbled_and_too_long_data_are_fetched_again(fault: Fault) -> None:
     async with talking() as (standin, client):
         standin.meets("GET /api/data", fault)
@@ -173,7 +164,7 @@ async def test_parameters_that_change_during_a_broken_download_are_fetched_whole
     async with talking() as (standin, client):
 
         async def breaks_and_changes(request, respond):  # type: ignore[no-untyped-def]
-            answer = await breaks_after(2000)(request, respond)
+            answer = await stand_in.breaks_after(2000)(request, respond)
             standin.values, standin.version = standin.values + 1, 1
             return answer
 
@@ -202,7 +193,7 @@ async def uploading() -> AsyncIterator[tuple[StandIn, CoordinatorClient, str, by
 async def test_an_upload_resumes_after_lost_requests_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", 4096)
     async with uploading() as (standin, client, name, result):
-        standin.meets("PUT /api/results", loses_its_answer, hangs_up)
+        standin.meets("PUT /api/results", stand_in.loses_its_answer, hangs_up)
         taken = await client.upload(name, result)
         assert taken.accepted and taken.received == len(result)
         np.testing.assert_array_equal(standin.results[name], standin.values + 1)
@@ -220,7 +211,7 @@ async def test_an_upload_that_a_killed_process_began_resumes() -> None:
 
 async def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
     async with uploading() as (standin, client, name, result):
-        standin.meets("PUT /api/results", loses_its_answer)
+        standin.meets("PUT /api/results", stand_in.loses_its_answer)
         assert (await client.upload(name, result)).accepted
         with pytest.raises(CallRefused, match="already"):
             await client.upload(name, result)
@@ -250,9 +241,7 @@ async def test_an_upload_goes_back_only_after_a_wait(status: int, monkeypatch: p
         sending.cancel()
 
 
-async def test_an_upload_of_which_the_coordinator_lost_a_part_goes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_upload_that_lost_a_part_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", 1024)
     async with uploading() as (standin, client, name, result):
         standin.meets("PUT /api/results", answers(200, body=msgspec.msgpack.encode(Taken(1024))))
@@ -304,8 +293,7 @@ def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCap
     cache = SubsetCache(tmp_path, [digest], 100)
     cache.put(digest, b"alice")
     (tmp_path / digest).write_bytes(b"mallory")
-    assert cache.get(digest) is None and cache.held() == ()
-    assert "garbled" in caplog.text
+    assert cache.get(digest) is None and cache.held() == () and "garbled" in caplog.text
 
 
 def test_a_read_only_disk_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -378,8 +366,7 @@ def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
 
 def test_a_saved_unit_past_its_deadline_is_deleted(tmp_path: Path) -> None:
     saves(tmp_path).save(UnitInHand(UNIT, 100.0))
-    assert saves(tmp_path).left_behind(now=100.0) == []
-    assert not list(tmp_path.glob("*.unit"))
+    assert saves(tmp_path).left_behind(now=100.0) == [] and not list(tmp_path.glob("*.unit"))
 
 
 def test_units_of_others_are_left_to_them(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ def test_a_job_is_trained_from_a_link(coordinator: Coordinator, tmp_path: Path) 
     assert repr(coordinator) == "Coordinator(tiny: epoch 1 of 2, 0 of 4 units, 0 volunteers)"
     alice = cs.workunits.volunteer(coordinator.link, trust_code=True, name="alice's laptop", folder=tmp_path)
     assert cs.workunits.volunteer(coordinator.link, name="alice's laptop", folder=tmp_path) is alice
-    assert coordinator.wait(30)
-    assert alice.wait(30) and alice.snapshot().accepted == 8
+    assert coordinator.wait(30) and alice.wait(30) and alice.snapshot().accepted == 8
     assert sum(isinstance(entry, Assimilated) for entry in coordinator.log()) == 8
     assert not torch.equal(coordinator.model().weight, tiny_job().first_model().weight)  # type: ignore[arg-type]
     assert "finished: all 2 epochs are done" in repr(coordinator)

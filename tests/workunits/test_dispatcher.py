@@ -135,9 +135,7 @@ def test_a_unit_that_goes_out_again_is_of_the_newest_version() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_failed_unit_returns_to_its_volunteer_at_once_or_when_the_others_did_not_take_it(
-    alone: bool,
-) -> None:
+def test_a_failed_unit_returns_to_its_volunteer_at_once_or_when_none_took_it(alone: bool) -> None:
     desk, given = one_out()
     if not alone:
         desk.core.state._seen(BOB, desk.now)
@@ -203,12 +201,7 @@ def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_a
         for accuracy, entry in zip((0.1, 0.2, 0.3, 0.4), entries, strict=True):
             desk.assimilate([entry], accuracy=accuracy)
         ended += desk.advance()
-    assert [type(entry) for entry in ended] == [
-        state.EpochEnded,
-        state.EpochEnded,
-        state.EpochEnded,
-        Finished,
-    ]
+    assert [*map(type, ended)] == [state.EpochEnded] * 3 + [Finished]
     assert isinstance(ended[0], state.EpochEnded)
     assert (ended[0].accuracy, ended[0].low, ended[0].high) == (pytest.approx(0.25), 0.1, 0.4)
     assert desk.core.state.finished == "all 3 epochs are done" and desk.ask(ALICE) == []

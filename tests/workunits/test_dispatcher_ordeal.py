@@ -9,20 +9,9 @@ from collections import Counter
 
 import pytest
 
+from colab_swarm.workunits import state
 from colab_swarm.workunits.dispatcher import Dispatcher
-from colab_swarm.workunits.state import (
-    Accepted,
-    AnyEntry,
-    Assigned,
-    Assimilated,
-    Expired,
-    GaveBack,
-    Rejected,
-    Returned,
-    Unit,
-    decode_entry,
-    encode_entry,
-)
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Assimilated, Unit
 from tests.workunits.local import check_state
 from tests.workunits.test_dispatcher import Desk
 
@@ -105,7 +94,7 @@ class Ordeal(Desk):
     def restart(self) -> None:
         before, self.core = self.core, Dispatcher(self.plan, self.digests, random.Random(len(self.log)))
         for entry in self.log:
-            self.core.state.apply(decode_entry(encode_entry(entry)))
+            self.core.state.apply(state.decode_entry(state.encode_entry(entry)))
         assert self.core.state == before.state
         self.done["restarted"] += 1
 
@@ -139,6 +128,6 @@ def test_the_ordeals_faults_do_happen() -> None:
         while not ordeal.core.state.finished:
             ordeal.step()
         happened += ordeal.done
-    faults = (Expired, Rejected, GaveBack, Returned)
+    faults = (state.Expired, state.Rejected, state.GaveBack, state.Returned)
     wanted = {*(kind.__name__ for kind in faults), "late", "vanished", "restarted", "stale", "banned"}
     assert wanted <= happened.keys(), happened

@@ -38,9 +38,8 @@ async def playing(
 ) -> AsyncIterator[tuple[StandIn, Volunteer]]:
     async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
         await stack.enter_async_context(standin.serving())
-        client = await stack.enter_async_context(
-            aclosing(client_of(standin, token=Token(Identity(b"a" * 32))))
-        )
+        asking = client_of(standin, token=Token(Identity(b"a" * 32)))
+        client = await stack.enter_async_context(aclosing(asking))
         given = {"name": "alice", **settings}
         alice = Volunteer(client, job or standin.job, await client.card(), folder, **given)
         await alice.begin()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import nn
 
@@ -106,9 +107,7 @@ def test_a_strangers_tensor_names_are_reported_short_and_printable(name: str) ->
     assert str(caught.value).isascii() and len(str(caught.value)) < 400
 
 
-def unrolled(
-    first: Floats, results: list[Floats], alphas: list[float]
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def unrolled(first: Floats, results: list[Floats], alphas: list[float]) -> NDArray[np.float64]:
     """Equation 2: the parameters after all results at once, in float64."""
     total = math.prod(alphas) * first.astype(np.float64)
     for place, result in enumerate(results):
