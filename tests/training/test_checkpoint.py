@@ -137,4 +137,5 @@ def test_a_folder_keeps_the_newest_and_skips_the_unreadable(tmp_path: Path) -> N
 def test_a_folder_sweeps_up_after_a_process_killed_while_saving(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     (tmp_path / "step-000000000001.safetensors.partial").write_bytes(b"half")
-    assert list(tmp_path.iterdir()) == [folder.save(2, {})]
+    path = folder.save(2, {})
+    assert list(tmp_path.iterdir()) == [path]
