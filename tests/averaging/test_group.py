@@ -5,32 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.group import (
-    CHUNK_BYTES,
-    MAX_NUMEL,
-    MAX_STEP,
-    MAX_TEXT,
-    Group,
-    GroupFormation,
-    GroupFormationSettings,
-    GroupMember,
-    RoundTerms,
-    Span,
-    Ticket,
-    chunk_values,
-    cut_chunks,
-    equal_shares,
-    plan_spans,
-    rank,
-)
+from colab_swarm.averaging import group as groups
+from colab_swarm.averaging.group import GroupFormation, GroupMember, Span, equal_shares, plan_spans, rank
 from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Contact, PeerId
 from colab_swarm.tensors.codecs import CODECS, codec_of
 
 ALICE, BOB, CAROL = (PeerId(bytes([i]) * 32) for i in (1, 2, 3))
-TERMS = RoundTerms("run", 7, b"lineage", 100, b"schema")
-TICKET = Ticket(TERMS, 10.0)
-SETTINGS = GroupFormationSettings(window_s=2, slack_s=1, max_window_s=30, call_timeout_s=3)
+TERMS = groups.RoundTerms("run", 7, b"lineage", 100, b"schema")
+TICKET = groups.Ticket(TERMS, 10.0)
+SETTINGS = groups.GroupFormationSettings(window_s=2, slack_s=1, max_window_s=30, call_timeout_s=3)
 
 
 @pytest.fixture
@@ -91,7 +75,7 @@ def test_invalid_weights_are_refused(g: GroupFormation, weight: float) -> None:
 def test_a_ticket_of_another_run_is_refused(
     g: GroupFormation, change: dict[str, object], reason: str
 ) -> None:
-    refusal = g.on_join(Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE))
+    refusal = g.on_join(groups.Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE))
     assert refusal is not None and refusal.reason == reason
 
 
@@ -127,13 +111,13 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
         {"members": (GroupMember(ALICE, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         {"members": (GroupMember(ALICE, (), -1, 1),)},
         {"members": (GroupMember(ALICE, (), 1, -1),)},
-        {"explanation": "x" * (MAX_TEXT + 1)},
+        {"explanation": "x" * (groups.MAX_TEXT + 1)},
         {"explanation": "\x1b[2J"},
     ],
 )
 def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, object]) -> None:
-    group = Group(bytes(16), TERMS, (GroupMember(ALICE, (), 1, 1), GroupMember(BOB, (), 1, 1)))
-    msgspec.structs.replace(group, explanation="x" * MAX_TEXT).check()
+    group = groups.Group(bytes(16), TERMS, (GroupMember(ALICE, (), 1, 1), GroupMember(BOB, (), 1, 1)))
+    msgspec.structs.replace(group, explanation="x" * groups.MAX_TEXT).check()
     with pytest.raises(ValueError):
         msgspec.structs.replace(group, **change).check()
 
@@ -143,7 +127,7 @@ def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, obj
 )
 def test_terms_out_of_range_cannot_be_decoded(change: dict[str, object]) -> None:
     fields = list((msgspec.structs.asdict(TERMS) | change).values())
-    for kind, wire in ((Ticket, [fields, 10.0]), (Group, [bytes(16), fields, []])):
+    for kind, wire in ((groups.Ticket, [fields, 10.0]), (groups.Group, [bytes(16), fields, []])):
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=kind)
 
@@ -171,9 +155,9 @@ def test_a_group_has_the_forecast_and_explanation_of_its_strategy(g: GroupFormat
 def test_any_step_of_a_stranger_is_ranked_or_refused(step: int, numel: int) -> None:
     wire = msgspec.msgpack.encode(["run", step, b"lineage", numel, b"schema"])
     try:
-        call = msgspec.msgpack.decode(wire, type=RoundTerms)
+        call = msgspec.msgpack.decode(wire, type=groups.RoundTerms)
     except msgspec.ValidationError:
-        assert not (0 <= step < MAX_STEP and 0 <= numel < MAX_NUMEL)
+        assert not (0 <= step < groups.MAX_STEP and 0 <= numel < groups.MAX_NUMEL)
     else:
         assert len(rank(call.prefix, call.step, [ALICE, BOB])) == 2
 
@@ -203,9 +187,9 @@ def test_equal_shares_give_equal_spans_and_senseless_ones_are_named() -> None:
 @given(st.integers(0, 1000), st.integers(0, 200_000), names, names)
 @settings(max_examples=100)
 def test_chunks_tile_their_span_and_fit_a_frame(start: int, numel: int, codec: str, mean_codec: str) -> None:
-    span, values = Span(start, start + numel), chunk_values(codec, mean_codec)
-    chunks = cut_chunks(span, values)
+    span, values = Span(start, start + numel), groups.chunk_values(codec, mean_codec)
+    chunks = groups.cut_chunks(span, values)
     assert [start, *(chunk.stop for chunk in chunks)] == [*(chunk.start for chunk in chunks), span.stop]
     assert all((chunk.start - start) % 4096 == 0 for chunk in chunks)
-    assert max(codec_of(name).encoded_bytes(values) for name in (codec, mean_codec)) <= CHUNK_BYTES
+    assert max(codec_of(name).encoded_bytes(values) for name in (codec, mean_codec)) <= groups.CHUNK_BYTES
     assert 4 * values <= MAX_PAYLOAD_BYTES  # as recovery sends it

@@ -6,23 +6,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from colab_swarm.averaging.group import (
-    Group,
-    Joined,
-    JoinEta,
-    JoinRound,
-    RefusalReason,
-    RoundRefused,
-    RoundTerms,
-    Ticket,
-    rank,
-)
+from colab_swarm.averaging import group as module
+from colab_swarm.averaging.group import Group, Joined, JoinEta, JoinRound, RoundRefused, Ticket, rank
 from colab_swarm.averaging.matchmaking import REFUSALS_S, REMEMBERED_S, SKIPPED_S, Matchmaker, PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
-TERMS = RoundTerms("run", 7, b"lineage", 100, b"schema")
+TERMS = module.RoundTerms("run", 7, b"lineage", 100, b"schema")
 TICKET = Ticket(TERMS, 10.0)
 
 
@@ -51,7 +42,7 @@ class Trainer:
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         return self.candidates
 
-    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+    def _on_called(self, terms: module.RoundTerms, caller: PeerId) -> float | None:
         return self.ready_in_s if terms.key == self.ticket.terms.key else None
 
     async def join(self, *, after_s: float = 0.0, timeout_s: float = 30.0) -> Group:
@@ -278,7 +269,7 @@ async def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_anothe
 
 
 @pytest.mark.parametrize("reason", ["late", "resync", "invalid"])
-async def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReason) -> None:
+async def test_an_organizer_that_keeps_refusing_is_left_out(reason: module.RefusalReason) -> None:
     liar, *honest = Town(3).trainers
 
     async def refuse(_peer: PeerId, _message: JoinRound) -> Joined:

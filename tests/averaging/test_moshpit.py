@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.moshpit import (
-    MoshpitAverager,
-    MoshpitGrid,
-    MoshpitResult,
-    RoundMeter,
-    plan_sides,
-    rounds_for,
-)
+from colab_swarm.averaging import moshpit
+from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitGrid, MoshpitResult, RoundMeter
 from colab_swarm.bench.dedloc import GroupRun, Town, is_contribution, play
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import PeerId
@@ -231,15 +225,13 @@ def test_one_pass_gives_everyone_the_exact_weighted_mean(count: int, group_size:
 
 @given(st.integers(1, 5000), st.integers(1, 14))
 def test_a_grid_has_no_empty_cell_and_equal_sides(count: int, rounds: int) -> None:
-    sides = plan_sides(count, rounds)
+    sides = moshpit.plan_sides(count, rounds)
     assert count / 2 < np.prod(sides) <= count or count == 1
     assert len(sides) <= rounds and max(sides) <= 2 * min(sides) + 1
 
 
 @given(SIZES, st.integers(2, 70), st.data())
-def test_every_line_has_a_peer_that_accepts_connections(
-    count: int, group_size: int, data: st.DataObject
-) -> None:
+def test_every_line_has_a_peer_that_listens(count: int, group_size: int, data: st.DataObject) -> None:
     reachable = data.draw(st.integers(1, count))
     g = grid(count, group_size, reachable=reachable)
     dialled = set(crowd(count)[:reachable])
@@ -254,7 +246,7 @@ def test_the_seed_alone_decides_the_cells() -> None:
 
 
 def test_the_number_of_rounds_and_the_rate_of_success_are_those_of_the_paper() -> None:
-    found = [rounds_for(*case) for case in ((1, 2), (16, 4), (16, 16), (13, 4), (17, 4), (16, 2))]
+    found = [moshpit.rounds_for(*case) for case in ((1, 2), (16, 4), (16, 16), (13, 4), (17, 4), (16, 2))]
     assert found == [1, 2, 1, 2, 3, 4]
     failures_per_s = -np.log(1 - 0.1) / TIME.seconds(4)  # q = 0.1 in a round of four
     rate = replace(TIME, failures_per_s=failures_per_s).success_rate(16, 4)

@@ -49,8 +49,7 @@ def test_a_member_without_weight_is_not_waited_for() -> None:
 @pytest.mark.parametrize("weights", [(0, 0), (1, 1)])
 def test_chunks_without_contributions_have_no_mean(weights: tuple[float, float]) -> None:
     r = reducer(*weights)
-    finished = r.finished() + r.drop(0) + r.drop(1)
-    assert sorted(finished) == [0, 1, 2] and r.mean(1) is None
+    assert sorted(r.finished() + r.drop(0) + r.drop(1)) == [0, 1, 2] and r.mean(1) is None
 
 
 @pytest.mark.parametrize(

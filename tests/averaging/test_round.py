@@ -176,9 +176,7 @@ def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
 @pytest.mark.parametrize(
     ("index", "payload"), [(0, b""), (0, bytes(39)), (7, bytes(40)), (-1, bytes(40)), (0, NANS)]
 )
-async def test_a_member_that_sends_garbage_is_left_out_and_still_gets_the_mean(
-    index: int, payload: bytes
-) -> None:
+async def test_a_sender_of_garbage_is_left_out_and_gets_the_mean(index: int, payload: bytes) -> None:
     alice, mallory = pair("mallory", dial_out="mallory")
     group = make_group([alice, mallory], [1, 9], 10)
     going = asyncio.create_task(Averager(alice, SETTINGS).average(group, vector(0, 10)))

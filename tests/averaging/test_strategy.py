@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from colab_swarm.averaging import strategy as module
 from colab_swarm.averaging.group import RoundTerms, Ticket, equal_shares
-from colab_swarm.averaging.strategy import (
-    CLAIM_CAP,
-    AdaptiveShares,
-    adaptive_shares,
-    believed,
-    encoded_bytes,
-    plan_round,
-)
+from colab_swarm.averaging.strategy import AdaptiveShares, adaptive_shares, believed, plan_round
 
 EQUAL = "peers reduce equal shares because all finish together (8 Mbit/s)"
 
@@ -92,7 +86,7 @@ def random_peers(rng: random.Random) -> list[Ticket]:
 def least_s(peers: Sequence[Ticket]) -> float:
     """The least time of a round by HiGHS, from the module's formulas, for peers of known bandwidths."""
     n, c, w = len(peers), [each.weight > 0 for each in peers], [not each.assists for each in peers]
-    up, down = encoded_bytes(peers[0].terms.codec, 250_000), 1e6
+    up, down = module.encoded_bytes(peers[0].terms.codec, 250_000), 1e6
     matrix, limits = np.zeros((2 * n, n + 1)), np.zeros(2 * n)
     for i, each in enumerate(peers):
         assert each.upload_bps and each.download_bps
@@ -194,8 +188,8 @@ def test_an_assistant_has_no_contribution_wants_no_mean_and_gets_load_although_i
 def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
     shares = adaptive_shares([*([ticket(8e6)] * 7), ticket(claim)]).shares
     truth = [peer(1)] * 8
-    assert (plan_round(truth, shares).averaging_s / plan_round(truth).averaging_s) < CLAIM_CAP
-    assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]  # one of two does not make the median
+    assert (plan_round(truth, shares).averaging_s / plan_round(truth).averaging_s) < module.CLAIM_CAP
+    assert believed([1e12, 8e6]) == [module.CLAIM_CAP * 8e6, 8e6]  # one of two does not make the median
     assert believed([None, 0.0]) == [None, None]
 
 

@@ -78,8 +78,7 @@ def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_sa
     alice.run(4, says="two steps further")
     bob.wait_output("under way")
     bob.page.screenshot(path=artifacts / "resumed.png")
-    of_the_dead_kernel = "widget model not found"
-    assert window.complaints_but(of_the_dead_kernel) == []
+    assert window.complaints_but("widget model not found") == []
 
 
 def test_the_stop_button_ends_the_cell_and_a_page_that_is_loaded_again_has_a_live_panel(

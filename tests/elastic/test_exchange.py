@@ -202,9 +202,7 @@ class FakeExchange(PieceExchange):
     st.binary(max_size=32) | st.sampled_from([b"\0" * 24, b"\0" * 16, b"\xff" * 24]),
     st.sampled_from(["float32", "float16", "int8", "topk:0.5", "onebit"]),
 )
-def test_a_member_that_sends_any_bytes_is_believed_or_dropped(
-    step: int, bucket: int, payload: bytes, codec: str
-) -> None:
+def test_any_bytes_are_believed_or_dropped(step: int, bucket: int, payload: bytes, codec: str) -> None:
     async def main() -> None:
         exchange = FakeExchange()
         steps = ElasticSteps(exchange, ElasticSettings(PREFIX, 2, NormBounded(0.5), codec), SIZES)

@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 
 from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
+from colab_swarm.elastic import AdaptiveBeta, NormBounded, Synchronous, VarianceBounded
 from colab_swarm.elastic.ledger import GradientLedger, Meter
-from colab_swarm.elastic.schedulers import (
-    AdaptiveBeta,
-    BoundedStaleness,
-    CrashTolerant,
-    NormBounded,
-    Scheduler,
-    StepFacts,
-    Synchronous,
-    VarianceBounded,
-)
+from colab_swarm.elastic.schedulers import BoundedStaleness, CrashTolerant, Scheduler, StepFacts
 from colab_swarm.tensors.codecs import Floats
 
 SIZES = (30, 8, 50)
@@ -42,13 +34,7 @@ def emulate(scheduler: Callable[[], Scheduler], steps: int = STEPS, **more: obje
     return Emulation(scene, np.zeros(DIM, np.float32), noisy_quadratic).run()
 
 
-RELAXED = [
-    NormBounded(0.0),
-    NormBounded(0.6),
-    VarianceBounded(0.2),
-    BoundedStaleness(3),
-    CrashTolerant(1, 0.2),
-]
+RELAXED = [*map(NormBounded, (0.0, 0.6)), VarianceBounded(0.2), BoundedStaleness(3), CrashTolerant(1, 0.2)]
 
 
 @pytest.mark.parametrize("scheduler", RELAXED, ids=repr)

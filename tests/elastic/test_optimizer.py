@@ -6,15 +6,9 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.elastic import BoundedStaleness, CrashTolerant, NormBounded, Synchronous, VarianceBounded
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.schedulers import (
-    BoundedStaleness,
-    CrashTolerant,
-    NormBounded,
-    Scheduler,
-    Synchronous,
-    VarianceBounded,
-)
+from colab_swarm.elastic.schedulers import Scheduler
 from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, PeerLeft

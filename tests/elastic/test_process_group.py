@@ -47,9 +47,7 @@ def test_a_missing_process_group_is_reported_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize("squares", [-1.0, math.nan])
-def test_a_rank_that_sends_an_impossible_norm_is_lost(
-    squares: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_with_an_impossible_norm_is_lost(squares: float, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange, reported = ProcessGroupExchange.__new__(ProcessGroupExchange), list[Any]()
     loop = SimpleNamespace(call_soon_threadsafe=lambda *call: reported.append(call))
     vars(exchange).update(

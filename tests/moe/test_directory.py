@@ -337,9 +337,7 @@ async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() 
     assert [fault.name for fault in network.fired] == ["skew"]
 
 
-async def test_a_search_that_ends_early_returns_the_live_experts_it_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_search_cut_short_returns_the_experts_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     _, (alice, bob, *_) = await scouts(8)
     grid = Grid("wide", (256, 256))
     await announce(alice, "wide.0.0", "wide.200.0", grid=grid)

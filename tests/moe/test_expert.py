@@ -8,15 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.expert import (
-    MOST,
-    Expert,
-    ExpertModel,
-    ExpertRule,
-    FeedForward,
-    TransformerBlock,
-    measure,
-)
+from colab_swarm.moe import ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.expert import MOST, Expert, ExpertModel, measure
 from tests.moe.local import Function
 
 ADAM = ExpertRule(

@@ -11,20 +11,8 @@ from hypothesis import strategies as st
 
 from colab_swarm.dht.records import DHTSettings
 from colab_swarm.dht.service import Found
-from colab_swarm.moe.grid import (
-    CLAIMED,
-    MAX_ADDRESS_CHARS,
-    PAGE,
-    ExpertPlace,
-    Grid,
-    GridPage,
-    GridRecord,
-    Index,
-    Mask,
-    announced,
-    beam_search,
-    short_addresses,
-)
+from colab_swarm.moe import grid as grids
+from colab_swarm.moe.grid import ExpertPlace, Grid, GridPage, GridRecord, Index, Mask, announced, beam_search
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId
 from colab_swarm.tensors.codecs import Floats
 
@@ -68,12 +56,12 @@ def read(page: GridPage, found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
 
 
 def test_a_row_describes_its_experts() -> None:
-    row = GridRecord(
-        ("ws://203.0.113.7:4500",), (ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, CLAIMED, ()))
-    )
+    places = ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, grids.CLAIMED, ())
+    row = GridRecord(("ws://203.0.113.7:4500",), places)
     seven, nine = announced(PLACES, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE].values()
     assert seven.host == Contact(ALICE, row.addresses) and (seven.uid, nine.uid) == ("ffn.2.175", "ffn.2.177")
-    assert (seven.shape, seven.step, nine.step) == ((16, -1), 5, CLAIMED) and seven.claim == (123, ALICE)
+    assert (seven.shape, seven.step, nine.step) == ((16, -1), 5, grids.CLAIMED)
+    assert seven.claim == (123, ALICE)
 
 
 def test_a_branch_lists_prefixes_and_is_empty_after_its_host_left() -> None:
@@ -92,7 +80,7 @@ ROW = GridRecord((), (ExpertPlace(1, 2, 3, ()),))
     [
         *((ALICE, ROW, BOB), (ALICE, ROW, None), (b"", ROW, ALICE), (ALICE, [[], [7]], ALICE)),
         *((ALICE, None, ALICE), (ALICE, [[], [[-1, 2, 3, []]]], ALICE)),
-        *((ALICE, [[], [[PAGE, 2, 3, []]]], ALICE), (ALICE, [[], [[1, 2, -2, []]]], ALICE)),
+        *((ALICE, [[], [[grids.PAGE, 2, 3, []]]], ALICE), (ALICE, [[], [[1, 2, -2, []]]], ALICE)),
         *((ALICE, [[], [[1, 2, 3, [1] * 9]]], ALICE), (ALICE, [["a" * 1000], []], ALICE)),
         (ALICE, [["a"] * 17, []], ALICE),
     ],
@@ -135,14 +123,12 @@ ANY_SIDES = st.lists(st.integers(1, 40), min_size=1, max_size=3) | st.tuples(
 
 @settings(max_examples=30)
 @given(ANY_SIDES, st.data())
-def test_every_place_has_one_position_in_one_page_below_its_prefix(
-    sides: list[int], data: st.DataObject
-) -> None:
+def test_every_place_has_one_position_in_one_page(sides: list[int], data: st.DataObject) -> None:
     grid = Grid("ffn", tuple(sides))
     place = tuple(data.draw(st.integers(0, side - 1)) for side in sides)
     assert grid.index(grid.uid(place)) == place and grid.size == math.prod(sides)
     for length in range(1, len(sides) + 1):
-        page, position = GridPage.of(grid, place[:length]), grid.number(place[:length]) % PAGE
+        page, position = GridPage.of(grid, place[:length]), grid.number(place[:length]) % grids.PAGE
         assert page in GridPage.below(grid, place[: length - 1]) and page.index_at(position) == place[:length]
     row = GridRecord((), (ExpertPlace(position, 1, 2, ()),))
     decoded = announced(page, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE]
@@ -150,15 +136,16 @@ def test_every_place_has_one_position_in_one_page_below_its_prefix(
 
 
 def test_addresses_that_do_not_fit_are_dropped() -> None:
-    chosen = short_addresses(Contact(ALICE, ("a" * 100, "b" * 200, "c" * 100)))
-    assert chosen == ("a" * 100, "c" * 100) and sum(map(len, chosen)) <= MAX_ADDRESS_CHARS
+    chosen = grids.short_addresses(Contact(ALICE, ("a" * 100, "b" * 200, "c" * 100)))
+    assert chosen == ("a" * 100, "c" * 100) and sum(map(len, chosen)) <= grids.MAX_ADDRESS_CHARS
 
 
 def test_a_full_page_of_hosts_with_many_addresses_fits_under_one_key() -> None:
-    row = GridRecord(("a" * MAX_ADDRESS_CHARS,), (ExpertPlace(PAGE - 1, 1 << 45, 1 << 40, (512, 1024)),))
+    place = ExpertPlace(grids.PAGE - 1, 1 << 45, 1 << 40, (512, 1024))
+    row = GridRecord(("a" * grids.MAX_ADDRESS_CHARS,), (place,))
     record_bytes = len(msgspec.msgpack.encode(row)) + 32
-    assert PAGE * (record_bytes + 256) <= DHTSettings().key_bytes  # as a holder counts
-    assert PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times
+    assert grids.PAGE * (record_bytes + 256) <= DHTSettings().key_bytes  # as a holder counts
+    assert grids.PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times
 
 
 Scores = list[Floats]

@@ -324,9 +324,7 @@ def remote(experts: LocalExperts) -> RemoteExpert:
     return RemoteExpert(LocalCalls(experts), LINE, "ffn.1")
 
 
-def test_it_computes_what_the_expert_computes_and_both_learn(
-    experts: LocalExperts, remote: RemoteExpert
-) -> None:
+def test_it_computes_as_the_expert_and_both_learn(experts: LocalExperts, remote: RemoteExpert) -> None:
     local, x = copy.deepcopy(experts.modules["ffn.1"]), torch.randn(2, 3, 4, requires_grad=True)
     y = remote(x)
     torch.testing.assert_close(y, local(x))

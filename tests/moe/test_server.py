@@ -16,19 +16,8 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.calls import (
-    LAST,
-    LONGEST_RETRY_S,
-    BackwardExpert,
-    Call,
-    ExpertCalls,
-    ExpertServer,
-    ForwardExpert,
-    Key,
-    Part,
-    _Served,
-    compute,
-)
+from colab_swarm.moe import calls as expert_calls
+from colab_swarm.moe.calls import Call, ExpertServer, ForwardExpert, Key, Part, compute
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.membership import OpenAdmission
@@ -69,7 +58,7 @@ class Scene(NamedTuple):
     server: ExpertServer
     alice: Node
     bob: Node
-    calls: ExpertCalls
+    calls: expert_calls.ExpertCalls
 
 
 @asynccontextmanager
@@ -146,7 +135,7 @@ async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
 
 
 def test_rates_are_means_of_the_last_calls() -> None:
-    served = _Served(expert())
+    served = expert_calls._Served(expert())
     idle = served.statistics(0, 0.0)
     assert idle.latency_s is None and idle.batch_size is None and idle.calls_per_s == 0.0
     served.count([pending(samples=30)], 1.0)
@@ -155,8 +144,8 @@ def test_rates_are_means_of_the_last_calls() -> None:
     one = served.statistics(3, 101.0)
     assert (one.calls_per_s, one.samples_per_s, one.batch_size, one.queued) == (0.03, 0.6, 30.0, 3)
     assert (one.calls, one.samples, one.latency_s) == (3, 60, 3.0)
-    served.count([pending(at=100.0)] * 2 * LAST, 101.0)
-    assert served.statistics(0, 105.0).calls_per_s == LAST / 4
+    served.count([pending(at=100.0)] * 2 * expert_calls.LAST, 101.0)
+    assert served.statistics(0, 105.0).calls_per_s == expert_calls.LAST / 4
 
 
 async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
@@ -234,7 +223,7 @@ REFUSED: dict[str, tuple[ForwardExpert, str]] = {
     "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "at least one"),
     "no length": (ForwardExpert("text.0", 1, (0, DIM), "float32"), "takes samples of shape"),
     "any length": (ForwardExpert("text.0", 1, (-1, DIM), "float32"), "takes samples of shape"),
-    "codec": (BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
+    "codec": (expert_calls.BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
 }
 
 
@@ -419,7 +408,7 @@ async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards
         await stream.send(Part(), samples(2).tobytes())
         with pytest.raises(ExpertError) as caught:
             await calls.attempt(ForwardExpert, info(bob), [samples(3)])
-        assert caught.value.retry_s == LONGEST_RETRY_S
+        assert caught.value.retry_s == expert_calls.LONGEST_RETRY_S
         await until(lambda: next(iter(server._batching._inside)).parts != [])
         await asyncio.sleep(0)
         assert server.statistics()["ffn.0"].calls == 0

@@ -120,8 +120,7 @@ def test_the_pause_button_toggles() -> None:
 
 
 def test_the_stop_button_interrupts_a_busy_cell_from_another_thread_and_nothing_else() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    button = control(panel, "Button", "Stop")
+    button = control(Panel(lambda: SNAPSHOT, nothing, live=True), "Button", "Stop")
     button.click()  # on the main thread: the cell is over
     clicker = threading.Thread(target=button.click)
     with pytest.raises(KeyboardInterrupt):

@@ -34,8 +34,7 @@ def simulated_step_s(peers: int, subject: Subject, target: int, line: Speed) -> 
 
     def train(swarm: cs.Swarm) -> list[float]:
         weights = torch.nn.Parameter(torch.zeros(subject.parameters))
-        sgd = torch.optim.SGD([weights], lr=0.1)
-        optimizer = swarm.optimizer(sgd, target_batch_size=target)
+        optimizer = swarm.optimizer(torch.optim.SGD([weights], lr=0.1), target_batch_size=target)
         while optimizer.global_step < 12:
             weights.sum().backward()
             optimizer.step(samples=subject.micro_batch)

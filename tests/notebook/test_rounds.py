@@ -69,8 +69,7 @@ def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:
 
 def test_before_the_first_round_there_is_a_hint_and_a_round_without_traces_says_so() -> None:
     assert draw_rounds(SNAPSHOT).text() == NONE_YET and NONE_YET in words(draw_rounds(SNAPSHOT).html())
-    bare = dataclasses.replace(ROUND, members=())
-    shown = waterfall([bare], 0, {})
+    shown = waterfall([dataclasses.replace(ROUND, members=())], 0, {})
     assert "left no trace" in shown.html() and "left no trace" in shown.text()
 
 

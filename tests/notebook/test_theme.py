@@ -85,8 +85,7 @@ def test_a_document_cuts_and_counts_rows_in_html_and_in_text() -> None:
 
 def test_the_picture_has_the_curve_and_the_limit() -> None:
     drawn = curve([(0, 2.0), (900, 1.0)], limit=[(0, 4.0), (900, 4.0)])
-    kinds = [element.tag for element in ElementTree.fromstring(drawn)]
-    assert kinds.count("polyline") == 2
+    assert [element.tag for element in ElementTree.fromstring(drawn)].count("polyline") == 2
     assert "stroke-dasharray" in drawn and "loss 1 at step 900" in drawn
 
 

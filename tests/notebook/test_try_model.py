@@ -96,8 +96,7 @@ def test_the_copy_has_only_the_trained_parameters(net: Guesser, texts: Words) ->
     probe.on_optimizer("model", optimizer)
     assert [parameter for parameter, _ in probe._copied["model"]] == list(net.layers[2].parameters())
     assert probe.try_model(QUESTION, net, texts).replies[0].before
-    other = Guesser(len(texts)).train()
-    assert not probe.try_model(QUESTION, other, texts).replies[0].before
+    assert not probe.try_model(QUESTION, Guesser(len(texts)).train(), texts).replies[0].before
 
 
 def test_a_model_is_needed_and_a_recipe_can_set_it(net: Guesser, texts: Words) -> None:

@@ -88,8 +88,7 @@ def test_the_text_has_a_bar_per_unit_in_hand_and_the_whole_contribution() -> Non
 
 
 def test_the_html_is_sound_and_tells_screen_readers_how_far_units_are() -> None:
-    root = ElementTree.fromstring(draw_volunteer(SNAPSHOT).html())
-    bars = root.findall(".//*[@role='img']")
+    bars = ElementTree.fromstring(draw_volunteer(SNAPSHOT).html()).findall(".//*[@role='img']")
     assert [bar[0].get("style") for bar in bars] == ["width:25.0%", "width:0.0%"]
     assert bars[0].get("aria-label", "").startswith("epoch 3, subset 7: training 5 of 20")
 

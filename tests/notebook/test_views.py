@@ -172,8 +172,7 @@ def test_many_peers_are_cut_and_counted_and_their_labels_stay_apart() -> None:
     page = parsed(draw_map(crowd).html())
     circles = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in page.iter("circle")]
     assert len(circles) == MAX_ON_MAP + 1 and "499 links" in draw_map(crowd).text()
-    heights = sorted(y for _, y in circles[1:])
-    assert min(b - a for a, b in itertools.pairwise(heights)) >= 26
+    assert min(b - a for a, b in itertools.pairwise(sorted(y for _, y in circles[1:]))) >= 26
 
 
 rows = st.builds(

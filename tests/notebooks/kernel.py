@@ -39,8 +39,7 @@ class Kernel:
         return "".join(shown)
 
     def run(self, **form: object) -> str:
-        cell = filled_in(self._cells[self.next], **form)
-        output = self.execute(cell)
+        output = self.execute(filled_in(self._cells[self.next], **form))
         self.next += 1
         return output
 

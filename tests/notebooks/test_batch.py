@@ -49,8 +49,7 @@ def test_a_notebook_that_runs_as_a_batch_job_keeps_its_panels_as_text(tmp_path: 
     path = tmp_path / "batch.ipynb"
     first, name, rest = SCRIPT.partition("swarm.watch")
     cells = map(nbformat.v4.new_code_cell, (first, "panel", name + rest))
-    notebook = nbformat.v4.new_notebook(cells=list(cells))
-    nbformat.write(notebook, path)
+    nbformat.write(nbformat.v4.new_notebook(cells=list(cells)), path)
     run(sys.executable, "-m", "jupyter", "execute", "--inplace", str(path), folder=tmp_path)
     _, panel, watch = nbformat.read(path, as_version=4).cells
     (shown,) = panel.outputs

@@ -60,9 +60,7 @@ def test_the_loss_counts_the_hidden_tokens_and_no_others(tokenizer: Words) -> No
     assert loss == pytest.approx(math.log(len(set(ids))))
 
 
-def test_the_loss_is_the_same_every_time_and_for_every_batch_size(
-    untrained: Albert, tokenizer: Words
-) -> None:
+def test_the_loss_is_always_the_same_for_any_batch_size(untrained: Albert, tokenizer: Words) -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)

@@ -166,9 +166,7 @@ def test_one_large_parquet_file_is_many_shards(tmp_path: Path) -> None:
     )
 
 
-def test_a_garbled_row_costs_the_rest_of_its_shard_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_garbled_row_ends_its_shard_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "good.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "three"}\n{"text": \n{"text": "four"}\n')
     reader = ShardReader("both", open_text(str(tmp_path / "*.jsonl")), seed=0, wait=Waits())

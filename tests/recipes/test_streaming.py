@@ -56,8 +56,7 @@ def test_a_tokenizer_sees_all_of_every_source(two_sources: dict[str, float]) -> 
 
 
 def test_a_batch_is_made_of_neighbouring_sentences(tokenizer: Words, two_sources: dict[str, float]) -> None:
-    made = mixed(tokenizer, two_sources)
-    for batch in islice(made, 5):
+    for batch in islice(mixed(tokenizer, two_sources), 5):
         rows = original(batch), batch["token_type_ids"], batch["sentence_order_label"]
         for row, types, swapped in zip(*rows, strict=True):
             end = int(batch["attention_mask"].sum(dim=1).max())

@@ -28,8 +28,7 @@ def alice() -> Iterator[Swarm]:
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    inputs = torch.randn(count, 16, DIM)
-    return [(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()) for x in inputs]
+    return [(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()) for x in torch.randn(count, 16, DIM)]
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

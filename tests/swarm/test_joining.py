@@ -88,8 +88,7 @@ def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path:
 @pytest.mark.real_time
 async def test_a_wrong_clock_is_named(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     services, network, invitation = await founded()
-    start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
-    monkeypatch.setattr(Node, "start", start)
+    monkeypatch.setattr(Node, "start", partial(Node.start, wall_clock=lambda: time.time() + ahead_s))
     with pytest.raises(JoinError, match="clock"):
         await _start(RunAccess.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
     await close(services, network)

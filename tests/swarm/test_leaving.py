@@ -88,9 +88,7 @@ def test_a_stop_that_fails_at_the_sessions_end_skips_neither_the_others_nor_leav
     assert faults == [("leaving at the session's end", "ZeroDivisionError: a bug")]
 
 
-def test_a_part_that_cannot_be_closed_leaves_no_other_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = cs.create("test-run", state_dir=tmp_path)
     second, first = join_training(alice, model(), name="second"), join_training(alice, net := model())
     loss_of(net, 0).backward()

@@ -103,8 +103,7 @@ def test_an_organizer_that_comes_back_is_the_same_run(tmp_path_factory: pytest.T
         cs.join(invite, peer_name="bob", options=QUIET).leave()
     with cs.create("again", options=options) as swarm:
         assert swarm.run_id == first
-        fresh = swarm.invite()
-        with cs.join(fresh, peer_name="carol", options=QUIET) as carol:
+        with cs.join(swarm.invite(), peer_name="carol", options=QUIET) as carol:
             assert linked(swarm, carol)
     with pytest.raises(ValueError, match="'again'"):
         cs.create("another", options=options)

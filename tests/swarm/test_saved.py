@@ -19,17 +19,9 @@ from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+from colab_swarm.swarm import saved as module
 from colab_swarm.swarm.network import NetworkOptions
-from colab_swarm.swarm.saved import (
-    MAX_CONTACTS,
-    STALE_S,
-    VERSION,
-    Occupant,
-    PeerStore,
-    SavedPeer,
-    loss_warning,
-    read_saved,
-)
+from colab_swarm.swarm.saved import STALE_S, Occupant, PeerStore, SavedPeer, loss_warning, read_saved
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.contributions import TallyRow, merged
 
@@ -44,7 +36,7 @@ def stored_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
     store = PeerStore(folder)
     identity = Identity.load_or_create(store.key_file)
     access = RunAccess.found("my-run", identity, access="open", allow=None, key_file=store.key_file)
-    store.begin(SavedPeer(VERSION, access.run_id, "open", "alice", "", None, options.to_saved()))
+    store.begin(SavedPeer(module.VERSION, access.run_id, "open", "alice", "", None, options.to_saved()))
     store.write([contact(1)], b"membership", ())
     return store
 
@@ -80,10 +72,10 @@ def test_a_tunnels_token_is_not_saved() -> None:
 
 def test_peers_that_are_gone_are_remembered_after_those_that_are_linked(tmp_path: Path) -> None:
     store = stored_in(tmp_path)
-    store.write([contact(number) for number in range(2, 2 + MAX_CONTACTS - 1)], b"", ())
+    store.write([contact(number) for number in range(2, 2 + module.MAX_CONTACTS - 1)], b"", ())
     store.write([contact(200)], b"", ())
     saved = read_saved(tmp_path)
-    assert saved is not None and len(saved.contacts) == MAX_CONTACTS
+    assert saved is not None and len(saved.contacts) == module.MAX_CONTACTS
     assert saved.contacts[:2] == (contact(200), contact(2))
 
 

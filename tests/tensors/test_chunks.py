@@ -67,9 +67,7 @@ def test_any_state_up_to_the_limit_has_chunks_that_fit_in_a_message(size_bytes: 
 
 
 @given(st.binary(max_size=99), st.integers(-5, 2**40), st.integers(-5, 2**50), st.integers(250, 260))
-def test_a_manifest_that_does_not_add_up_is_refused(
-    digests: bytes, size: int, step: int, letters: int
-) -> None:
+def test_an_inconsistent_manifest_is_refused(digests: bytes, size: int, step: int, letters: int) -> None:
     try:
         manifest = chunks.Manifest.decode(msgspec.msgpack.encode([b"u" * letters, step, b"", size, digests]))
     except StateError:

@@ -12,23 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.codecs import (
-    BFLOAT16_MAX,
-    BLOCK_VALUES,
-    CODECS,
-    FLOAT16_MAX,
-    SAMPLE_VALUES,
-    ErrorFeedback,
-    Floats,
-    TopK,
-    all_finite,
-    codec_of,
-)
+from colab_swarm.tensors import codecs as module
+from colab_swarm.tensors.codecs import BLOCK_VALUES, SAMPLE_VALUES, ErrorFeedback, Floats, TopK, codec_of
 
 finite = hnp.arrays(
     np.float32, st.integers(0, 300), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
 )
-names = pytest.mark.parametrize("name", [*CODECS, "topk:0.01", "topk:0.3"])
+names = pytest.mark.parametrize("name", [*module.CODECS, "topk:0.01", "topk:0.3"])
 
 
 def round_trip(name: str, values: Floats) -> Floats:
@@ -42,8 +32,8 @@ def round_trip(name: str, values: Floats) -> Floats:
     ("name", "most", "relative", "least"),
     [
         ("float32", math.inf, 0.0, 0.0),
-        ("float16", FLOAT16_MAX, 2.0**-11, 2.0**-25),
-        ("bfloat16", BFLOAT16_MAX, 2.0**-8, 2.0**-134),
+        ("float16", module.FLOAT16_MAX, 2.0**-11, 2.0**-25),
+        ("bfloat16", module.BFLOAT16_MAX, 2.0**-8, 2.0**-134),
     ],
 )
 @given(values=finite)
@@ -94,7 +84,7 @@ def test_garbage_of_the_right_length_is_decoded_or_refused(
     with contextlib.suppress(ValueError):
         decoded = codec.decode(data, numel)
         assert decoded.shape == (numel,) and decoded.dtype == np.float32
-        assert all_finite(decoded) or name in ("float32", "float16", "bfloat16")
+        assert module.all_finite(decoded) or name in ("float32", "float16", "bfloat16")
 
 
 @names
@@ -109,8 +99,8 @@ def test_decoding_into_scratch_gives_the_same_values(name: str) -> None:
 def test_nan_stays_nan_and_is_noticed(name: str) -> None:
     values = np.array([1.0, np.nan, -2.0], np.float32)
     np.testing.assert_array_equal(np.isnan(round_trip(name, values)), [False, True, False])
-    assert not all_finite(values) and not all_finite(np.array([np.inf, -np.inf], np.float32))
-    assert all_finite(np.array([3e38, 3e38], np.float32))  # the sum is not
+    assert not module.all_finite(values) and not module.all_finite(np.array([np.inf, -np.inf], np.float32))
+    assert module.all_finite(np.array([3e38, 3e38], np.float32))  # the sum is not
 
 
 @pytest.mark.parametrize("name", ["onebit", "topk:0.01", "topk:0.3"])
@@ -151,7 +141,7 @@ def test_casts_without_torch_agree_with_those_through_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     values = np.random.default_rng(3).standard_normal(3000, dtype=np.float32) * np.float32(1e5)
     assert done.stdout.split() == [
-        bytes(CODECS[name].encode(values)).hex() for name in ("float16", "bfloat16")
+        bytes(module.CODECS[name].encode(values)).hex() for name in ("float16", "bfloat16")
     ]
 
 
@@ -191,9 +181,7 @@ def test_the_size_is_known_without_the_values_and_near_the_minimum(share: float,
 
 @given(st.sampled_from([0.01, 0.3]), st.integers(1, 2000), st.integers(0, 1 << 32))
 @settings(max_examples=200)
-def test_random_bits_for_indices_are_refused_or_ascend_within_the_vector(
-    share: float, numel: int, seed: int
-) -> None:
+def test_random_indices_are_refused_or_ascend_within(share: float, numel: int, seed: int) -> None:
     codec, rng = TopK(share), np.random.default_rng(seed)
     kept = codec.kept(numel)
     garbage = np.ones(kept, np.float32).tobytes() + rng.bytes(codec.encoded_bytes(numel) - 4 * kept)
@@ -249,7 +237,7 @@ def test_an_unknown_codec_is_named_with_the_choices(shares: list[str], words: st
 DENORMAL = np.float32(1e-45)
 LARGEST = np.float32(np.finfo(np.float32).max)
 RANGES: dict[str, tuple[float, float]] = {
-    "float16": (2.0**-25, FLOAT16_MAX),
+    "float16": (2.0**-25, module.FLOAT16_MAX),
     "bfloat16": (2.0**-134, 3.3e38),
     "int8": (1e-35, float(LARGEST)),
     "onebit": (2.0**-149, float(LARGEST)),
@@ -337,9 +325,7 @@ def vectors(seed: int, steps: int, numel: int) -> Floats:
 @biased
 @given(seed=st.integers(0, 1 << 32), numel=st.integers(1, 200), cut=st.integers(0, 200))
 @settings(max_examples=30)
-def test_received_values_and_the_residual_sum_to_the_true_values(
-    name: str, seed: int, numel: int, cut: int
-) -> None:
+def test_received_and_residual_sum_to_the_true_values(name: str, seed: int, numel: int, cut: int) -> None:
     feedback, arrived = ErrorFeedback(numel), np.zeros(numel)
     cut = min(cut, numel)
     for meant in vectors(seed, 5, numel):

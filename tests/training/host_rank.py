@@ -111,11 +111,8 @@ def hang(swarm: Swarm | None, net: Net, folder: Path) -> None:
 
 Scenario: TypeAlias = Callable[[Swarm | None, Net, Path], None]
 SCENARIOS: dict[str, Scenario] = {
-    "train": train,
     "equal": make_equal,
-    "delay": delay,
-    "die": die,
-    "hang": hang,
+    **{one.__name__: one for one in (train, delay, die, hang)},
 }
 
 if __name__ == "__main__":

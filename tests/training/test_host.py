@@ -97,12 +97,9 @@ def test_without_a_process_group_or_with_a_swarm_at_the_wrong_rank_the_call_says
         torch.distributed.destroy_process_group()
 
 
-def test_a_failed_exchange_sends_the_parameters_again_and_hides_no_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_exchange_sends_again_and_hides_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostOptimizer.__new__(HostOptimizer)
-    lead = SimpleNamespace(lineage=b"1", global_step=1)
-    vars(host).update(lead=lead, _parameters=[], _sent=None)
+    vars(host).update(lead=SimpleNamespace(lineage=b"1", global_step=1), _parameters=[], _sent=None)
 
     def lose(_own: object) -> None:
         raise HostError("a rank is missing")

@@ -12,16 +12,9 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import Notice, RoundFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training import settings as module
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.settings import (
-    KEPT_PER_ROUND,
-    ROUNDS,
-    CommunicationPlan,
-    LinkBandwidth,
-    TrafficBudget,
-    TrafficBudgetPolicy,
-    TrainingSettings,
-)
+from colab_swarm.training.settings import KEPT_PER_ROUND, ROUNDS, TrafficBudget, TrafficBudgetPolicy
 from tests.training.toy import alone, join_training, loss_of, model, parameters_of, take, train_freely
 
 STEPS = 4
@@ -109,11 +102,13 @@ def group_of(shares: tuple[float, ...] = (1.0, 1.0, 1.0), codec: str = "float16"
 
 def policy(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
     steps = "auto" if auto else 1
-    settings = TrainingSettings("run/model", 1.0, compression="float16", local_steps=steps)
+    settings = module.TrainingSettings("run/model", 1.0, compression="float16", local_steps=steps)
     return TrafficBudgetPolicy(settings, TrafficBudget(**budget), ME)
 
 
-def choose(policy: TrafficBudgetPolicy, group: Group, step_s: float, steps: int = 1) -> CommunicationPlan:
+def choose(
+    policy: TrafficBudgetPolicy, group: Group, step_s: float, steps: int = 1
+) -> module.CommunicationPlan:
     for now in (0.0, step_s * steps):
         policy.on_round(0, 0, steps, now=now)
     choice = policy.choose(group, step_s)
@@ -196,7 +191,7 @@ class Rounds:
 
     def __init__(self, budget: TrafficBudget | None = None) -> None:
         self.measured_bps: float | None = None
-        self._bandwidth = LinkBandwidth(self, budget)  # type: ignore[arg-type]
+        self._bandwidth = module.LinkBandwidth(self, budget)  # type: ignore[arg-type]
 
     def statistics(self) -> SimpleNamespace:
         return SimpleNamespace(upload_bps=self.measured_bps, download_bps=7e6)

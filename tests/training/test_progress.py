@@ -6,13 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.progress import (
-    DISTRUST_S,
-    LAST_RECORD_S,
-    Progress,
-    ProgressRecord,
-    ThroughputEstimator,
-)
+from colab_swarm.training import progress as module
+from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, Progress, ProgressRecord
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -197,7 +192,7 @@ def test_samples_are_counted_while_a_peer_is_lost_on_another_thread() -> None:
 
 
 def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
-    trainer = ThroughputEstimator(0.0)
+    trainer = module.ThroughputEstimator(0.0)
     assert not trainer.idle(599.0) and trainer.idle(601.0)  # its speed is unknown
     trainer.work(0.0)
     trainer.on_batch(1, 100.0)

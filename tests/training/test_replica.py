@@ -9,15 +9,9 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from colab_swarm.errors import StateError
+from colab_swarm.training import replica as module
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.replica import (
-    SMALL_VALUES,
-    Gradients,
-    Replica,
-    UpdateRule,
-    _check_options,
-    set_gradients,
-)
+from colab_swarm.training.replica import SMALL_VALUES, Gradients, Replica, UpdateRule, set_gradients
 from tests.training.toy import loss_of, model, parameters_of
 
 
@@ -141,10 +135,10 @@ def test_a_vector_of_another_length_is_refused() -> None:
 
 def test_options_of_an_own_optimizer_may_be_infinite_and_those_of_others_not() -> None:
     own = {"lr": 0.1, "growth_rate": float("inf"), "params": [0], "scale": torch.ones(2)}
-    _check_options(own, dict(own))
+    module._check_options(own, dict(own))
     for wrong in ({"lr": -0.1}, {"lr": float("inf")}, {"growth_rate": 1e7}):
         with pytest.raises(ValueError, match="which nobody trains with"):
-            _check_options(own, own | wrong)
+            module._check_options(own, own | wrong)
 
 
 def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:

@@ -62,9 +62,7 @@ def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[in
 @pytest.mark.slow
 @pytest.mark.parametrize("pauses", [False, True])
 @pytest.mark.parametrize("active", ["alice", "carol"])
-def test_a_trainer_advances_beside_idle_peers_which_catch_up_when_they_train_again(
-    active: str, pauses: bool
-) -> None:
+def test_a_trainer_advances_beside_idle_peers_which_catch_up_later(active: str, pauses: bool) -> None:
     with cs.simulate(3, network="lan", seed=0, samples_per_s=4.0) as sim:
         ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active, pauses), seconds=900)
     assert len({lineage for _, lineage, _ in ended.values()}) == 1 and ended[active][2]

@@ -75,9 +75,7 @@ def test_closing_waits_for_the_trainers_call_to_end() -> None:
     assert order == ["trained", "closed"]
 
 
-def test_an_interrupt_is_explained_and_accumulated_samples_count_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupt_is_explained_and_samples_count_once(capsys: pytest.CaptureFixture[str]) -> None:
     with cs.create("test-run") as swarm:
         optimizer = join_training(swarm, net := model())
         assert take(optimizer, net, 0, slice(0, 4)) is None
