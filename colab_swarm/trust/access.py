@@ -351,7 +351,10 @@ class RunAccess:
         key_file: str | Path | None,
     ) -> "RunAccess":
         """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
-        require(NAME.fullmatch(name), f"{name!r} is no run name: use up to 63 of a-z, 0-9 and '._-'")
+        require(
+            NAME.fullmatch(name),
+            f"{name!r} is no run name: use up to 63 of a-z, 0-9 and '._-', as in 'my-first-swarm'",
+        )
         require(
             (access == "allowlist") == (allow is not None),
             "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both",

@@ -169,7 +169,7 @@ async def test_a_silent_agent_is_given_up_and_the_error_names_the_timeout(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("colab_swarm.net.tunnels.OPEN_TIMEOUT_S", 1.0)
-    with pytest.raises(TunnelError, match=r"ngrok cannot be reached .*no tunnel after 1 s"):
+    with pytest.raises(TunnelError, match=r"ngrok cannot be reached: .*no tunnel after 1 s"):
         async with tunnel(ngrok(folder, "silent")):
             pass
     assert running(folder) == []

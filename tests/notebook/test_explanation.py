@@ -123,11 +123,17 @@ def _raised_texts() -> list[tuple[str, str]]:
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
-                continue
-            call = node.exc
-            if ast.unparse(call.func) in FOR_USERS and isinstance(call.args[0], ast.Constant | ast.JoinedStr):
-                found.append((f"{path.relative_to(ROOT)}:{node.lineno}", ast.unparse(call.args[0])))
+            match node:
+                case ast.Raise(exc=ast.Call(func, [(ast.Constant() | ast.JoinedStr()) as text, *_])):
+                    kind = ast.unparse(func)
+                case ast.Call(
+                    ast.Name("require"), [_, (ast.Constant() | ast.JoinedStr()) as text, ast.Name(kind)]
+                ):
+                    pass
+                case _:
+                    continue
+            if kind in FOR_USERS:
+                found.append((f"{path.relative_to(ROOT)}:{node.lineno}", ast.unparse(text)))
     return found
 
 
