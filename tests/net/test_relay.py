@@ -340,7 +340,7 @@ async def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
 
 
 async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused() -> None:
-    changes = {"idle_link_s": 0.05, "keep_alive_s": 0.02}
+    changes = {"idle_link_s": 0.05}
     async with peers("carol", **changes) as (carol,):
         relay = Relay(carol)
         async with peers("bob", listen=False, **changes) as (bob,):
