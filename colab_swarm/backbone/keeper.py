@@ -246,8 +246,11 @@ class HubPush:
         self.newest: tuple[Path, str] | None = None
         self._closed = threading.Event()
         self.state, self.failures = f"{settings.repo}: nothing pushed yet", 0
-        self.close = self._closed.set  # stops pushing; a push under way is not finished
         threading.Thread(target=self._run, name="colab-swarm-hub", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop pushing; a push under way is not finished."""
+        self._closed.set()
 
     def _run(self) -> None:
         every_s, retry_s = 60 * self._settings.push_every_minutes, self._retry_s

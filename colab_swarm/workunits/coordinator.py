@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
@@ -44,7 +44,7 @@ from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
-from colab_swarm.workunits.job import Job, lay_out, measure
+from colab_swarm.workunits.job import Job, Rows, lay_out, measure
 from colab_swarm.workunits.messages import JobCard, RequestGate, Token, backoff, waited
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
@@ -400,7 +400,11 @@ class ParameterServer(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._store, self._job, self._end = store, job, threading.Event()
         self._measured: list[Measured] = []  # not in the log yet
-        self._loaded = cache(lambda: (model := job.first_model(), Schema.of(model), job.validation_rows()))
+
+    @cached_property
+    def _loaded(self) -> "tuple[nn.Module, Schema, Rows]":
+        model = self._job.first_model()
+        return model, Schema.of(model), self._job.validation_rows()
 
     def stop(self) -> None:
         """Let `run` end after the current update."""
@@ -419,7 +423,7 @@ class ParameterServer(threading.Thread):
 
     def run_once(self, now: float) -> bool:
         """Assimilate one result; return False if none waits. After a StoreError the next call continues it."""
-        model, schema, rows = self._loaded()
+        model, schema, rows = self._loaded
         if not self._measured:
             if (accepted := self._store.claim(self.name, now=now, lease_s=LEASE_S)) is None:
                 return False

@@ -348,7 +348,8 @@ async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused() -> No
             bob.announce((f"{carol.contact.addresses[0]}/relay/{carol.id.hex()}",))
             circuits.start()
             await until(lambda: bool(circuits.places))
-            await asyncio.sleep(0.2)
+            (link,) = carol.linker.table.of(bob.id)
+            await until(lambda: asyncio.get_running_loop().time() - link.used_at > 4 * changes["idle_link_s"])
             assert set(relay.state.places) == {bob.id} == carol.linked() and circuits.places
         await until(lambda: not relay.state.places and not carol.linker.pinned)
 

@@ -201,13 +201,17 @@ async def test_the_token_is_on_no_command_line_and_in_no_file_once_the_tunnel_is
 async def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
     events, sent_bytes = EventLog(), [5_000.0]
     settings = ngrok(folder, quota_bytes=1000.0)
-    async with tunnel(settings, events=events, sent_bytes=lambda: sent_bytes[0]):
+
+    def warnings() -> list[str]:
+        return [one.text for one in events.recent(Notice) if "of the plan's" in one.text]
+
+    async with tunnel(settings, events=events, sent_bytes=lambda: sent_bytes[0]) as opened:
         for used, warned in ((499, 0), (500, 1), (799, 1), (800, 2), (949, 2), (950, 3), (2000, 3)):
             sent_bytes[0] = 5_000 + used
-            await asyncio.sleep(0.15)
-            warnings = [one.text for one in events.recent(Notice) if "of the plan's" in one.text]
-            assert len(warnings) == warned, used
-    assert warnings[0] == "tunnel: 0 MB sent, 50% of the plan's 0 MB a month"
+            await until(lambda: len(warnings()) >= warned)  # noqa: B023 (awaited in the loop)
+            opened._check_quota()
+            assert len(warnings()) == warned, used
+    assert warnings()[0] == "tunnel: 0 MB sent, 50% of the plan's 0 MB a month"
 
 
 async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
