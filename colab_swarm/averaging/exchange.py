@@ -33,15 +33,21 @@ STALL_S = 2.0  # the other streams stop waiting for one that sent nothing for th
 
 
 class Pace:
-    """Keeps the contributions to all reducers even: else a large span would start and end last. Pure."""
+    """Keeps the contributions to all reducers even: else a large span would start and end last. Pure.
+
+    In a span of few chunks each one is a large part; these take turns, in the order of ``chunks``.
+    """
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
+        self._early = {
+            r: LEAD + i / len(chunks) / count / 2 for i, (r, count) in enumerate(self._chunks.items())
+        }
         self._sent = dict.fromkeys(self._chunks, 0.0)  # as a share of the span
         self._sent_at = dict.fromkeys(self._chunks, now)
 
     def may_send(self, reducer: int, *, now: float) -> bool:
-        return self._sent[reducer] <= self._last(now) + LEAD
+        return self._sent[reducer] <= self._last(now) + self._early[reducer]
 
     def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
         """Count a chunk as sent or skipped; returns True if that may let other streams send."""
@@ -171,7 +177,8 @@ class AllReduce:
         self._encoding = encoding = encoding or UploadEncoding()
         self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
         self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
-        spans = {reducer: len(chunks) for reducer, chunks in enumerate(self.ledger.chunks) if reducer != me}
+        # each member begins with another one
+        spans = {i: len(self.ledger.chunks[i]) for i in (*range(me + 1, len(weights)), *range(me))}
         self._pace, self._paced = Pace(spans, now=now), asyncio.Event()
         longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
         self._scratch = np.empty(longest, np.float32)

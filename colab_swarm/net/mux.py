@@ -285,12 +285,12 @@ class Mux:
         self.queue.append(encode(FrameKind.ITEM, id, message, payload))
 
     def consumed(self, id: int, cost: int) -> None:
-        """Grant credit for an item that the application took (sent in half windows)."""
+        """Grant credit for an item that the application took, in eighths of a window: equal senders stay even."""
         flow = self.streams.get(id)
         if flow is None or flow.got_end:
             return
         flow.consumed += cost
-        if flow.consumed >= STREAM_WINDOW_BYTES // 2:
+        if flow.consumed >= STREAM_WINDOW_BYTES // 8:
             self.queue.append(encode(FrameKind.CREDIT, id, _U32.pack(flow.consumed)))
             flow.window += flow.consumed
             flow.consumed = 0
