@@ -41,7 +41,7 @@ class Pace:
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
         self._early = {
-            r: LEAD + i / len(chunks) / count / 2 for i, (r, count) in enumerate(self._chunks.items())
+            r: LEAD + i / len(chunks) / count / 3 for i, (r, count) in enumerate(self._chunks.items())
         }
         self._sent = dict.fromkeys(self._chunks, 0.0)  # as a share of the span
         self._sent_at = dict.fromkeys(self._chunks, now)
