@@ -17,7 +17,7 @@ from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.directory import DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock, plan_host
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHost
+from colab_swarm.moe.host import ExpertHost, SwarmExperts
 from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, saved, train
@@ -227,6 +227,25 @@ def test_the_host_shows_what_it_hosts_and_stops(run: Run) -> None:
         assert {kept.step for kept in host._saves.results.values()} == {1}
         assert "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
     assert host.uids == [] and "stopped" in repr(host)
+    runtime.close()
+
+
+def test_a_swarm_has_one_host_of_a_prefix_and_one_folder_until_it_is_left(run: Run, tmp_path: Path) -> None:
+    runtime = SimRuntime()
+    member = runtime.call(run.join("alice"))
+    runtime.call(member.resources.close())
+    experts = SwarmExperts(runtime, member.services, lambda read, stop, stops: (read().grid, stop, stops))
+    first = experts.host("ffn", (2, 3), make, folder=tmp_path / "saves", count=1)
+    second = experts.host("ffn", (2, 3), make, count=2)
+    assert first.stopped and second.panel() == (GRID, second.stop, True) and len(second.uids) == 2
+    with pytest.raises(ValueError, match="saves experts in"):
+        experts.host("other", (2,), make, folder=tmp_path / "elsewhere", count=1)
+    train(second)
+    experts.close()
+    assert second.stopped and not second.uids and any((tmp_path / "saves").rglob("*"))
+    again = SwarmExperts(runtime, member.services, repr)  # what the closed one served may be served again
+    again.host("ffn", (2, 3), make, folder=tmp_path / "saves", count=1)
+    again.close()
     runtime.close()
 
 

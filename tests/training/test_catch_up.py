@@ -95,3 +95,17 @@ def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: py
         results = sim.run(train)
     assert len(downloaded) == 1 and results["bob"][0] >= downloaded[0] + 3
     assert results["alice"][1] == results["bob"][1]
+
+
+def test_a_record_that_differs_from_the_state_is_put_right_before_the_next_batch() -> None:
+    with cs.simulate(1) as sim:
+
+        def train(swarm: Swarm) -> None:
+            optimizer = join_training(swarm, net := model())
+            optimizer.collaboration.progress.leap(9, b"other", syncing=False)
+            while optimizer.global_step == 0:
+                take(optimizer, net, 0)
+            own = optimizer.collaboration.progress.own
+            assert (own.step, own.lineage, own.syncing) == (1, optimizer.lineage, False)
+
+        sim.run(train)
