@@ -6,9 +6,9 @@ are wrong do no harm.
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -111,14 +111,10 @@ class DHTSettings:
 
 
 class Storage:
-    """Keys to subkeys to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
+    """Keys to subkeys to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`."""
 
-    ``verified`` are digests of the signatures that were checked; storages of one peer share them.
-    """
-
-    def __init__(self, settings: DHTSettings, verified: OrderedDict[bytes, None] | None = None) -> None:
+    def __init__(self, settings: DHTSettings) -> None:
         self._settings = settings
-        self.verified: OrderedDict[bytes, None] = OrderedDict() if verified is None else verified
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
         self.total_bytes = 0
         self._sweep_at = 0.0
@@ -159,7 +155,7 @@ class Storage:
             return fault
         if len(record.subkey) == ID_BYTES and owner_of(record) != record.subkey:
             return "the subkey is a peer's id, and the record is not that peer's"
-        if record.owner and not self._signed(key, record):
+        if record.owner and not _signed(key, record):
             return "its signature is forged"
         try:
             msgspec.msgpack.decode(record.value)
@@ -176,18 +172,6 @@ class Storage:
             return "its version is from the future: check the writer's clock"
         return None
 
-    def _signed(self, key: bytes, record: Record) -> bool:
-        data = record.signed_bytes(key)
-        if (digest := hashlib.sha256(data + record.signature).digest()) in self.verified:
-            self.verified.move_to_end(digest)
-            return True
-        if not verify(record.owner, record.signature, data):
-            return False
-        self.verified[digest] = None
-        if len(self.verified) > VERIFIED_RECORDS:
-            self.verified.popitem(last=False)
-        return True
-
     def get(self, key: bytes, *, now: float) -> tuple[Record, ...]:
         """Return the live records under ``key``, with the rest of their lives."""
         self._sweep(now)
@@ -203,3 +187,15 @@ class Storage:
                 self.total_bytes -= held.pop(subkey)[0].size_bytes
             if not held:
                 del self._keys[key]
+
+
+def _signed(key: bytes, record: Record) -> bool:
+    data = record.signed_bytes(key)
+    if not (verdict := _verdict(hashlib.sha256(data + record.signature).digest())):
+        verdict.append(verify(record.owner, record.signature, data))
+    return verdict[0]
+
+
+@lru_cache(VERIFIED_RECORDS)  # of all peers of this process: a simulation has many
+def _verdict(digest: bytes) -> list[bool]:
+    return []

@@ -187,7 +187,7 @@ class DHT:
         return (await self._gather(id := key_id(key)))[0].get(id, now=self._now())
 
     async def _gather(self, id: bytes) -> tuple[Storage, Lookup, list[PeerId]]:
-        merged, first = Storage(self.settings, self._storage.verified), list[PeerId]()
+        merged, first = Storage(self.settings), list[PeerId]()
         lookup = self._lookup(id, width=self.settings.read_replicas)
         ask = partial(self._ask, id, merged, first)
         await self._search(lookup, ask)
@@ -204,7 +204,7 @@ class DHT:
         hide all records.
         """
         id, width = key_id(key), self.settings.parallel
-        merged = Storage(self.settings, self._storage.verified)
+        merged = Storage(self.settings)
         async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
             if "" in await self._put(merged, id, answer.records):
                 return Reading(self._found_in(merged, id), answer.hops, width)
