@@ -227,6 +227,8 @@ async def test_at_its_deadline_a_round_ends_with_the_arrived_means() -> None:
     Averager(bob, SETTINGS)
     result = await averager.average(make_group([alice, bob], [1, 1], 10), values)
     assert result.seconds == pytest.approx(5) and result.kept_local == ((0, 10),)
+    told = result.event(began_at=1.0, now=8.5)  # the search for the group included
+    assert (told.seconds, told.averaging_s, told.kept_local) == (7.5, result.seconds, 10)
     assert len(result.spans_lost) == 1
 
 
