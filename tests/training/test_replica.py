@@ -22,6 +22,15 @@ def adam(net: torch.nn.Module) -> Replica:
     return replica
 
 
+def test_cleared_gradients_are_zero_or_gone() -> None:
+    replica = adam(net := model())
+    replica.zero_grad(set_to_none=False)
+    assert not any(torch.count_nonzero(p.grad) for p in net.parameters() if p.grad is not None)
+    assert all(p.grad is not None for p in net.parameters())
+    replica.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
 def poison_parameter(replica: Replica) -> None:
     with torch.no_grad():
         replica.parameters[0][0, 0] = float("nan")
