@@ -39,6 +39,9 @@ def test_places_and_circuits_are_counted() -> None:
     one.open(ALICE, CAROL, 16.0, os.urandom)
     with pytest.raises(Refusal, match="1 circuits of"):
         one.open(BOB, CAROL, 16.0, os.urandom)
+    one.open(BOB, PeerId(b"d" * 32), 16.0, os.urandom)  # these two have none
+    with pytest.raises(Refusal, match="2 circuits are open here"):
+        one.open(PeerId(b"e" * 32), PeerId(b"f" * 32), 16.0, os.urandom)
 
 
 def test_a_ticket_is_good_once() -> None:
