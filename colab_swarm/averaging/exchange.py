@@ -40,14 +40,15 @@ class Pace:
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
-        self._early = {
+        # how far a stream may be ahead: by up to a third of one of its chunks more, the later its turn
+        self._lead = {
             r: LEAD + i / len(chunks) / count / 3 for i, (r, count) in enumerate(self._chunks.items())
         }
         self._sent = dict.fromkeys(self._chunks, 0.0)  # as a share of the span
         self._sent_at = dict.fromkeys(self._chunks, now)
 
     def may_send(self, reducer: int, *, now: float) -> bool:
-        return self._sent[reducer] <= self._last(now) + self._early[reducer]
+        return self._sent[reducer] <= self._last(now) + self._lead[reducer]
 
     def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
         """Count a chunk as sent or skipped; returns True if that may let other streams send."""

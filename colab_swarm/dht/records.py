@@ -6,9 +6,9 @@ are wrong do no harm.
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 
@@ -189,13 +189,16 @@ class Storage:
                 del self._keys[key]
 
 
+_verified: OrderedDict[bytes, None] = OrderedDict()  # by all peers of this process: a simulation has many
+
+
 def _signed(key: bytes, record: Record) -> bool:
     data = record.signed_bytes(key)
-    if not (verdict := _verdict(hashlib.sha256(data + record.signature).digest())):
-        verdict.append(verify(record.owner, record.signature, data))
-    return verdict[0]
-
-
-@lru_cache(VERIFIED_RECORDS)  # of all peers of this process: a simulation has many
-def _verdict(digest: bytes) -> list[bool]:
-    return []
+    if (digest := hashlib.sha256(data + record.signature).digest()) in _verified:
+        return True
+    if not verify(record.owner, record.signature, data):
+        return False  # not remembered: forgeries must not push out the genuine
+    _verified[digest] = None
+    if len(_verified) > VERIFIED_RECORDS:
+        _verified.popitem(last=False)
+    return True

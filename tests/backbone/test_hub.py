@@ -12,7 +12,7 @@ from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.backbone.hub import StandIn, wait_until
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("huggingface_hub")
+pytest.importorskip("huggingface_hub", reason="the extra [backbone] installs huggingface_hub")
 TOKEN = "hf_secretsecretsecret"
 
 

@@ -115,7 +115,7 @@ def test_no_peer_is_stuck_after_two_virtual_hours_of_churn() -> None:
 
 @whole
 def test_watching_costs_little_time_and_memory() -> None:
-    pytest.importorskip("nbclient")
+    pytest.importorskip("nbclient", reason="the extra [dev] installs nbclient")
     figures = overhead.run_panel(quick=True).figures
     assert figures.keys() == {"throughput_ratio", "memory_mb", "notebook_kb", "refresh_ms", "core_share"}
     assert figures["throughput_ratio"] > 0.5  # a busy machine, and few and short phases
@@ -246,6 +246,6 @@ def drawn_reports() -> Iterator[tuple[Callable[[BenchReport, str], None], BenchR
 def test_the_curves_are_drawn(
     tmp_path: Path, plot: Callable[[BenchReport, str], None], report: BenchReport
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the extra [notebook] installs matplotlib")
     plot(report, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

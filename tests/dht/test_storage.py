@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.dht import records
 from colab_swarm.dht.records import DHTSettings, Fetch, Fetched, Record, Storage, Stored, StoreRecord
-from colab_swarm.net.identity import Identity
+from colab_swarm.net.identity import Identity, verify
 from colab_swarm.net.peers import UNDECODABLE
 
 KEY = bytes(32)
@@ -123,6 +123,22 @@ def test_a_forged_record_is_refused(storage: Storage, field: str) -> None:
     forged = {"expires_at": good.expires_at + 1, "version": good.version + 1}.get(field, bytes(64))
     refusal = put(storage, msgspec.structs.replace(good, **{field: forged}))
     assert refusal == "its signature is forged" and values(storage) == set()
+
+
+def test_a_good_signature_is_checked_once_and_a_forged_one_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[bytes] = []
+
+    def check(key: bytes, signature: bytes, data: bytes) -> bool:
+        checked.append(signature)
+        return verify(key, signature, data)
+
+    monkeypatch.setattr(records, "verify", check)
+    good = signed(ALICE, b"checked once", at=7)
+    forged = msgspec.structs.replace(good, signature=bytes(64))
+    for _ in range(2):  # two peers of one process
+        storage = Storage(DHTSettings())
+        assert put(storage, forged) == "its signature is forged" and put(storage, good) is None
+    assert checked == [forged.signature, good.signature, forged.signature]
 
 
 def test_a_signature_holds_for_its_key_only(storage: Storage) -> None:
