@@ -25,7 +25,6 @@ from colab_swarm.tensors.codecs import Precision
 Array = npt.NDArray[np.float64]
 
 CLAIM_CAP = 16.0  # medians that a claim counts for at most: a liar slows a round by no more
-"""Shares become unequal if that saves a tenth: measured rates are noisy, and equal shares reveal more about them."""
 SMALL = 0.3  # of an equal share; a smaller share is given only to save time
 LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
 PRECISION = 1e-7
@@ -140,8 +139,9 @@ def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
 def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> SharePlan:
     """Plan the shares of a live round; its tickets determine which peers contribute.
 
-    They are equal if that costs under a tenth of the time, or without measurements. ``flattery`` is
-    how many times more optimistic forecasts were for planned shares than for equal ones.
+    They are equal if that costs under a tenth of the time, as measured rates are noisy and equal
+    shares reveal more about them, or without measurements. ``flattery`` is how many times more
+    optimistic forecasts were for planned shares than for equal ones.
     """
     equal = equal_shares(tickets)
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])
