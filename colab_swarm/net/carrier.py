@@ -81,8 +81,10 @@ class NodeSettings:
     max_calls_per_link: int = 1024
 
     def __post_init__(self) -> None:
-        size, most = len(self.run_id.encode()), MAX_RUN_ID_BYTES
-        require(size <= most, f"run_id={self.run_id!r} is over {most} bytes")
+        require(
+            len(self.run_id.encode()) <= MAX_RUN_ID_BYTES,
+            f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes",
+        )
         require(0 <= self.port < 1 << 16, f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
         announce = self.announce or ()
         for address in announce:

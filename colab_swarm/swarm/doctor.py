@@ -340,14 +340,15 @@ def _restored(model: "Module", trained: "list[Parameter]") -> Iterator[None]:
 
     gradients = [parameter.grad for parameter in trained]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             model.train()
             model.zero_grad(set_to_none=True)
             yield
         finally:
-            model.train(was_training)
+            for module, training in modes:
+                module.training = training
             for parameter, gradient in zip(trained, gradients, strict=True):
                 parameter.grad = gradient
             with torch.no_grad():

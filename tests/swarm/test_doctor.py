@@ -164,8 +164,10 @@ class Noisy(Net):
         self.layer = torch.nn.Sequential(self.first, *noise, self.last)
 
 
-def test_a_calibrated_model_is_unchanged() -> None:
-    net = Noisy().eval()
+@pytest.mark.parametrize("training", [False, True])
+def test_a_calibrated_model_is_unchanged(training: bool) -> None:
+    net = Noisy().train(training)
+    net.layer[1].eval()  # batch statistics that the user has frozen
     net.first.weight.grad = torch.full_like(net.first.weight, 7.0)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     chance = torch.get_rng_state()
@@ -174,7 +176,8 @@ def test_a_calibrated_model_is_unchanged() -> None:
     assert found.parameters == sum(parameter.numel() for parameter in net.parameters())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(net.first.weight.grad, torch.full_like(net.first.weight, 7.0))
-    assert net.last.weight.grad is None and not net.training
+    assert net.last.weight.grad is None
+    assert net.training is net.layer[3].training is training and not net.layer[1].training
     assert torch.equal(torch.get_rng_state(), chance)
 
 
