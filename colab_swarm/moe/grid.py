@@ -206,8 +206,8 @@ class Listing:
         everything = itertools.chain(*(held.items() for held in by_host.values()))
         for position, info in sorted(everything, key=lambda item: item[1].claim):
             self._by_position.setdefault(position, []).append(info)
-        self._mask: Mask | None = None
-        self._mask_version, self._mask_until = -1, 0.0
+        self._mask: Mask = np.zeros(PAGE, np.bool_)
+        self._mask_version, self._mask_until = -1, 0.0  # -1: not computed yet
 
     def taken(self, me: PeerId, now: float) -> set[int]:
         """Return the positions that peers other than ``me`` hold or claim."""
@@ -225,7 +225,7 @@ class Listing:
 
     def mask(self, now: float, bans: Bans) -> Mask:
         """Return which positions of the page are usable; computed again only after a change."""
-        if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
+        if self._mask_version != bans.version or now >= self._mask_until:
             self._mask = np.zeros(PAGE, np.bool_)
             self._mask[[place for place in self._by_position if self.usable(place, now, bans)]] = True
             ends = (one.until for one in itertools.chain(*self._by_position.values()) if one.until > now)

@@ -76,7 +76,7 @@ def test_an_ended_record_is_neither_found_nor_in_the_way_before_it_is_removed(st
     put(storage, signed(ALICE, b"hers", subkey=b"a"))
     assert put(storage, record(b"old", at=1), now=0.9) == "a newer record is held"
     assert values(storage, now=0.9) == {b"new", b"hers"} and values(storage, now=1.0) == {b"hers"}
-    assert put(storage, record(b"old", at=1), now=2.0) is None
+    assert put(storage, record(b"old", at=1), now=1.0) is None
     assert values(storage, now=2.0) == {b"old", b"hers"}
 
 
@@ -84,12 +84,8 @@ def test_a_rejected_older_record_does_not_shorten_the_life_of_a_newer_one(storag
     put(storage, record(b"new", at=1, ttl_s=100))
     assert put(storage, record(b"old", at=0, ttl_s=5)) is not None
     assert values(storage, now=50.0) == {b"new"}
-
-
-def test_a_newer_record_may_end_earlier(storage: Storage) -> None:
-    put(storage, record(b"old", at=0, ttl_s=100))
-    put(storage, record(b"new", at=1, ttl_s=5))
-    assert values(storage, now=50.0) == set()
+    put(storage, record(b"newer", at=2, ttl_s=60))
+    assert values(storage, now=60.0) == set()
 
 
 def test_storing_the_same_record_again_is_fine_and_changes_nothing(storage: Storage) -> None:
@@ -145,7 +141,7 @@ def test_a_signature_holds_for_its_key_only(storage: Storage) -> None:
     assert put(storage, signed(ALICE, key=b"k" * 32)) == "its signature is forged"
 
 
-@pytest.mark.parametrize("skew_s", [-300.0, 300.0])
+@pytest.mark.parametrize("skew_s", [-300.0, 300.0, records.CLOCK_SLACK_S])
 def test_a_writer_whose_clock_is_five_minutes_off_is_heard(storage: Storage, skew_s: float) -> None:
     assert put(storage, record(at=skew_s, ttl_s=30)) is None
     assert values(storage, now=29.0) == {b"v"} and values(storage, now=31.0) == set()
@@ -159,8 +155,8 @@ def test_a_writer_whose_clock_is_five_minutes_off_is_heard(storage: Storage, ske
         record(ttl_s=1e9),
         record(at=-records.CLOCK_SLACK_S - 61),
         record(at=2 * records.CLOCK_SLACK_S),
-        record(bytes(1 << 16)),
-        record(subkey=bytes(300)),
+        record(bytes((1 << 15) - 2)),
+        record(subkey=bytes(257)),
         msgspec.structs.replace(record(), value=b"\xa1\xff"),
         msgspec.structs.replace(record(), value=b"\x91" * 30_000),
         Record(b"", b"", math.inf, 0, 60.0),
@@ -172,17 +168,19 @@ def test_a_record_out_of_bounds_is_refused(storage: Storage, bad: Record) -> Non
     assert put(storage, bad) is not None and storage.total_bytes == 0
 
 
+def test_a_record_of_the_largest_size_and_life_is_held(storage: Storage) -> None:
+    assert put(storage, record(bytes((1 << 15) - 3), subkey=bytes(256), ttl_s=86_400.0)) is None
+
+
 def test_a_replayed_record_is_refused_after_its_end(storage: Storage) -> None:
     replayed = signed(ALICE)
     assert put(storage, replayed, now=60 + records.CLOCK_SLACK_S + 1) is not None
 
 
 def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None:
-    for limits, text in (
-        (DHTSettings(key_bytes=600), "key is full"),
-        (DHTSettings(total_bytes=600), "peer is full"),
-    ):
-        storage = Storage(limits)
+    room_bytes = 2 * record(subkey=b"a").size_bytes
+    for limit, text in (("key_bytes", "key is full"), ("total_bytes", "peer is full")):
+        storage = Storage(DHTSettings(**{limit: room_bytes}))
         assert put(storage, record(subkey=b"a")) is None and put(storage, record(subkey=b"b")) is None
         assert text in str(put(storage, record(subkey=b"c")))
         assert put(storage, record(b"w", subkey=b"a", at=1)) is None

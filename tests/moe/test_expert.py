@@ -167,6 +167,7 @@ def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
         measure(nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,)).sample for n in (1, 9)
     )
     assert deep - shallow == 8 * 32 * 4  # each layer keeps its input
+    assert measure(nn.Identity(), sgd, (32,)).sample == 4 * 32 * 4  # and a call four tensors, in and out
 
 
 def test_a_norm_of_zero_clips_everything() -> None:

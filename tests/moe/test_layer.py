@@ -238,12 +238,15 @@ def test_inputs_of_another_size_are_refused() -> None:
 
 
 def test_an_answer_far_from_the_others_is_dropped() -> None:
-    layer, experts = make(k=6, reject_outliers=5.0)
-    experts.modules["ffn.1.2"] = Function(lambda x: x + 1e4)
-    x = torch.randn(4, DIM)
-    honest = {uid: module for uid, module in experts.modules.items() if uid != "ffn.1.2"}
-    torch.testing.assert_close(layer(x), locally(layer, honest, x, k=6), atol=1e-5, rtol=0)
-    assert layer.statistics().outliers == 4 and not experts.failures
+    layer, experts = make(k=6, living=[(0, 0), (0, 1), (1, 2)], reject_outliers=5.0)
+    x, honest = torch.randn(4, DIM), experts.modules
+    for far, outliers in ((106.0, 0), (107.0, 4)):  # five times the median distance of 1, and more
+        for uid, answer in zip(experts.modules, (100.0, 101.0, far), strict=True):
+            experts.modules[uid] = Function(lambda x, answer=answer: 0 * x + answer)
+        if outliers:
+            honest = {uid: module for uid, module in experts.modules.items() if uid != "ffn.1.2"}
+        torch.testing.assert_close(layer(x), locally(layer, honest, x, k=6), atol=1e-4, rtol=0)
+        assert layer.statistics().outliers == outliers and not experts.failures
     layer(x).sum().backward()
     assert "ffn.1.2" not in experts.backwards
 
@@ -361,7 +364,7 @@ def test_invalid_names_and_inputs_are_refused(experts: LocalExperts, remote: Rem
     for wrong in [torch.randn(3), torch.randn(2, 5), torch.tensor(1.0)]:
         with pytest.raises(ValueError, match="takes samples of shape"):
             remote(wrong)
-    assert remote(torch.randn(0, 4)).shape == (0, 4)
+    assert remote(torch.randn(0, 4)).shape == (0, 4) and remote(torch.randn(4)).shape == (4,)
     assert repr(remote) == "RemoteExpert(ffn.1)"
 
 

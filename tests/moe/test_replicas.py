@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from colab_swarm.dht.records import DHTSettings, Storage
 from colab_swarm.errors import CallRefused, StateError
 from colab_swarm.moe import saves as expert_saves
 from colab_swarm.net.peers import Buffer, Contact, PeerId
@@ -138,6 +139,12 @@ async def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(scen
     await asyncio.sleep(61)
     await alice_saves.save(saved("ffn.0.0"), others, 1)
     assert tries == ["bob", "bob"]
+
+
+async def test_a_save_whose_record_no_peer_stores_is_reported(scene: Scene) -> None:
+    await scene.open("alice")
+    scene.members["alice"].services.dht._storage = Storage(DHTSettings(total_bytes=0))
+    assert "no peer stored the record" in str((await scene.save(saved())).fault)
 
 
 async def test_a_lost_holder_is_replaced(scene: Scene) -> None:

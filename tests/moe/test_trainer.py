@@ -158,13 +158,14 @@ def test_a_gradient_that_is_not_finite_is_dropped(model: nn.Linear) -> None:
     assert (result.updates, result.dropped) == (0, 3) and torch.equal(model.weight, before)
 
 
-def test_gradients_are_clipped_and_buffers_follow() -> None:
+@pytest.mark.parametrize("norm", [0.01, 0.0])
+def test_gradients_are_clipped_and_buffers_follow(norm: float) -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    AsyncTrainer(model, square, optimizer, max_grad_norm=0.01).fit(batches(1))
+    AsyncTrainer(model, square, optimizer, max_grad_norm=norm).fit(batches(1))
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
-    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert moved.norm().item() == pytest.approx(norm, rel=1e-3)
     assert model.state_dict()["0.num_batches_tracked"] == 1
 
 
@@ -214,9 +215,3 @@ def test_a_concurrency_of_zero_is_refused(model: nn.Linear) -> None:
 )
 def test_samples_are_counted_by_the_first_tensor(batch: object, samples: int) -> None:
     assert samples_in(batch) == samples
-
-
-def test_a_norm_of_zero_clips_everything(model: nn.Linear) -> None:
-    before = copy.deepcopy(model)
-    AsyncTrainer(model, square, sgd(model), max_grad_norm=0.0, **QUIET).fit(batches(4))
-    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)

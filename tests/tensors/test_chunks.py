@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES
+from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.tensors import chunks
 
 
@@ -54,6 +55,14 @@ def test_an_empty_tensor_of_an_impossible_shape_and_one_that_is_named_twice_are_
         chunks.unpack(twice, np.concatenate([blob, blob]))
 
 
+def test_a_state_shorter_or_longer_than_its_layout_is_refused() -> None:
+    layout, blob = chunks.pack({"a": torch.rand(16), "b": torch.rand(16)})
+    assert chunks.unpack(layout, blob).keys() == {"a", "b"}
+    for other in (blob[:-3], blob[:64], np.pad(blob, (0, 1))):
+        with pytest.raises(StateError, match="than its layout says"):
+            chunks.unpack(layout, other)
+
+
 @given(st.binary(max_size=200))
 def test_an_arbitrary_layout_raises_only_state_error(layout: bytes) -> None:
     with pytest.raises(StateError):
@@ -81,3 +90,22 @@ def test_chunks_tile_the_blob_and_have_its_hashes() -> None:
     assert [whole.manifest.length(chunk) for chunk in range(4)] == [chunks.CHUNK_BYTES] * 3 + [5]
     assert b"".join(whole.chunks.values()) == blob.tobytes()
     assert all(chunks.digest_of(piece) == digest for digest, piece in whole.chunks.items())
+
+
+class Ask(chunks.FetchChunks, frozen=True):
+    pass
+
+
+async def test_chunks_that_are_missing_here_come_from_honest_donors() -> None:
+    blob = np.random.default_rng(0).integers(0, 256, 3 * chunks.CHUNK_BYTES + 5, np.uint8)
+    whole, network = chunks.Snapshot.of(b"", 1, b"", blob), SimNetwork(LAN, seed=0)
+    alice, *donors = map(network.peer, ("alice", "bob", "mallory"))
+    network.introduce()
+    for donor, has in zip(donors, (whole, chunks.Snapshot(whole.manifest, np.zeros_like(blob))), strict=True):
+        donor.serve_stream(Ask, lambda ask, stream, has=has: chunks.send_chunks(ask, stream, has.read))
+    download, digests = chunks.ChunkDownload(alice, whole.manifest, Ask), [*whole.chunks]
+    download.fill({digests[0]: bytes(whole.chunks[digests[0]]), digests[1]: b"short"}.get)
+    with pytest.raises(StateError, match="3 of 4 chunks did not arrive"):
+        await download.run([donors[1].id])
+    await download.run(donor.id for donor in donors)
+    assert np.array_equal(download.blob, blob) and download.used == {donors[0].id}

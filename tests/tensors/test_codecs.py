@@ -179,20 +179,6 @@ def test_the_size_is_known_without_the_values_and_near_the_minimum(share: float,
     assert index_bits <= kept * (math.log2(numel / kept) + 2) + 16
 
 
-@given(st.sampled_from([0.01, 0.3]), st.integers(1, 2000), st.integers(0, 1 << 32))
-@settings(max_examples=200)
-def test_random_indices_are_refused_or_ascend_within(share: float, numel: int, seed: int) -> None:
-    codec, rng = TopK(share), np.random.default_rng(seed)
-    kept = codec.kept(numel)
-    garbage = np.ones(kept, np.float32).tobytes() + rng.bytes(codec.encoded_bytes(numel) - 4 * kept)
-    try:
-        decoded = codec.decode(garbage, numel)
-    except ValueError as error:
-        assert "indices" in str(error)
-    else:
-        assert np.count_nonzero(decoded) == kept  # no index twice
-
-
 def test_indices_out_of_order_and_beyond_the_end_are_refused() -> None:
     codec = TopK(0.3)  # 3 of 10 values: 1 low bit, then a string of 7 bits
     ones = np.ones(3, np.float32).tobytes()
@@ -232,6 +218,16 @@ def test_an_unknown_codec_is_named_with_the_choices(shares: list[str], words: st
         with pytest.raises(ValueError, match=rf"unknown codec '{name}'.*float16.* topk:0\.01"):
             codec_of(name)
     assert codec_of("topk:0.01").name == "topk:0.01"
+
+
+def test_adaptive_sends_the_small_tensors_at_the_front_as_float16() -> None:
+    assert [module.Precision("adaptive", fine=10).at(start).name for start in (9, 10)] == ["float16", "int8"]
+    assert (
+        module.Precision("adaptive").at(1 << 30) is module.Precision("adaptive").widest is codec_of("float16")
+    )
+    assert module.Precision("int8").at(0) is module.Precision("int8").widest is codec_of("int8")
+    with pytest.raises(ValueError, match="unknown codec"):
+        module.Precision("zip")
 
 
 DENORMAL = np.float32(1e-45)

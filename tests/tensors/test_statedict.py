@@ -1,7 +1,11 @@
 import math
+import os
+import stat
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.statedict import KINDS, MAX_DEPTH, flatten, unflatten
+from colab_swarm.tensors import statedict
+from colab_swarm.tensors.statedict import (
+    KINDS,
+    MAX_DEPTH,
+    StepFiles,
+    as_bytes,
+    as_tensors,
+    flatten,
+    unflatten,
+)
 
 kinds = st.sampled_from([getattr(torch, kind) for kind in sorted(KINDS)])
 shapes = st.lists(st.integers(0, 3), max_size=3)
@@ -55,25 +68,21 @@ def test_any_state_survives_json_unchanged(state: Any) -> None:
     assert same(unflatten(named, skeleton), state)
 
 
-@settings(max_examples=150)
-@given(skeletons, st.dictionaries(st.sampled_from(["a", "", "0"]), st.just(torch.zeros(1)), max_size=2))
-def test_a_strangers_skeleton_gives_a_state_or_a_state_error(
-    skeleton: Any, named: dict[str, torch.Tensor]
-) -> None:
-    try:
-        state = unflatten(named, msgspec.json.encode(skeleton))
-    except StateError:
-        return
-    assert same(unflatten(*flatten(state)), state)
+bits = st.binary(max_size=60) | st.text(alphabet='{}[]":0x,dictensor', max_size=60).map(str.encode)
 
 
-@settings(max_examples=100)
-@given(st.binary(max_size=60) | st.text(alphabet='{}[]":0x,dictensor', max_size=60).map(str.encode))
-def test_garbled_bytes_give_a_state_or_a_state_error(data: bytes) -> None:
+@settings(max_examples=250)
+@given(
+    skeletons.map(msgspec.json.encode) | bits,
+    st.dictionaries(st.sampled_from(["a", "", "0"]), st.just(torch.zeros(1)), max_size=2),
+)
+def test_garbled_bytes_give_a_state_or_a_state_error(data: bytes, named: dict[str, torch.Tensor]) -> None:
     try:
-        unflatten({}, data)
+        state = unflatten(named, data)
     except StateError as error:
         assert str(error)
+    else:
+        assert same(unflatten(*flatten(state)), state)
 
 
 @pytest.mark.slow
@@ -136,12 +145,60 @@ def test_a_bad_skeleton_is_refused_with_its_reason(skeleton: Any, reason: str) -
         unflatten({"a": torch.zeros(1)}, msgspec.json.encode(skeleton))
 
 
-def test_a_skeleton_nested_too_deeply_is_refused() -> None:
+@pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"a": inner}])
+def test_a_skeleton_nested_too_deeply_is_refused(wrap: Callable[[Any], Any]) -> None:
+    state: Any = 1
+    for _ in range(MAX_DEPTH):
+        state = wrap(state)
+    named, skeleton = flatten(state)
+    assert unflatten(named, skeleton) == state
+    with pytest.raises(ValueError, match="too deep"):
+        flatten(wrap(state))
     with pytest.raises(StateError, match="too deep"):
-        unflatten({}, b"[" * (MAX_DEPTH + 2) + b"]" * (MAX_DEPTH + 2))
-    for endless in (b"[" * 1_000_000, b"1" * 4301):
-        with pytest.raises(StateError, match="cannot be read"):
-            unflatten({}, endless)
+        unflatten({}, skeleton.replace(b"1", flatten(wrap(1))[1]))
+
+
+def test_a_skeleton_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statedict, "MAX_SKELETON_BYTES", 1_000_000)
+    monkeypatch.setattr(statedict, "MAX_NODES", 3)
+    assert unflatten({}, b"[1,2]" + b" " * 999_995) == [1, 2]
+    for data, words in (
+        (b"1" + b" " * 1_000_000, "1000001 bytes"),
+        (b"[1,2,3]", "too large"),
+        *((b"[" * 1_000_000, "cannot be read"), (b"1" * 4301, "cannot be read")),
+    ):
+        with pytest.raises(StateError, match=words):
+            unflatten({}, data)
+
+
+def test_a_file_is_synced_and_holds_a_state_and_a_damaged_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "c", list[bool]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(stat.S_ISDIR(os.fstat(file).st_mode)))
+    for state in ({"a": torch.tensor([True]), "b": torch.arange(3), "c": torch.empty(0)}, {"lr": 0.1}):
+        named, skeleton = flatten(state)
+        statedict.write_tensors(path, as_bytes(named), skeleton)
+        found, again = statedict.read_tensors(path)
+        assert same(unflatten(as_tensors(found), again), state)
+        whole = path.read_bytes()
+        for damaged in (whole[:7], whole[:-1], whole[:-1] + b"?"):
+            path.write_bytes(damaged)
+            with pytest.raises(StateError, match=r"truncated|damaged"):
+                statedict.read_tensors(path)
+    assert synced == [False, True] * 2, "each file, then the folder with its name"
+
+
+def test_a_folder_keeps_its_last_files_and_the_one_just_written(tmp_path: Path) -> None:
+    files = StepFiles(tmp_path, keep=2)
+    for step in (3, 1, 2):
+        statedict.write_file(files.file_of(step), [b"x"])
+        files.prune(files.file_of(step))
+    assert files.paths() == [files.file_of(3), files.file_of(2)] and files.newest_step == 3
+    StepFiles(tmp_path, keep=1).prune(files.file_of(2))
+    assert files.paths() == [files.file_of(2)]
+    with pytest.raises(ValueError, match="at least one"):
+        StepFiles(tmp_path, keep=0)
 
 
 @pytest.mark.slow
