@@ -153,8 +153,7 @@ class ExpertHost:
     async def _fill(self, count: int) -> None:
         if len(self.experts) < count and (saved := await self._saves.saved(self.grid)):
             await self._take(count, saved - {info.uid for info in await self._directory.live(self.grid)})
-        if len(self.experts) < self.plan.count:
-            await self._take(self.plan.count, None)
+        await self._take(self.plan.count, None)
 
     def _here(self) -> set[str]:
         # of any owner: this peer may have had another id

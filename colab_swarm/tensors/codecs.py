@@ -162,7 +162,7 @@ def _largest(values: Floats, count: int) -> Indices:
     expected = len(sample) * count / len(magnitudes)
     rank = math.ceil(expected + MARGIN * math.sqrt(expected) + 1)
     threshold = 0
-    if len(magnitudes) >= SAMPLE_VALUES and rank <= len(sample):
+    if rank <= len(sample):
         threshold = np.partition(sample, len(sample) - rank)[len(sample) - rank]
     found = np.flatnonzero(magnitudes >= threshold)
     if len(found) < count:  # the sample was not representative

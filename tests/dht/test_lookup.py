@@ -84,10 +84,7 @@ def test_without_any_answer_it_waits_to_the_end() -> None:
     assert not search.done(1000.0) and search.wake_at(1000.0) is None
     search.on_answer(near(1).id, None)
     assert search.done(1000.0) and search.nearest(3) == []
-
-
-def test_a_lookup_without_seeds_is_done() -> None:
-    assert lookup().done(0.0)
+    assert lookup().done(0.0), "without seeds"
 
 
 @settings(max_examples=40)

@@ -292,7 +292,8 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_once() -> None:
 
 
 def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.moe.expert.free_bytes", lambda: 1000)
+    monkeypatch.setattr("colab_swarm.moe.expert.accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr("colab_swarm.moe.expert.free_ram_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* give count=1 to try"):
         plan_host(GRID, make)
     assert plan_host(GRID, make, count=1).count == 1

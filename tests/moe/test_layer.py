@@ -25,6 +25,14 @@ def make(
     return MixtureOfExperts(LocalCalls(experts), GRID, DIM, **{"k": 2} | settings), experts
 
 
+def prefer_rows_by_sign(layer: MixtureOfExperts) -> None:
+    """Samples whose first value is positive prefer the grid's first row, the others its second."""
+    with torch.no_grad():
+        layer.gating.maps.weight.zero_()
+        layer.gating.maps.bias.zero_()
+        layer.gating.maps.weight[:2, 0] = torch.tensor([1.0, -1.0])
+
+
 def locally(layer: MixtureOfExperts, modules: dict[str, nn.Module], x: Tensor, k: int) -> Tensor:
     """Compute equation 1 literally, sample by sample."""
     rows = []
@@ -138,11 +146,19 @@ def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
 
 
 def test_a_late_expert_is_dropped_after_the_grace_period_and_reported() -> None:
-    layer, experts = make(k=6, k_min=2, grace_s=0.02)
+    layer, experts = make(k=6, k_min=5, grace_s=0.02)
     experts.late = {"ffn.0.0"}
     layer(torch.randn(4, DIM)).sum().backward()
     assert experts.failures == [("ffn.0.0", "0.02 s later than others")]
     assert "ffn.0.0" not in experts.backwards and layer.statistics().failures == 1
+
+
+def test_a_sample_whose_experts_all_failed_does_not_prolong_the_wait() -> None:
+    layer, experts = make(k=2, grace_s=0.02, living=[(0, 0), (0, 1), (1, 0), (1, 1)])
+    prefer_rows_by_sign(layer)
+    experts.dead, experts.late = {"ffn.0.0", "ffn.0.1"}, {"ffn.1.1"}
+    layer(torch.tensor([[1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]))
+    assert ("ffn.1.1", "0.02 s later than others") in experts.failures
 
 
 def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
@@ -195,10 +211,7 @@ def test_unanswered_samples_are_tried_with_other_experts_then_pass_unchanged() -
 
 def test_an_expert_that_replaces_another_still_gets_one_backward_call() -> None:
     layer, experts = make(k=1, living=[(0, 0), (1, 2)])
-    with torch.no_grad():  # the first half of the samples prefers one, the second half the other
-        layer.gating.maps.weight.zero_()
-        layer.gating.maps.bias.zero_()
-        layer.gating.maps.weight[:2, 0] = torch.tensor([1.0, -1.0])
+    prefer_rows_by_sign(layer)
     x = torch.randn(6, DIM)
     x[:, 0] = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     experts.dead = {"ffn.1.2"}
@@ -337,9 +350,7 @@ def test_it_computes_as_the_expert_and_both_learn(experts: LocalExperts, remote:
     assert not torch.equal(experts.modules["ffn.1"](x), local(x)), "the expert has taken its step"
 
 
-def test_it_learns_as_the_first_layer_too_and_keeps_the_dtype(
-    experts: LocalExperts, remote: RemoteExpert
-) -> None:
+def test_it_learns_as_the_first_layer_too(experts: LocalExperts, remote: RemoteExpert) -> None:
     model = nn.Sequential(remote, nn.Linear(4, 1))
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(3, 4).bfloat16()).sum().backward()
@@ -368,9 +379,7 @@ def test_invalid_names_and_inputs_are_refused(experts: LocalExperts, remote: Rem
     assert repr(remote) == "RemoteExpert(ffn.1)"
 
 
-def test_an_expert_of_two_hosts_counts_once_and_a_dead_one_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_expert_of_two_hosts_counts_once_and_a_dead_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, experts = make(k=6)
     hosts = itertools.cycle((HOST, Contact(bytes([1]) * 32, ())))
     monkeypatch.setattr(experts, "_info", lambda uid: ExpertInfo(uid, next(hosts), (), 0, 1e9))

@@ -74,6 +74,7 @@ def test_the_quota_bounds_saves_of_others_and_not_our_own(tmp_path: Path) -> Non
 def test_an_incomplete_save_leaves_no_files(shelf: ReplicaStore, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), shelf.adding(save_of(b"manifest", b"chunk")):
         shelf.put(b"manifest")
+        assert shelf.room_bytes == 1000 - len(b"manifest" + b"chunk")
         raise RuntimeError("the sender vanished")
     assert files(tmp_path) == 0 and shelf.room_bytes == 1000
 

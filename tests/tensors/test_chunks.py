@@ -89,6 +89,7 @@ def test_chunks_tile_the_blob_and_have_its_hashes() -> None:
     whole = chunks.Snapshot.of(b"", 1, b"", blob)
     assert [whole.manifest.length(chunk) for chunk in range(4)] == [chunks.CHUNK_BYTES] * 3 + [5]
     assert b"".join(whole.chunks.values()) == blob.tobytes()
+    assert chunks.Manifest.decode(whole.head) == whole.manifest
     assert all(chunks.digest_of(piece) == digest for digest, piece in whole.chunks.items())
 
 

@@ -185,7 +185,7 @@ def test_indices_out_of_order_and_beyond_the_end_are_refused() -> None:
     decoded = codec.decode(ones + bytes([0b011 << 5, 0b1100001 << 1]), 10)
     np.testing.assert_array_equal(np.flatnonzero(decoded), [0, 1, 9])
     for lows, highs, numel, words in (
-        (0b101, 0b1100001, 10, "not ascending"),
+        *((0b101, 0b1100001, 10, "not ascending"), (0b111, 0b1100001, 10, "not ascending")),
         (0b011, 0b1110001, 10, "names 4 indices, 3 expected"),
         (0b011, 0b1100001, 9, "beyond its end"),
     ):
@@ -331,18 +331,6 @@ def test_received_and_residual_sum_to_the_true_values(name: str, seed: int, nume
             arrived[start : start + len(piece)] += decoded
         feedback.settle()
     np.testing.assert_allclose(arrived + feedback.residual, vectors(seed, 5, numel).sum(0), atol=1e-4)
-
-
-@biased
-def test_the_residual_stays_bounded(name: str) -> None:
-    """By ``2 sqrt(gamma) / (1 - gamma) max ||g||``, much less in practice; without feedback, losses would sum."""
-    feedback, numel = ErrorFeedback(500), 500
-    norms = []
-    for meant in vectors(0, 200, numel):
-        feedback.encode(codec_of(name), 0, meant)
-        feedback.settle()
-        norms.append(float(np.linalg.norm(feedback.residual)))
-    assert max(norms[100:]) <= 1.2 * max(norms[:100])
 
 
 def test_a_vector_that_was_not_received_changes_nothing() -> None:

@@ -171,9 +171,7 @@ def test_a_skeleton_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch
             unflatten({}, data)
 
 
-def test_a_file_is_synced_and_holds_a_state_and_a_damaged_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_synced_and_read_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, synced = tmp_path / "c", list[bool]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(stat.S_ISDIR(os.fstat(file).st_mode)))
     for state in ({"a": torch.tensor([True]), "b": torch.arange(3), "c": torch.empty(0)}, {"lr": 0.1}):
