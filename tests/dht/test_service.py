@@ -121,15 +121,6 @@ async def test_silent_peers_cost_less_than_their_timeout() -> None:
     assert [fault.name for fault in network.fired] == ["partition"]
 
 
-async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
-    network, (alice, bob, carol) = await swarm(3)
-    network.now().skew("bob", 300.0)
-    for value, member in ((1, alice), (2, bob), (3, bob), (4, alice)):
-        await member.dht.store(f"by {member.peers.name}", value, ttl_s=20)
-    read_by = [await read(member, key) for member in (bob, carol) for key in ("by alice", "by bob")]
-    assert (read_by, [fault.name for fault in network.fired]) == ([{b"": 4}, {b"": 3}] * 2, ["skew"])
-
-
 async def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
     network, members = await swarm(6)
     client = await join(network, "client", members[0].peers, listen=False)

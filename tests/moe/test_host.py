@@ -67,8 +67,10 @@ async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: R
     train(bob, 5)
     await asyncio.sleep(2 * PLAN.save_s)  # saved in the background
     assert (bob._saves.results[uid].step, len(bob._saves.results[uid].holders)) == (5, 2)
-    inputs = torch.rand(3, 4)
-    outputs = bob.experts[uid].forward(inputs)
+    last = bob._saves.results[uid]
+    await bob.save_changed()
+    assert bob._saves.results[uid] is last, "nothing has changed"
+    outputs = bob.experts[uid].forward(inputs := torch.rand(3, 4))
     train(bob, 2)  # lost: the steps since the save
     run.network.now().crash("bob")
     await asyncio.sleep(EXPIRED_S)
@@ -230,17 +232,17 @@ def test_the_host_shows_what_it_hosts_and_stops(run: Run) -> None:
     runtime.close()
 
 
-def test_a_swarm_has_one_host_of_a_prefix_and_one_folder_until_it_is_left(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_swarm_has_one_host_of_a_prefix_and_one_folder(run: Run, tmp_path: Path, capsys: Any) -> None:
     runtime = SimRuntime()
     member = runtime.call(run.join("alice"))
     runtime.call(member.resources.close())
-    experts = SwarmExperts(runtime, member.services, lambda read, stop, stops: (read().over, stop, stops))
+    experts = SwarmExperts(
+        runtime, member.services, lambda read, *buttons: (read().over, len(read().served), *buttons)
+    )
     first = experts.host("ffn", (2, 3), make, folder=tmp_path / "saves", count=1)
     second = experts.host("ffn", (2, 3), make, count=2)
-    assert first.stopped and first.panel() == (True, first.stop, True) and not capsys.readouterr().out
-    assert second.panel() == (False, second.stop, True) and len(second.uids) == 2
+    assert first.stopped and first.panel() == (True, 2, first.stop, True) and not capsys.readouterr().out
+    assert second.panel() == (False, 2, second.stop, True) and len(second.uids) == 2
     with pytest.raises(ValueError, match="saves experts in"):
         experts.host("other", (2,), make, folder=tmp_path / "elsewhere", count=1)
     train(second)

@@ -37,13 +37,6 @@ def files(folder: Path) -> int:
     return sum(path.is_file() for path in (folder / "chunks").rglob("*"))
 
 
-def test_a_damaged_chunk_is_detected_and_dropped(shelf: ReplicaStore, tmp_path: Path) -> None:
-    digest = shelf.put(b"weights")
-    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    path.write_bytes(b"wEights")
-    assert shelf.get(digest) is None and digest not in shelf
-
-
 def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
     (tmp_path / "chunks").write_text("a file where the folder should be: nothing can be written")
     with pytest.raises(StateError, match=r"cannot write .* name another folder"):
