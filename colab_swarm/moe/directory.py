@@ -155,7 +155,7 @@ class Directory:
         Of several peers that claim a place, one gets it. Announce the experts within ``ttl_s``.
         """
         held: list[str] = []
-        while count > len(held) and (chosen := await self._vacant(grid, count - len(held), wanted)):
+        while chosen := await self._vacant(grid, count - len(held), wanted):
             uids, began = [*map(grid.uid, chosen)], self._now()
             for index in chosen:
                 self._hold(grid, index, (), CLAIMED)

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -122,9 +122,7 @@ STEPS = st.tuples(
 
 
 @given(st.lists(STEPS, max_size=60))
-def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
-    steps: list[tuple[int, str, int, int, bool]],
-) -> None:
+def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(steps: list[Any]) -> None:
     batching = Batching(LIMITS)
     waiting: list[Call] = []
     for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):

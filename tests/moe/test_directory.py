@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from colab_swarm.dht.records import Fetch
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
@@ -63,12 +64,16 @@ def uids(found: list[list[ExpertInfo]]) -> list[list[str]]:
 
 
 async def test_all_peers_find_announced_experts() -> None:
-    _, (alice, bob, *_) = await scouts(8)
+    _, found = await scouts(8)
+    alice, bob, *_ = found
     await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
     info = await bob.directory.find(GRID, "ffn.3.7")
     assert info is not None and info.host == alice.peers.contact
     assert (info.uid, info.shape, info.step) == ("ffn.3.7", SHAPE, 5)
     assert 59 < info.until - virtual_time() <= 60
+    for scout in found:
+        scout.peers.unserve(Fetch)  # the quick read finds nothing
+    assert all([await scout.directory.find(GRID, "ffn.1.2") for scout in found])
 
 
 async def test_the_best_live_experts_come_first() -> None:

@@ -25,8 +25,7 @@ def make(
     return MixtureOfExperts(LocalCalls(experts), GRID, DIM, **{"k": 2} | settings), experts
 
 
-def prefer_rows_by_sign(layer: MixtureOfExperts) -> None:
-    """Samples whose first value is positive prefer the grid's first row, the others its second."""
+def prefer_the_first_row_if_positive(layer: MixtureOfExperts) -> None:
     with torch.no_grad():
         layer.gating.maps.weight.zero_()
         layer.gating.maps.bias.zero_()
@@ -155,7 +154,7 @@ def test_a_late_expert_is_dropped_after_the_grace_period_and_reported() -> None:
 
 def test_a_sample_whose_experts_all_failed_does_not_prolong_the_wait() -> None:
     layer, experts = make(k=2, grace_s=0.02, living=[(0, 0), (0, 1), (1, 0), (1, 1)])
-    prefer_rows_by_sign(layer)
+    prefer_the_first_row_if_positive(layer)
     experts.dead, experts.late = {"ffn.0.0", "ffn.0.1"}, {"ffn.1.1"}
     layer(torch.tensor([[1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]))
     assert ("ffn.1.1", "0.02 s later than others") in experts.failures
@@ -211,7 +210,7 @@ def test_unanswered_samples_are_tried_with_other_experts_then_pass_unchanged() -
 
 def test_an_expert_that_replaces_another_still_gets_one_backward_call() -> None:
     layer, experts = make(k=1, living=[(0, 0), (1, 2)])
-    prefer_rows_by_sign(layer)
+    prefer_the_first_row_if_positive(layer)
     x = torch.randn(6, DIM)
     x[:, 0] = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     experts.dead = {"ffn.1.2"}

@@ -184,6 +184,7 @@ def test_a_file_is_synced_and_read_whole_or_not(tmp_path: Path, monkeypatch: pyt
             path.write_bytes(damaged)
             with pytest.raises(StateError, match=r"truncated|damaged"):
                 statedict.read_tensors(path)
+    statedict.write_file(tmp_path / "not synced", [b"x"])
     assert synced == [False, True] * 2, "each file, then the folder with its name"
 
 
