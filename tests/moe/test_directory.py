@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from colab_swarm.dht.records import Fetch
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
@@ -64,16 +63,12 @@ def uids(found: list[list[ExpertInfo]]) -> list[list[str]]:
 
 
 async def test_all_peers_find_announced_experts() -> None:
-    _, found = await scouts(8)
-    alice, bob, *_ = found
+    _, (alice, bob, *_) = await scouts(8)
     await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
     info = await bob.directory.find(GRID, "ffn.3.7")
     assert info is not None and info.host == alice.peers.contact
     assert (info.uid, info.shape, info.step) == ("ffn.3.7", SHAPE, 5)
     assert 59 < info.until - virtual_time() <= 60
-    for scout in found:
-        scout.peers.unserve(Fetch)  # the quick read finds nothing
-    assert all([await scout.directory.find(GRID, "ffn.1.2") for scout in found])
 
 
 async def test_the_best_live_experts_come_first() -> None:
@@ -187,7 +182,7 @@ async def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[
 async def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:
     network, (alice, *found) = await scouts(8)
     hosts = sorted(found[:5], key=lambda scout: scout.peers.id)
-    for i, scout in [*enumerate(hosts)] * 2:
+    for i, scout in enumerate(hosts):
         await announce(scout, f"ffn.1.{i}")
     assert len(await alice.dht.get("run/experts/ffn/4x8/1/0")) == 2
     for scout in hosts[:2]:  # the two that announce
