@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from colab_swarm.workunits import state
-from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, Dispatcher
+from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, PRESENT_S, Dispatcher
 from colab_swarm.workunits.job import WorkPlan
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Finished, Rejected, Returned
 from tests.workunits.local import check_state
@@ -137,11 +137,10 @@ def test_a_unit_that_goes_out_again_is_of_the_newest_version() -> None:
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_failed_unit_returns_to_its_volunteer_at_once_or_when_none_took_it(alone: bool) -> None:
     desk, given = one_out()
-    if not alone:
-        desk.core.state._seen(BOB, desk.now)
+    desk.core.state._seen(BOB, desk.now - PRESENT_S + (not alone))
     desk.give_back(ALICE, given)
     assert bool(desk.ask(ALICE)) == alone
-    desk.now += 5
+    desk.now += 2
     assert bool(desk.ask(ALICE)) != alone
 
 
@@ -169,11 +168,13 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
     for bad in given[:3]:
         desk.reject(bad)
     code, text = desk.core.ban_of(ALICE, now=desk.now) or ("", "")
-    assert code == "banned" and "3 of your results were refused" in text
+    assert code == "banned" and "3 of your results were refused" in text and "next 10 minutes" in text
     assert desk.ask(ALICE) == [] and desk.refusal(given[3], ALICE)[0] == "banned"
     assert [entry.assignment for entry in desk.expire()] == [given[3].assignment]
     desk.now += (first_s := desk.core.wait_s(ALICE, now=desk.now))
+    assert desk.core.ban_of(ALICE, now=desk.now) is None and desk.core.wait_s(ALICE, now=desk.now) > 0
     (again,) = desk.ask(ALICE)
+    assert desk.expire() == []
     desk.reject(again)
     assert desk.core.wait_s(ALICE, now=desk.now) == 2 * first_s
 
@@ -181,12 +182,13 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
 def test_a_result_is_refused_with_a_reason_unless_it_is_awaited() -> None:
     desk = Desk()
     (given,) = desk.ask(ALICE)
-    assert desk.refusal(given, ALICE) == ("", "")
+    assert desk.refusal(given, ALICE) == ("", "") and desk.core.awaits(given.assignment, now=desk.now)
+    assert not desk.core.awaits("0" * 32, now=desk.now)
     assert (desk.core.refusal("0" * 32, ALICE, now=desk.now) or "")[0] == "unknown"
     assert desk.refusal(given, BOB)[0] == "unknown"
     desk.result(given)
     code, text = desk.refusal(given, ALICE)
-    assert code == "stale" and "here already" in text
+    assert code == "stale" and "here already" in text and not desk.core.awaits(given.assignment, now=desk.now)
 
 
 def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_at_its_last() -> None:
@@ -209,9 +211,9 @@ def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_a
 
 def test_the_job_ends_at_the_target_accuracy() -> None:
     desk = Desk(subsets=1, target_accuracy=0.9)
-    desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=0.95)
+    desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=0.9)
     desk.advance()
-    assert desk.core.state.finished == "accuracy 0.950 reached the target 0.9"
+    assert desk.core.state.finished == "accuracy 0.900 reached the target 0.9" and desk.ask(ALICE) == []
 
 
 def test_an_epoch_ends_without_an_accuracy_that_never_came() -> None:
@@ -227,10 +229,10 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     desk = Desk(subsets=1, replication=3)
     alices, bobs, carols = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB, CAROL))
     assert desk.ask(ALICE) == desk.ask(DAVE) == []
-    assert [type(entry) for entry in desk.result(alices, 1.0)] == [Returned]
+    assert [type(entry) for entry in desk.result(alices, 0.0)] == [Returned]
     assert [type(entry) for entry in desk.result(bobs, 5.0)] == [Returned]
     assert len(desk.core.state.units[alices.unit].returned()) == 2
-    _, rejected, accepted = desk.result(carols, 1.01)
+    _, rejected, accepted = desk.result(carols, 0.05)
     assert isinstance(rejected, Rejected) and isinstance(accepted, Accepted)
     assert (rejected.assignment, accepted.assignment) == (bobs.assignment, carols.assignment)
     assert "differs from the 2 results" in rejected.reason
@@ -316,6 +318,7 @@ def test_each_unit_of_the_epoch_has_a_mark_and_a_staleness() -> None:
     queued = desk.result(other)
     units = desk.core.state.units
     assert [units[one.unit].mark for one in (early, other)] == ["training", "queued"]
+    assert desk.core.state.backlog == 1
     desk.assimilate(queued)
     desk.assimilate(desk.result(early))
     late, bad = desk.ask(ALICE)[0], desk.ask(BOB)[0]
@@ -338,12 +341,13 @@ def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
         desk.now += 0.5
         desk.give_back(ALICE, *units)
         desk.now += 0.5
-    assert state.FREE_RETURNS < given < state.FREE_RETURNS + 10
+    assert given == state.FREE_RETURNS + 9  # rests of 2, 4 … 512 s
     assert 60 < desk.core.wait_s(ALICE, now=desk.now) < state.LONGEST_REST_S
     desk.now += state.LONGEST_REST_S
     desk.prove(ALICE)
-    (unit,) = desk.ask(ALICE)
-    desk.give_back(ALICE, unit)
+    for _ in range(state.FREE_RETURNS):
+        desk.now += 0.5
+        desk.give_back(ALICE, *desk.ask(ALICE))
     assert desk.ask(ALICE)
 
 
@@ -367,7 +371,7 @@ def test_a_volunteer_is_proven_by_its_first_result_and_not_any_more_when_units_g
     assert standing.proven
     for _ in range(4):
         standing.on_expired()
-    assert not standing.proven
+    assert not standing.proven and standing.expired == 8
     for _ in range(3):
         standing.on_accepted()
     assert standing.proven
