@@ -9,6 +9,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Chunk, ReduceSpan
+from colab_swarm.averaging.group import MAX_TEXT, RoundTerms
 from colab_swarm.events import RoundFinished, StateReceived
 from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
@@ -169,6 +170,25 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
 
     with simulation("bob") as sim:
         assert sim.run(train)["bob"] == 0
+
+
+def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def called(swarm: Swarm) -> list[float | None]:
+        for number in range(20):
+            swarm.assistant.enter(f"{swarm.run_id}/{number}")
+        swarm.assistant.enter(f"{swarm.run_id}/".ljust(MAX_TEXT + 1, "x"))
+        *_, prefix = prefixes = swarm.assistant.collaborations
+        assert len(prefixes) == 16 and prefix == f"{swarm.run_id}/19"
+        part, sizes = swarm.assistant._parts[prefix], (1001, *[1000] * 5)
+        terms = [RoundTerms(prefix, step, b"", numel) for step, numel in enumerate(sizes)]
+        return [part._on_called(one, swarm.id) for one in terms]
+
+    def assist(swarm: Swarm) -> list[float | None]:
+        swarm.serve_as_reducer()
+        return swarm.runtime.call(called(swarm))
+
+    monkeypatch.setattr("colab_swarm.training.assistant._memory_bytes", lambda: 16_000)
+    assert toy.alone(assist) == [None, 0.0, 0.0, 0.0, 0.0, None]  # one is too large, four are enough
 
 
 def test_an_assistant_may_begin_to_train() -> None:

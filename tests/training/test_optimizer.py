@@ -18,7 +18,7 @@ from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
-from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
+from colab_swarm.events import BatchDropped, RoundFinished, StateReceived, StepFinished
 from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -48,6 +48,8 @@ def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch(n
 def test_a_peer_alone_trains_like_plain_torch() -> None:
     with simulation(1) as sim:
         results = sim.run(lambda swarm: toy.train_freely(swarm, 5, samples=10))
+        steps = sim.swarms["alice"].events.recent(StepFinished)
+    assert [(step.step, step.samples) for step in steps] == [(number, 10.0) for number in range(1, 6)]
     torch.testing.assert_close(results["alice"][0], toy.joint_reference(5))
 
 

@@ -165,6 +165,8 @@ async def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
 class Mirrored:
     """A mirror that all peers can dial, donors and a late joiner that only dial out."""
 
+    checkpoint: Snapshot | None = None
+
     def __init__(self, donors: dict[str, Snapshot]) -> None:
         self.network = SimNetwork(HOME, seed=1)
         self.backbone = self.network.peer("backbone")
@@ -179,7 +181,7 @@ class Mirrored:
         return self.network.peer(name, listen=False)
 
     async def stored(self) -> Snapshot | None:
-        return None
+        return self.checkpoint
 
     async def trainers(self) -> list[PeerId]:
         return [peers.id for peers in self.donors.values()]
@@ -200,6 +202,12 @@ async def test_a_state_passes_through_whole() -> None:
     got = await scene.download()
     assert np.array_equal(got.blob, BLOB) and got.manifest == snapshot().manifest
     assert scene.joiner.linked() == {scene.backbone.id}
+
+
+async def test_without_trainers_a_mirror_gives_its_checkpoint() -> None:
+    scene = Mirrored({})
+    scene.checkpoint = snapshot()
+    assert (await scene.download()).manifest == snapshot().manifest
 
 
 async def test_a_donor_that_vanishes_half_way_is_replaced() -> None:

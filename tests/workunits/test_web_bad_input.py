@@ -239,7 +239,7 @@ async def test_repeated_bad_results_lead_to_a_ban(tmp_path: Path) -> None:
 async def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         before = scene.state()
-        bodies = [b"\xc1", b"\x91\xff", b"\x91\xcd\xff\xff", b"\x91" * 60_000]
+        bodies = [b"\xc1", b"\x91\xff", b"\x91\xcd\xff\xff", b"\x91" * messages.MAX_BODY_BYTES]
         for body in [*bodies, *map(random.Random(0).randbytes, range(40))]:
             answer = await scene.alice.send("POST", "/api/units", body)
             assert answer.status == 422 and answer.problem.text
