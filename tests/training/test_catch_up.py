@@ -11,7 +11,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.collaboration import CatchUp, Collaboration
+from colab_swarm.training.collaboration import ATTEMPTS, CatchUp, Collaboration
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from tests.training.toy import join_training, model, take
 
@@ -63,6 +63,7 @@ def test_a_late_joiner_gets_past_trainers_that_died_at_different_steps(steps: li
     assert caught_up is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
     dead = {(peer(number),) for number in range(2, 2 + len(steps))}
     assert set(swarm.downloads[:-1]) == dead and swarm.downloads[-1] == (peer(1),)
+    assert len(swarm.downloads) == ATTEMPTS * len(steps) + 2  # once with a checkpoint that was not the one before
 
 
 def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:

@@ -15,7 +15,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import settings as module
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.settings import KEPT_PER_ROUND, ROUNDS, TrafficBudget, TrafficBudgetPolicy
-from tests.training.toy import alone, join_training, loss_of, model, parameters_of, take, train_freely
+from tests.training.toy import alone, join_training, loss_of, model, parameters_of, take, train_freely, wait_for_peers
 
 STEPS = 4
 
@@ -157,28 +157,38 @@ def test_a_budget_that_is_none_raises_at_once(limits: dict[str, float]) -> None:
         TrafficBudget(**limits)
 
 
+def train_while_bob_has_a_budget(swarm: Swarm, steps: int) -> tuple[bytes, str, int]:
+    net = torch.nn.Linear(100, 100)
+    with torch.no_grad():
+        net.weight.copy_(torch.eye(100))
+    mine = TrafficBudget(gb_per_hour=0.01) if swarm.name == "bob" else None
+    optimizer = join_training(swarm, net, target_batch_size=20, local_steps="auto", budget=mine)
+    wait_for_peers(swarm, optimizer, 2)
+    while optimizer.global_step < steps:
+        net(torch.ones(5, 100)).square().mean().backward()
+        optimizer.step(samples=5)
+    return optimizer.lineage, repr(optimizer), optimizer.collaboration.progress.own.local_steps
+
+
+@pytest.mark.slow
+def test_a_peer_on_a_budget_sends_less_and_requests_local_steps() -> None:
+    with cs.simulate(2, network="home", seed=1, samples_per_s=10.0) as sim:
+        results = sim.run(lambda swarm: train_while_bob_has_a_budget(swarm, 3))
+        plans = [notice.text for notice in sim.swarms["bob"].events.recent(Notice)]
+        rounds = sim.swarms["bob"].events.recent(RoundFinished)
+    assert len(plans) == len(set(plans)) >= 2 and 3 * rounds[-1].sent_bytes < rounds[0].sent_bytes
+    assert results["alice"][2] == 1 < results["bob"][2]
+
+
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
-    budget = TrafficBudget(gb_per_hour=0.01)
-
-    def train(swarm: Swarm) -> tuple[bytes, str]:
-        net = torch.nn.Linear(100, 100)
-        with torch.no_grad():
-            net.weight.copy_(torch.eye(100))
-        mine = budget if swarm.name == "bob" else None
-        optimizer = join_training(swarm, net, target_batch_size=20, local_steps="auto", budget=mine)
-        while optimizer.global_step < 12:
-            net(torch.ones(2, 100)).square().mean().backward()
-            optimizer.step(samples=2)
-        return optimizer.lineage, repr(optimizer)
-
     with cs.simulate(3, network="home", seed=1, samples_per_s=10.0) as sim:
-        results = sim.run(train)
+        results = sim.run(lambda swarm: train_while_bob_has_a_budget(swarm, 12))
         [first, *_] = sim.swarms["bob"].events.recent(Notice)
         rounds = [e for e in sim.swarms["bob"].events.recent(RoundFinished) if isinstance(e, RoundFinished)]
     assert isinstance(first, Notice) and re.match("budget: .*local steps", first.text)
-    assert "local steps" in results["bob"][1] and len({lineage for lineage, _ in results.values()}) == 1
+    assert "local steps" in results["bob"][1] and len({lineage for lineage, *_ in results.values()}) == 1
     sent = sum(r.sent_bytes + r.received_bytes for r in rounds[4:])
     assert sent / 1e9 / ((rounds[-1].at - rounds[3].at) / 3600) < 1.05 * 0.01
 

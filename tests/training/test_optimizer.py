@@ -308,6 +308,17 @@ def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path:
     assert len(folder.paths()) == 2
 
 
+def test_a_trainer_waits_for_a_step_until_its_time_is_over() -> None:
+    def train(swarm: Swarm) -> float:
+        optimizer = toy.join_training(swarm, net := toy.model())
+        toy.take(optimizer, net, 0, slice(0, 4))
+        began = swarm.runtime.time()
+        assert optimizer.wait_step(timeout_s=25.0) is None
+        return swarm.runtime.time() - began
+
+    assert toy.alone(train) == pytest.approx(25.0)
+
+
 def test_after_leaving_every_call_says_so() -> None:
     with simulation(1) as sim:
         swarm = sim.swarms["alice"]
