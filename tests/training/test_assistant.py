@@ -174,11 +174,10 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
 
 def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     async def called(swarm: Swarm) -> list[float | None]:
-        for number in range(20):
-            swarm.assistant.enter(f"{swarm.run_id}/{number}")
-        swarm.assistant.enter(f"{swarm.run_id}/".ljust(MAX_TEXT + 1, "x"))
-        *_, prefix = prefixes = swarm.assistant.collaborations
-        assert len(prefixes) == 16 and prefix == f"{swarm.run_id}/19"
+        prefix = f"{swarm.run_id}/".ljust(MAX_TEXT, "x")
+        for entering in (*(f"{swarm.run_id}/{number}" for number in range(20)), prefix, f"{prefix}x"):
+            swarm.assistant.enter(entering)
+        assert len(swarm.assistant.collaborations) == 16 and swarm.assistant.collaborations[-1] == prefix
         part, sizes = swarm.assistant._parts[prefix], (1001, *[1000] * 5)
         terms = [RoundTerms(prefix, step, b"", numel) for step, numel in enumerate(sizes)]
         return [part._on_called(one, swarm.id) for one in terms]

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -63,7 +64,19 @@ def test_a_late_joiner_gets_past_trainers_that_died_at_different_steps(steps: li
     assert caught_up is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
     dead = {(peer(number),) for number in range(2, 2 + len(steps))}
     assert set(swarm.downloads[:-1]) == dead and swarm.downloads[-1] == (peer(1),)
-    assert len(swarm.downloads) == ATTEMPTS * len(steps) + 2  # once with a checkpoint that was not the one before
+    assert (
+        len(swarm.downloads) == ATTEMPTS * len(steps) + 2
+    )  # once with a checkpoint that was not the one before
+
+
+def test_a_state_of_another_lineage_than_the_swarms_is_not_taken_up() -> None:
+    swarm = DeadTrainers([])
+    swarm.progress.on_records(
+        {peer(1): msgspec.structs.replace(record(CHECKPOINT), lineage=b"other")}, now=0.0
+    )
+    with pytest.raises(StateError, match="the swarm moved on during the download"):
+        run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())
+    assert swarm.level is None
 
 
 def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:

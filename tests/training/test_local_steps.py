@@ -15,7 +15,16 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import settings as module
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.settings import KEPT_PER_ROUND, ROUNDS, TrafficBudget, TrafficBudgetPolicy
-from tests.training.toy import alone, join_training, loss_of, model, parameters_of, take, train_freely, wait_for_peers
+from tests.training.toy import (
+    alone,
+    join_training,
+    loss_of,
+    model,
+    parameters_of,
+    take,
+    train_freely,
+    wait_for_peers,
+)
 
 STEPS = 4
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
-from colab_swarm.errors import StateError
+from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, SimPeers, virtual_time
 from colab_swarm.sim.profiles import LAN, NetworkProfile
-from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot, StateChunk, digest_of
-from colab_swarm.training.state import FetchState, Mirror, StateSharing
+from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Manifest, Snapshot, StateChunk, digest_of
+from colab_swarm.training.state import DescribeState, FetchState, Mirror, StateSharing
 
 SIZE_BYTES = 5_000_000
 BLOB = np.random.default_rng(0).integers(0, 256, SIZE_BYTES, np.uint8)
@@ -152,6 +152,8 @@ async def test_a_donor_without_a_state_says_so() -> None:
     scene = Scene({"alice": snapshot()})
     with pytest.raises(StateError, match="nothing here yet"):
         await scene.shares["alice"].download([scene.joiner.id])
+    with pytest.raises(PeerError, match="the state of step 3 is gone"):
+        await scene.joiner.call(scene.donors["alice"].id, DescribeState("run", 3), Manifest, timeout_s=5)
 
 
 async def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:

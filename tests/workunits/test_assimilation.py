@@ -16,7 +16,7 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits.coordinator import LEASE_S, STORE, ParameterServer, WorkerPool, stop_at_sigterm
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
-from colab_swarm.workunits.weights import KNOWN, Floats, Schema, moved
+from colab_swarm.workunits.weights import KNOWN, MOST, Floats, Schema, moved
 from tests.workunits.digits import digits_job
 from tests.workunits.servers import accepted
 
@@ -199,7 +199,8 @@ def test_the_largest_floats_do_not_overflow() -> None:
 
 def test_even_the_first_results_cannot_ruin_the_parameters() -> None:
     base = np.full(100, 0.1, np.float32)
-    assert not fault(base + 1, base)
+    most = np.full(100, MOST, np.float32)
+    assert not fault(base + 1, base) and not fault(most, most)
     assert "usually" not in (fault(base + np.float32(1e6), base) or "usually")
     assert "beyond" in fault(base + np.float32(1e25), base, [1e30] * 10)
 

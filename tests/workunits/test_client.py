@@ -61,8 +61,11 @@ async def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [answers(502), answers(407), answers(302), answers(200), says(429, "busy", "later"), hangs_up],
-    ids=["bad gateway", "proxy", "login page", "captive portal", "busy", "hangs up"],
+    [
+        *map(answers, (502, 407, 302, 200)),
+        *(says(429, "busy", "later"), says(500, "unknown", "Internal Server Error"), hangs_up),
+    ],
+    ids=["bad gateway", "proxy", "login page", "captive portal", "busy", "broken", "hangs up"],
 )
 async def test_errors_other_than_the_coordinators_refusal_are_retried(fault: Fault) -> None:
     async with talking() as (standin, client):

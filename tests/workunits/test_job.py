@@ -176,6 +176,7 @@ def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
     serial, accuracies = job.train_serially()
     np.testing.assert_array_equal(values, schema.flatten(serial))
     assert len(accuracies) == 3 and accuracies[-1] > accuracies[0]
+    assert job.with_plan(target_accuracy=accuracies[0]).train_serially()[1] == accuracies[:1]
 
 
 IMAGES, LABELS = np.arange(24, dtype=np.float32).reshape(6, 2, 2), np.arange(6)
