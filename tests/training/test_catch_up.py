@@ -8,6 +8,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import StateError
+from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.swarm.swarm import Swarm
@@ -107,6 +108,8 @@ def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: py
     with cs.simulate(1, seed=1, samples_per_s=10.0) as sim:
         sim.join("bob", at=2.0)
         results = sim.run(train)
+        members = [one for e in sim.swarms["alice"].events.recent(RoundFinished) for one in e.members]
+    assert {one.share for one in members if not one.weight} == {0.0}  # it reduces nothing meanwhile
     assert len(downloaded) == 1 and results["bob"][0] >= downloaded[0] + 3
     assert results["alice"][1] == results["bob"][1]
 

@@ -15,16 +15,8 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import settings as module
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.settings import KEPT_PER_ROUND, ROUNDS, TrafficBudget, TrafficBudgetPolicy
-from tests.training.toy import (
-    alone,
-    join_training,
-    loss_of,
-    model,
-    parameters_of,
-    take,
-    train_freely,
-    wait_for_peers,
-)
+from tests.training import toy
+from tests.training.toy import join_training, loss_of, model, parameters_of, take, train_freely
 
 STEPS = 4
 
@@ -56,7 +48,7 @@ def test_a_peer_alone_takes_diloco_steps() -> None:
         assert optimizer.global_step == 3
         return parameters_of(net)
 
-    torch.testing.assert_close(alone(train), diloco_reference(3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(toy.alone(train), diloco_reference(3), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -97,7 +89,7 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
         with pytest.raises(ValueError, match="choose one"):
             join_training(swarm, model(), local_steps=2, overlap=True)
 
-    alone(train)
+    toy.alone(train)
 
 
 ME, BOB, CAROL = (PeerId(bytes([n]) * 32) for n in range(3))
@@ -127,7 +119,10 @@ def choose(
 
 def test_within_its_budget_a_peer_changes_nothing() -> None:
     choice = choose(policy(mbit_s=100), group_of(), 10.0)
-    assert (choice.reduces, choice.precision, choice.local_steps, choice.within) == (True, "float16", 1, True)
+    assert str(choice) == "reduces, sends float16: within the budget"
+    assert choice == choose(
+        policy(mbit_s=6.4, auto=True), group_of((1.0, 0.0, 0.0)), 10.0
+    )  # not a bit is left
 
 
 def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
@@ -145,7 +140,8 @@ def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
 
 
 def test_an_overdrawn_budget_and_the_mean_time_of_a_step_count() -> None:
-    assert choose(policy(gb_per_hour=3.0), group_of(), 10.0).reduces
+    assert choose(policy(gb_per_hour=2.3), group_of(), 10.0).reduces
+    assert not choose(policy(gb_per_hour=2.3), group_of((4.0, 1.0, 1.0)), 10.0).reduces
     spent = policy(gb_per_hour=3.0)
     spent.on_round(0, 0, 1, now=5.0)
     spent.on_round(1e7, 4e7, 1, now=15.0)  # 18 GB an hour
@@ -172,7 +168,7 @@ def train_while_bob_has_a_budget(swarm: Swarm, steps: int) -> tuple[bytes, str, 
         net.weight.copy_(torch.eye(100))
     mine = TrafficBudget(gb_per_hour=0.01) if swarm.name == "bob" else None
     optimizer = join_training(swarm, net, target_batch_size=20, local_steps="auto", budget=mine)
-    wait_for_peers(swarm, optimizer, 2)
+    toy.wait_for_peers(swarm, optimizer, 2)
     while optimizer.global_step < steps:
         net(torch.ones(5, 100)).square().mean().backward()
         optimizer.step(samples=5)

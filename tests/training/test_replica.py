@@ -71,6 +71,15 @@ def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
     assert torch.equal(parameters_of(net), torch.cat([p.detach().flatten() for p in donor.parameters]))
 
 
+def test_the_state_of_a_scheduler_is_taken_where_there_is_one() -> None:
+    optimizers = [torch.optim.SGD(model().parameters(), lr=0.1) for _ in range(3)]
+    donor, joiner = (Replica(UpdateRule(one, StepLR(one, step_size=2))) for one in optimizers[:2])
+    donor.rule.scheduler.last_epoch = 7
+    for taker in (joiner, Replica(UpdateRule(optimizers[2]))):
+        taker.load_snapshot(donor.snapshot())
+    assert joiner.rule.scheduler.last_epoch == 7
+
+
 def test_the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing() -> None:
     lamb = Lamb((net := model()).parameters(), lr=0.01)
     sgd = torch.optim.SGD((other := model(seed=1)).parameters(), lr=0.5)

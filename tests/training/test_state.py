@@ -158,10 +158,12 @@ async def test_a_donor_without_a_state_says_so() -> None:
 
 async def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
     scene = Scene({"alice": snapshot()})
-    ask = FetchState((bytes(32),), "run", (await scene.download()).manifest.root)
-    stream = await scene.joiner.stream(scene.donors["alice"].id, ask, timeout_s=5)
-    with pytest.raises(ConnectionError, match="chunk 00000000 is not here"):
-        await stream.receive(StateChunk)
+    root = (await scene.download()).manifest.root
+    for asked, refusal in ((root, "chunk 00000000 is not here"), (bytes(16), "that snapshot is gone")):
+        ask = FetchState((bytes(32),), "run", asked)
+        stream = await scene.joiner.stream(scene.donors["alice"].id, ask, timeout_s=5)
+        with pytest.raises(ConnectionError, match=refusal):
+            await stream.receive(StateChunk)
 
 
 class Mirrored:
