@@ -14,6 +14,7 @@ from colab_swarm.events import RoundFinished, StateReceived
 from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.assistant import IDLE_S, PUBLISH_S
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
 
@@ -170,6 +171,20 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
 
     with simulation("bob") as sim:
         assert sim.run(train)["bob"] == 0
+
+
+def test_an_assistant_forgets_a_collaboration_that_needed_nothing_for_long() -> None:
+    async def idle(swarm: Swarm) -> None:
+        swarm.assistant.enter(f"{swarm.run_id}/model")
+        for seconds, helped in ((IDLE_S - 1, 1), (PUBLISH_S + 2, 0)):
+            await asyncio.sleep(seconds)
+            assert len(swarm.assistant.collaborations) == helped
+
+    def assist(swarm: Swarm) -> None:
+        swarm.serve_as_reducer()
+        swarm.runtime.call(idle(swarm))
+
+    toy.alone(assist)
 
 
 def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch: pytest.MonkeyPatch) -> None:

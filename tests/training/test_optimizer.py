@@ -50,6 +50,7 @@ def test_a_peer_alone_trains_like_plain_torch() -> None:
         results = sim.run(lambda swarm: toy.train_freely(swarm, 5, samples=10))
         steps = sim.swarms["alice"].events.recent(StepFinished)
     assert [(step.step, step.samples) for step in steps] == [(number, 10.0) for number in range(1, 6)]
+    assert steps[0].loss == pytest.approx(toy.loss_of(toy.model(), 0).item())
     torch.testing.assert_close(results["alice"][0], toy.joint_reference(5))
 
 
@@ -314,6 +315,7 @@ def test_a_trainer_waits_for_a_step_until_its_time_is_over() -> None:
         toy.take(optimizer, net, 0, slice(0, 4))
         began = swarm.runtime.time()
         assert optimizer.wait_step(timeout_s=25.0) is None
+        toy.join_training(swarm, toy.model(), name="other").close(hand_over_s=60.0)  # it has no samples
         return swarm.runtime.time() - began
 
     assert toy.alone(train) == pytest.approx(25.0)

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
 from colab_swarm.errors import StateError
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training import replica as module
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import SMALL_VALUES, Gradients, Replica, UpdateRule, set_gradients
+from colab_swarm.training.state import snapshot_of, tensors_of
 from tests.training.toy import loss_of, model, parameters_of
 
 
@@ -69,6 +72,14 @@ def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
     setting("lr", torch.tensor(0.01))(donor)
     joiner.load_snapshot(donor.snapshot())
     assert torch.equal(parameters_of(net), torch.cat([p.detach().flatten() for p in donor.parameters]))
+
+
+def test_a_snapshot_is_of_the_step_that_it_claims() -> None:
+    whole = adam(model()).snapshot()
+    assert snapshot_of(*tensors_of(whole)).manifest == whole.manifest
+    lie = Snapshot(msgspec.structs.replace(whole.manifest, step=9), whole.blob)
+    with pytest.raises(StateError, match="not of the step that it claims"):
+        tensors_of(lie)
 
 
 def test_the_state_of_a_scheduler_is_taken_where_there_is_one() -> None:

@@ -94,6 +94,8 @@ async def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> Non
         assert 0 < again.deadline_s <= lost.deadline_s
         assert await scene.alice.ask(1, in_hand=(again.assignment, more.assignment)) == ()  # new: few at once
         assert scene.kinds() == ["Assigned", "Assigned"]
+        with pytest.raises(KeyError):
+            scene.store.blob(f"base-{again.epoch}-{again.subset}")  # of units with replicas only
 
 
 async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:

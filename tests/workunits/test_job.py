@@ -224,7 +224,7 @@ def test_every_kind_of_data_becomes_the_same_rows(data: Any) -> None:
         ({"text": np.array(["a", "b"])}, ValueError, "text holds"),
         ((np.float32(3), np.zeros(1)), ValueError, "differ in length"),
         (TensorDataset(torch.zeros(0, 2)), ValueError, "no sample"),
-        (iter([1, 2]), TypeError, "no rows"),
+        ({1, 2}, TypeError, "no rows"),
     ],
 )
 def test_data_without_rows_are_refused_with_a_reason(data: Any, error: type[Exception], message: str) -> None:
