@@ -129,6 +129,7 @@ def test_within_its_budget_a_peer_changes_nothing() -> None:
 def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
     # a round moves 2 MB each way: in 10 s, of which it may take 5, 3.2 Mbit/s and with all 1.44 GB an hour
     assert choose(policy(gb_per_hour=1.7), group_of(), 10.0).reduces is False
+    assert choose(policy(gb_per_hour=0.1), group_of((1.0, 0.0, 0.0)), 10.0).reduces  # the only one
     slow = choose(policy(mbit_s=3.0), group_of(codec="float32"), 10.0)
     assert slow.reduces and slow.precision == "int8"
     narrow = choose(policy(gb_per_hour=1.2), group_of(), 10.0)
@@ -151,10 +152,6 @@ def test_an_overdrawn_budget_and_the_mean_time_of_a_step_count() -> None:
     for now in (5.0, 15.0, 45.0):
         mean.on_round(0, 0, 1, now=now)
     assert not mean.choose(group_of(), 20.0).reduces  # steps of 10 and 30 s: 1.05 of it
-
-
-def test_the_only_reducer_continues_to_reduce() -> None:
-    assert choose(policy(gb_per_hour=0.1), group_of((1.0, 0.0, 0.0)), 10.0).reduces
 
 
 @pytest.mark.parametrize("limits", [{}, {"mbit_s": 0.0}, {"gb_per_hour": -1.0}, {"mbit_s": float("nan")}])
@@ -232,12 +229,7 @@ def test_a_round_shorter_than_a_second_shows_the_bandwidth() -> None:
     assert rounds.upload(2 * MB, 0.1) == 160e6
     rounds.measured_bps = None
     assert rounds.upload(1000, 1e-6) == pytest.approx(160e6 * KEPT_PER_ROUND)  # a few bytes say nothing
-
-
-def test_a_lower_bandwidth_is_believed_in_the_end() -> None:
-    rounds = Rounds()
-    rounds.upload(2 * MB, 0.1)
-    assert rounds.upload(2 * MB, 1.0, times=500) == 16e6
+    assert rounds.upload(2 * MB, 1.0, times=500) == 16e6  # a lower one is believed in the end
 
 
 def test_a_budget_bounds_the_reported_bandwidth() -> None:

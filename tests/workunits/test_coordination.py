@@ -17,17 +17,8 @@ from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.local import Scene, Stranger, coordinating, tiny_job, until
+from tests.workunits.local import CODE, Scene, Stranger, coordinating, tiny_job, until
 from tests.workunits.servers import accepted
-
-CODE = """
-import numpy as np
-from torch import nn
-import colab_swarm.workunits.job as jobs
-rng = np.random.default_rng(0)
-data = rng.normal(size=(64, 4)).astype(np.float32), rng.integers(0, 3, 64)
-job = jobs.Job("tiny", lambda: nn.Linear(4, 3), data, data, plan=jobs.WorkPlan(subsets=4, max_epochs=2))
-"""
 
 
 async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
@@ -48,17 +39,6 @@ async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
         assert (status.version, units["waiting"], units["training"], units["assimilated"]) == (1, 2, 1, 1)
         assert status.samples_per_s == 16 * status.units_per_s > 0 and status.staleness == 0
         assert (await scene.alice.upload(one.assignment, file[77:], start=77)).message(Taken).accepted
-
-
-async def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    store = SqliteStore(MEMORY, "tiny")
-    async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
-        for stranger in (scene.alice, scene.bob):
-            await stranger.ask(4)
-        await until(lambda: scene.kinds().count("Assigned") == 4)
-    with pytest.raises(ValueError, match="another job's store"):
-        async with coordinating(tiny_job(subsets=1), tmp_path, store=store):
-            pass
 
 
 async def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refused(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from colab_swarm.workunits.state import Assimilated
 from colab_swarm.workunits.volunteering import take_folder
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
-from tests.workunits.local import tiny_job
+from tests.workunits.local import CODE, tiny_job
 
-CODE = "from tests.workunits.local import tiny_job\njob = tiny_job()\n"
 HERE: Any = {"host": "127.0.0.1", "servers": 1, "store": "memory"}
 
 

@@ -78,18 +78,12 @@ def test_a_file_without_a_job_is_refused(code: str, message: str) -> None:
         ),
         *((name, 6.4) for name in ("batch_size", "subsets", "max_epochs", "seed")),
         *(("alpha", alpha) for alpha in (1.0, -0.1, "e/e", float("nan"))),
-        ("target_accuracy", 1.5),
+        *(("target_accuracy", 1.5), ("seed", -1)),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(name: str, wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}={wrong}|alpha is"):
         WorkPlan(**{name: wrong})
-
-
-def test_a_seed_may_be_0() -> None:
-    assert WorkPlan(seed=0).seed == 0
-    with pytest.raises(ValueError, match="seed=-1: it must be a whole number, 0 at least"):
-        WorkPlan(seed=-1)
 
 
 def test_alpha_is_a_number_the_papers_schedule_or_a_function() -> None:
@@ -156,10 +150,6 @@ def test_a_unit_saved_between_two_batches_ends_as_if_it_had_not_stopped() -> Non
     second.finish()
     schema = Schema.of(whole.model)
     np.testing.assert_array_equal(schema.flatten(whole.model), schema.flatten(second.model))
-
-
-def test_the_save_of_another_unit_is_refused() -> None:
-    job = digits_job()
     with pytest.raises(ValueError, match="another unit"):
         training(job).load_state_dict(training(job, seed=8).state_dict())
 
