@@ -190,7 +190,8 @@ def test_an_assistant_forgets_a_collaboration_that_needed_nothing_for_long() -> 
 def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     async def called(swarm: Swarm) -> list[float | None]:
         prefix = f"{swarm.run_id}/".ljust(MAX_TEXT, "x")
-        for entering in (*(f"{swarm.run_id}/{number}" for number in range(20)), prefix, f"{prefix}x"):
+        ours = (f"{swarm.run_id}/{number}" for number in range(20))
+        for entering in (*ours, prefix, f"{prefix}x", "other-run/model"):
             swarm.assistant.enter(entering)
         assert len(swarm.assistant.collaborations) == 16 and swarm.assistant.collaborations[-1] == prefix
         part, sizes = swarm.assistant._parts[prefix], (1001, *[1000] * 5)

@@ -92,9 +92,8 @@ def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> No
         for step in range(3):
             toy.take(optimizer, net, step)
         optimizer.close()
-        return toy.parameters_of(net), torch.cat(
-            [p.detach().flatten() for p in optimizer._replica.parameters]
-        )
+        newest = [parameter.detach().flatten() for parameter in optimizer._replica.parameters]
+        return toy.parameters_of(net), torch.cat(newest)
 
     shown, newest = toy.alone(train)
     torch.testing.assert_close(shown, newest, rtol=0, atol=0)

@@ -1,5 +1,8 @@
 """The pure core of `Progress`: who is on the branch, who is behind, when the batch is full."""
 
+import asyncio
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training import progress as module
-from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, Progress, ProgressRecord
+from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, AssistantRecord, Progress, ProgressRecord
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -67,15 +70,12 @@ def test_digests_which_differ_between_processors_do_not_decide_a_tie(lineages: t
     assert alone.branch().peers == {ALICE} and not alone.behind
 
 
-def test_one_step_ahead_on_the_same_path_waits_for_the_branch_to_follow() -> None:
+def test_one_step_ahead_on_the_same_path_waits_for_the_branch_and_two_are_behind() -> None:
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
     client.advance(b"new")
     assert client.own.step == 6 and not client.behind
     client.on_records({BOB: record(5, b"other")}, now=1.0)
     assert client.behind  # that branch cannot follow
-
-
-def test_a_peer_that_took_steps_without_the_branch_is_behind() -> None:
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
     client.advance(b"one")
     client.advance(b"two")
@@ -128,11 +128,7 @@ def test_a_lost_peer_counts_again_when_it_is_linked_or_publishes_a_new_record() 
     swarm.on_records(records, now=60.0)
     swarm.on_records({BOB: record(samples=11)}, now=60.0 + LAST_RECORD_S)
     assert swarm.samples(60.0 + LAST_RECORD_S) == 11
-
-
-def test_a_record_published_just_before_the_loss_does_not_count() -> None:
-    swarm = progress(record(), {BOB: record(samples=10)})
-    swarm.on_lost(BOB, now=100.0)
+    swarm.on_lost(BOB, now=100.0)  # just after it published a record
     last_words = {BOB: record(samples=20)}
     swarm.on_records(last_words, now=102.0)
     swarm.on_records(last_words, now=101.0 + LAST_RECORD_S)
@@ -181,6 +177,21 @@ def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while
     assert joiner.branch().peers == frozenset()
     joiner.trust_all()
     assert joiner.branch().step == 10**9
+
+
+async def test_a_lost_assistant_counts_again_by_a_newer_record_of_this_collaboration() -> None:
+    async def read(told_at: float, *addresses: str, only: str = "") -> set[PeerId]:
+        found = {AssistantRecord: {BOB: AssistantRecord("bob", addresses, only, told_at)}}
+        dht = SimpleNamespace(published=lambda key, kind: asyncio.sleep(0, found.get(kind, {})))
+        await swarm.refresh(dht, SimpleNamespace(linked=set))  # type: ignore[arg-type]
+        return {*swarm.assistants}
+
+    swarm = progress(record())
+    assert await read(1.0, "ws://bob") == {BOB} and not swarm.on_lost(BOB, now=0.0)
+    assert (
+        await read(1.0, "ws://bob") == await read(2.0) == await read(2.0, "ws://bob", only="run/x") == set()
+    )
+    assert await read(2.0, "ws://bob") == {BOB}
 
 
 def test_samples_are_counted_while_a_peer_is_lost_on_another_thread() -> None:

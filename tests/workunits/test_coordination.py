@@ -17,7 +17,7 @@ from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.local import CODE, Scene, Stranger, coordinating, tiny_job, until
+from tests.workunits.local import CODE, Stranger, coordinating, tiny_job, until
 from tests.workunits.servers import accepted
 
 
@@ -161,13 +161,10 @@ async def test_servers_of_a_shared_store_are_processes_and_a_killed_one_is_repla
         await scene.alice.train()
         await until(lambda: scene.kinds().count("Measured") == 2)
         assert scene.coordinator.status().server_deaths == 1
-        assert servers(scene) == ["server-1", "server-2"]
+        done = [entry.server for entry in scene.log if isinstance(entry, Assimilated)]
+        assert done == ["server-1", "server-2"]
     assert children() == []
     store.close()
-
-
-def servers(scene: Scene) -> list[str]:
-    return [entry.server for entry in scene.log if isinstance(entry, Assimilated)]
 
 
 def children() -> list[int]:

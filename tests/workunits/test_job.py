@@ -256,22 +256,18 @@ def test_columns_of_another_byte_order_become_tensors() -> None:
     assert numbers.tolist() == [0, 1, 2, 3, 4, 5] and ones.dtype == torch.float32
 
 
-def test_each_subset_lies_under_its_digest_and_all_samples_are_there(tmp_path: Path) -> None:
+def test_each_subset_lies_under_its_digest_and_a_restart_repairs_the_files(tmp_path: Path) -> None:
     subsets = lay_out(tiny_job(), tmp_path)
     assert [subset.rows for subset in subsets] == [16] * 4
     for subset in subsets:
         data = (tmp_path / subset.sha256).read_bytes()
         assert (sha256(data).hexdigest(), len(data)) == (subset.sha256, subset.size_bytes)
         assert len(Rows.decode(data)) == subset.rows
-
-
-def test_a_restart_repairs_files_of_a_crash_and_deletes_those_of_another_job(tmp_path: Path) -> None:
-    first = lay_out(tiny_job(), tmp_path)
-    garbled = tmp_path / first[0].sha256
-    garbled.write_bytes(bytes(first[0].size_bytes))
+    garbled = tmp_path / subsets[0].sha256
+    garbled.write_bytes(bytes(subsets[0].size_bytes))
     (tmp_path / ("0" * 64)).write_bytes(b"of another job")
     (tmp_path / "1.half").write_bytes(b"of a crash")
-    assert lay_out(tiny_job(), tmp_path) == first
-    assert {file.name for file in tmp_path.iterdir()} == {subset.sha256 for subset in first}
-    assert sha256(garbled.read_bytes()).hexdigest() == first[0].sha256
-    assert lay_out(tiny_job(seed=1), tmp_path) != first
+    assert lay_out(tiny_job(), tmp_path) == subsets
+    assert {file.name for file in tmp_path.iterdir()} == {subset.sha256 for subset in subsets}
+    assert sha256(garbled.read_bytes()).hexdigest() == subsets[0].sha256
+    assert lay_out(tiny_job(seed=1), tmp_path) != subsets

@@ -115,22 +115,16 @@ async def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     "path",
     [
-        "/api/results/../../../../etc/passwd",
-        "/api/results/..%2f..%2f..%2fetc%2fpasswd",
-        "/api/results/%2e%2e",
-        "/api/results/" + "0" * 31 + "%00",
-        "/api/data/../job.py",
-        "/api/data/..%2fjob.py",
-        "/api/data/%2fetc%2fpasswd",
-        "/api/data/" + "0" * 64,
-        "/api/parameters/..%2f..%2fjob.py",
-        "/api/parameters/1-0-1",
-        "/api/parameters/00-1",
-        "/api/parameters/1-99999999999999999999",
-        "/api/../job.py",
-        "/api",
-        "//etc/passwd",
-        "/job.py",
+        *("/api/results/../../../../etc/passwd", "/api/results/..%2f..%2f..%2fetc%2fpasswd"),
+        *("/api/results/%2e%2e", "/api/results/" + "0" * 31 + "%00"),
+        *(
+            "/api/data/../job.py",
+            "/api/data/..%2fjob.py",
+            "/api/data/%2fetc%2fpasswd",
+            "/api/data/" + "0" * 64,
+        ),
+        *("/api/parameters/..%2f..%2fjob.py", "/api/parameters/1-0-1", "/api/parameters/00-1"),
+        *("/api/parameters/1-99999999999999999999", "/api/../job.py", "/api", "//etc/passwd", "/job.py"),
     ],
 )
 async def test_no_path_leads_to_a_file(tmp_path: Path, path: str) -> None:
