@@ -175,6 +175,7 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
 
 def test_an_assistant_forgets_a_collaboration_that_needed_nothing_for_long() -> None:
     async def idle(swarm: Swarm) -> None:
+        await asyncio.sleep(IDLE_S)
         swarm.assistant.enter(f"{swarm.run_id}/model")
         for seconds, helped in ((IDLE_S - 1, 1), (PUBLISH_S + 2, 0)):
             await asyncio.sleep(seconds)

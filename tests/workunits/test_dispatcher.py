@@ -102,6 +102,9 @@ def test_a_new_volunteer_gets_few_units_and_a_proven_one_as_many_as_the_plan_all
     desk.result(given[0])
     assert len(desk.ask(ALICE, count=8)) == 4  # and one that she has
     assert desk.ask(ALICE, count=8) == []
+    record = desk.core.state.volunteers[ALICE]
+    assert (record.volunteer, record.name, record.last_seen) == (ALICE, "a's notebook", desk.now)
+    assert (record.accepted, record.in_flight) == (1, 5)
 
 
 def test_a_volunteer_gets_units_of_data_that_it_holds() -> None:
@@ -294,16 +297,6 @@ def test_the_log_of_a_job_with_other_subsets_is_refused() -> None:
     small.prove(ALICE)
     with pytest.raises(ValueError, match="not in a job of 40 subsets"):
         Desk(subsets=40).commit(*small.ask(ALICE))
-
-
-def test_a_record_has_the_name_and_the_units_of_its_volunteer() -> None:
-    desk = Desk(subsets=5)
-    desk.prove(ALICE)
-    desk.result(desk.ask(ALICE)[0])
-    desk.ask(ALICE)
-    record = desk.core.state.volunteers[ALICE]
-    assert (record.volunteer, record.name) == (ALICE, "a's notebook")
-    assert (record.accepted, record.in_flight, record.last_seen) == (2, 1, desk.now)
 
 
 def test_each_unit_of_the_epoch_has_a_mark_and_a_staleness() -> None:
