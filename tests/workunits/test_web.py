@@ -237,7 +237,7 @@ def test_pieces_that_follow_one_another_make_the_whole(tmp_path: Path) -> None:
     assert again.received(ONE) == 0
 
 
-def test_a_piece_elsewhere_changes_nothing_and_uploads_that_are_not_awaited_are_deleted(
+def test_a_piece_elsewhere_changes_nothing(
     tmp_path: Path,
 ) -> None:
     spool = UploadBuffer(tmp_path, size_bytes=6)
