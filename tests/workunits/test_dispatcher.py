@@ -142,7 +142,7 @@ def test_a_unit_that_goes_out_again_is_of_the_newest_version() -> None:
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_failed_unit_returns_to_its_volunteer_at_once_or_when_none_took_it(alone: bool) -> None:
     desk, given = one_out()
-    desk.core.state._seen(BOB, desk.now - PRESENT_S + (not alone))
+    desk.core.state._seen(BOB, desk.now - PRESENT_S + (0 if alone else 3))
     desk.give_back(ALICE, given)
     assert bool(desk.ask(ALICE)) == alone
     desk.now += 2
