@@ -98,7 +98,7 @@ def test_subsets_follow_the_volunteers_but_keep_some_batches_each() -> None:
     plan = WorkPlan(expected_volunteers=3, batch_size=32)
     sizes = (100_000, 10**6), (600, 10**6), (20, 10**3), (100_000, 10**10)  # rows, bytes
     assert [plan.subsets_of(*size) for size in sizes] == [12, 4, 1, 150]  # at last none over 64 MiB
-    assert WorkPlan(subsets=50).subsets_of(100, 1) == 50
+    assert WorkPlan(subsets=50).subsets_of(50, 1) == 50
     with pytest.raises(ValueError, match="only 10 samples"):
         WorkPlan(subsets=50).subsets_of(10, 1)
 

@@ -40,7 +40,7 @@ def gate() -> RequestGate:
 
 def test_a_member_is_let_in_with_the_digest_that_its_body_must_have() -> None:
     header = token().header("GET", "/api/job", now=NOW)
-    assert gate().check(header, "GET", "/api/job", now=NOW + 2) == (alice.id, sha256(b"").digest())
+    assert gate().check(header, "GET", "/api/job", now=NOW + 60) == (alice.id, sha256(b"").digest())
     assert gate().check(Token(organizer).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == organizer.id
 
 

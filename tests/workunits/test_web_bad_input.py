@@ -270,6 +270,7 @@ async def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> Non
         tasks = [asyncio.create_task(half) for half in halves]
         await until(lambda: sum(task.done() for task in tasks) + scene.server.running["upload"] == 40)
         assert {task.result().status for task in tasks if task.done()} == {503}
+        assert scene.server.running["upload"] == web.MAX_EACH
         assert (await scene.bob.upload(other.assignment, file)).status == 200
         for task in tasks:
             task.cancel()
