@@ -158,7 +158,7 @@ class Progress:
             and record.told_at > lost.get(peer, -math.inf)
         }
         self.assistants = dict(list(alive.items())[:16])
-        self._lost_assistants = {p: at for p, at in lost.items() if p in assistants and p not in alive}
+        self._lost_assistants = {p: at for p, at in lost.items() if p in assistants}
 
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float

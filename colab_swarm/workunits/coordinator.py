@@ -503,11 +503,9 @@ def _exit_with_parent() -> None:
 class WorkerPool:
     """Parameter servers, as many as wanted; ``deaths`` counts those that ended by themselves."""
 
-    def __init__(
-        self, start: Callable[[str], ParameterServer | ProcessWorker], most: int | None = None
-    ) -> None:
+    def __init__(self, start: Callable[[str], ParameterServer | ProcessWorker]) -> None:
         self._start, self.deaths = start, 0
-        self._most = most or max(1, (os.cpu_count() or 1) - 1)  # one processor is the coordinator's
+        self._most = max(1, (os.cpu_count() or 1) - 1)  # one processor is the coordinator's
         self._running: list[ParameterServer | ProcessWorker] = []
         self._stopping: list[ParameterServer | ProcessWorker] = []
         self._started, self._pause_until = 0, 0.0

@@ -96,10 +96,10 @@ class _Fleet:
             self._commit(*given)
             await asyncio.sleep(self._model.unit_s)
             now = self._ended_at = virtual_time()
-            unit, name, version = given[0].unit, given[0].assignment, dispatcher.state.version + 1
+            unit, name = given[0].unit, given[0].assignment
             self._commit(
                 *dispatcher.on_result(name, 1.0, lambda *_: 0.0, now=now),
-                Assimilated(at=now, unit=unit, assignment=name, server="", version=version, seconds=0.0),
+                Assimilated(at=now, unit=unit, assignment=name, server="", version=0, seconds=0.0),
                 Measured(at=now, unit=unit, accuracy=0.0),
             )
             while due := dispatcher.advance(now=now):

@@ -294,10 +294,9 @@ class SqliteStore(TableStore):
             return blob.read()
 
     def _newest(self, connection: sqlite3.Connection) -> Parameters:
-        version, data = self._version(connection), self._data(connection, PARAMETERS)
-        if version is None or data is None:
+        if (data := self._data(connection, PARAMETERS)) is None:
             raise self._not_begun()
-        return Parameters(version, np.frombuffer(data, "<f4"))
+        return Parameters(self._version(connection) or 0, np.frombuffer(data, "<f4"))
 
     def _replace(self, connection: sqlite3.Connection, update: Update) -> None:
         row = cast(int, self._row(connection, PARAMETERS))

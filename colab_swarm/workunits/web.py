@@ -176,7 +176,7 @@ class CoordinatorServer:
             problem = Problem("busy", "the coordinator's store does not answer: try again in a few seconds")
             return _refusal(503, problem, {"Retry-After": str(BROKEN_S)})
         except web.HTTPException as error:
-            if not request.path.startswith("/api") or error.status < 400:
+            if not request.path.startswith("/api"):
                 raise
             problem = Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}

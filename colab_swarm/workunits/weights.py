@@ -118,8 +118,7 @@ class Schema:
         """Return all values of ``model`` (numel,), copied."""
         state = model.state_dict()
         parts = [state[name].detach().reshape(-1).to("cpu", torch.float32) for name, _ in self.entries]
-        flat: Floats = torch.cat(parts).numpy() if parts else np.zeros(0, np.float32)
-        return flat.copy() if len(parts) == 1 else flat
+        return torch.cat(parts).numpy() if parts else np.zeros(0, np.float32)
 
     def load(self, model: nn.Module, values: Floats) -> None:
         state = model.state_dict()

@@ -9,10 +9,12 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Chunk, ReduceSpan
+from colab_swarm.averaging.group import MAX_TEXT, RoundTerms
 from colab_swarm.events import RoundFinished, StateReceived
 from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.assistant import IDLE_S, PUBLISH_S
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
 
@@ -74,7 +76,7 @@ def test_a_late_joiner_gets_the_state_of_unreachable_peers_through_the_assistant
         sim.join("dave", at=6.0, listen=False)
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         received = sim.swarms["dave"].events.recent(StateReceived)
-        assert received and received[0].donors == (sim.swarms["alice"].id.hex(),)
+        assert received[0].donors == (sim.swarms["alice"].id.hex(),) and received[0].seconds < 6
     assert results["dave"] and len(toy.lineages(results)) == 1
 
 
@@ -169,6 +171,40 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
 
     with simulation("bob") as sim:
         assert sim.run(train)["bob"] == 0
+
+
+def test_an_assistant_forgets_a_collaboration_that_needed_nothing_for_long() -> None:
+    async def idle(swarm: Swarm) -> None:
+        await asyncio.sleep(IDLE_S)
+        swarm.assistant.enter(f"{swarm.run_id}/model")
+        for seconds, helped in ((IDLE_S - 1, 1), (PUBLISH_S + 2, 0)):
+            await asyncio.sleep(seconds)
+            assert len(swarm.assistant.collaborations) == helped
+
+    def assist(swarm: Swarm) -> None:
+        swarm.serve_as_reducer()
+        swarm.runtime.call(idle(swarm))
+
+    toy.alone(assist)
+
+
+def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def called(swarm: Swarm) -> list[float | None]:
+        prefix = f"{swarm.run_id}/".ljust(MAX_TEXT, "x")
+        ours = (f"{swarm.run_id}/{number}" for number in range(20))
+        for entering in (*ours, prefix, f"{prefix}x", "other-run/model"):
+            swarm.assistant.enter(entering)
+        assert len(swarm.assistant.collaborations) == 16 and swarm.assistant.collaborations[-1] == prefix
+        part, sizes = swarm.assistant._parts[prefix], (1001, *[1000] * 5)
+        terms = [RoundTerms(prefix, step, b"", numel) for step, numel in enumerate(sizes)]
+        return [part._on_called(one, swarm.id) for one in terms]
+
+    def assist(swarm: Swarm) -> list[float | None]:
+        swarm.serve_as_reducer()
+        return swarm.runtime.call(called(swarm))
+
+    monkeypatch.setattr("colab_swarm.training.assistant._memory_bytes", lambda: 16_000)
+    assert toy.alone(assist) == [None, 0.0, 0.0, 0.0, 0.0, None]  # one is too large, four are enough
 
 
 def test_an_assistant_may_begin_to_train() -> None:

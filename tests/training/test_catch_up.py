@@ -2,16 +2,18 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import StateError
+from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.collaboration import CatchUp, Collaboration
+from colab_swarm.training.collaboration import ATTEMPTS, CatchUp, Collaboration
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from tests.training.toy import join_training, model, take
 
@@ -63,6 +65,19 @@ def test_a_late_joiner_gets_past_trainers_that_died_at_different_steps(steps: li
     assert caught_up is not None and swarm.level == (CHECKPOINT, bytes([CHECKPOINT]))
     dead = {(peer(number),) for number in range(2, 2 + len(steps))}
     assert set(swarm.downloads[:-1]) == dead and swarm.downloads[-1] == (peer(1),)
+    assert (
+        len(swarm.downloads) == ATTEMPTS * len(steps) + 2
+    )  # once with a checkpoint that was not the one before
+
+
+def test_a_state_of_another_lineage_than_the_swarms_is_not_taken_up() -> None:
+    swarm = DeadTrainers([])
+    swarm.progress.on_records(
+        {peer(1): msgspec.structs.replace(record(CHECKPOINT), lineage=b"other")}, now=0.0
+    )
+    with pytest.raises(StateError, match="the swarm moved on during the download"):
+        run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())
+    assert swarm.level is None
 
 
 def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:
@@ -93,6 +108,8 @@ def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: py
     with cs.simulate(1, seed=1, samples_per_s=10.0) as sim:
         sim.join("bob", at=2.0)
         results = sim.run(train)
+        members = [one for e in sim.swarms["alice"].events.recent(RoundFinished) for one in e.members]
+    assert {one.share for one in members if not one.weight} == {0.0}  # it reduces nothing meanwhile
     assert len(downloaded) == 1 and results["bob"][0] >= downloaded[0] + 3
     assert results["alice"][1] == results["bob"][1]
 

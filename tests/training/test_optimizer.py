@@ -18,7 +18,7 @@ from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
-from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
+from colab_swarm.events import BatchDropped, RoundFinished, StateReceived, StepFinished
 from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -48,6 +48,9 @@ def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch(n
 def test_a_peer_alone_trains_like_plain_torch() -> None:
     with simulation(1) as sim:
         results = sim.run(lambda swarm: toy.train_freely(swarm, 5, samples=10))
+        steps = sim.swarms["alice"].events.recent(StepFinished)
+    assert [(step.step, step.samples) for step in steps] == [(number, 10.0) for number in range(1, 6)]
+    assert steps[0].loss == pytest.approx(toy.loss_of(toy.model(), 0).item())
     torch.testing.assert_close(results["alice"][0], toy.joint_reference(5))
 
 
@@ -304,6 +307,18 @@ def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path:
 
     toy.alone(train)
     assert len(folder.paths()) == 2
+
+
+def test_a_trainer_waits_for_a_step_until_its_time_is_over() -> None:
+    def train(swarm: Swarm) -> float:
+        optimizer = toy.join_training(swarm, net := toy.model())
+        toy.take(optimizer, net, 0, slice(0, 4))
+        began = swarm.runtime.time()
+        assert optimizer.wait_step(timeout_s=25.0) is None
+        toy.join_training(swarm, toy.model(), name="other").close(hand_over_s=60.0)  # it has no samples
+        return swarm.runtime.time() - began
+
+    assert toy.alone(train) == pytest.approx(25.0)
 
 
 def test_after_leaving_every_call_says_so() -> None:

@@ -1,5 +1,8 @@
 """The pure core of `Progress`: who is on the branch, who is behind, when the batch is full."""
 
+import asyncio
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training import progress as module
-from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, Progress, ProgressRecord
+from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, AssistantRecord, Progress, ProgressRecord
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -67,15 +70,12 @@ def test_digests_which_differ_between_processors_do_not_decide_a_tie(lineages: t
     assert alone.branch().peers == {ALICE} and not alone.behind
 
 
-def test_one_step_ahead_on_the_same_path_waits_for_the_branch_to_follow() -> None:
+def test_one_step_ahead_on_the_same_path_waits_for_the_branch_and_two_are_behind() -> None:
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
     client.advance(b"new")
     assert client.own.step == 6 and not client.behind
     client.on_records({BOB: record(5, b"other")}, now=1.0)
     assert client.behind  # that branch cannot follow
-
-
-def test_a_peer_that_took_steps_without_the_branch_is_behind() -> None:
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
     client.advance(b"one")
     client.advance(b"two")
@@ -91,25 +91,28 @@ def test_samples_of_another_step_or_of_a_syncing_peer_do_not_count() -> None:
     others = {BOB: record(0, samples=40), CAROL: record(1, samples=1000)}
     others[DAVE] = record(0, samples=9, syncing=True)
     swarm = progress(record(0, samples=59), others)
-    assert swarm.samples(0.0) == 99 and not swarm.batch_full(0.0)
+    assert swarm.samples(0.0) == 99 and not swarm.batch_full(0.0) and swarm.samples_per_s() == 3
     swarm.own = record(0, samples=60)
     assert swarm.batch_full(0.0) and swarm.seconds_to_batch(0.0) == 0
 
 
 def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> None:
-    old = {BOB: record(0, samples=50)}
+    old = {BOB: record(0, samples=50), CAROL: record(1, b"new", samples=7)}
     swarm = progress(record(1, b"new"), old)
-    swarm.on_round([ALICE, BOB], 1, b"new", now=0.0)
+    swarm.on_round([ALICE, BOB, CAROL], 1, b"new", now=0.0)
     swarm.on_records(old, now=0.0)
-    assert swarm.records[BOB].step == 1 and swarm.records[BOB].samples == 0
+    assert swarm.records[BOB].step == 1 and swarm.samples(0.0) == 7
     for _ in range(10):
         swarm.on_records(old, now=0.0)
     assert swarm.records[BOB].step == 0
+    swarm.on_round([BOB], 1, b"new", now=0.0)
+    swarm.on_records({BOB: record(1, b"new", samples=5)}, now=0.0)
+    assert swarm.samples(0.0) == 5
 
 
 def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
     swarm = progress(record(samples=50), {BOB: record(samples=10, samples_per_s=4.0)})
-    assert swarm.samples(2.0) == 50 + 10 + 8
+    assert swarm.samples(2.0) == 50 + 10 + 8 and swarm.seconds_to_batch(0.0) == 40 / 5
     assert swarm.samples(1000.0) == 50 + 10 + 12
 
 
@@ -123,22 +126,19 @@ def test_a_lost_peer_counts_again_when_it_is_linked_or_publishes_a_new_record() 
     assert swarm.samples(60.0) == 10
     swarm.on_lost(BOB, now=60.0)
     swarm.on_records(records, now=60.0)
-    swarm.on_records({BOB: record(samples=11)}, now=61.0 + LAST_RECORD_S)
-    assert swarm.samples(61.0 + LAST_RECORD_S) == 11
-
-
-def test_a_record_published_just_before_the_loss_does_not_count() -> None:
-    swarm = progress(record(), {BOB: record(samples=10)})
-    swarm.on_lost(BOB, now=0.0)
+    swarm.on_records({BOB: record(samples=11)}, now=60.0 + LAST_RECORD_S)
+    assert swarm.samples(60.0 + LAST_RECORD_S) == 11
+    swarm.on_lost(BOB, now=100.0)  # just after it published a record
     last_words = {BOB: record(samples=20)}
-    swarm.on_records(last_words, now=2.0)
-    swarm.on_records(last_words, now=1.0 + LAST_RECORD_S)
+    swarm.on_records(last_words, now=102.0)
+    swarm.on_records(last_words, now=101.0 + LAST_RECORD_S)
     assert BOB not in swarm.records
 
 
 def test_syncing_peers_take_part_but_lagging_peers_do_not() -> None:
     swarm = progress(record(5), {BOB: record(5), CAROL: record(4), DAVE: record(0, b"", syncing=True)})
     assert swarm.participants(5, b"same") == {ALICE, BOB, DAVE}
+    assert progress(NEW, {BOB: IDLE, CAROL: IDLE}).participants(3, b"old") == set()  # idle
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,21 @@ def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while
     assert joiner.branch().step == 10**9
 
 
+async def test_a_lost_assistant_counts_again_by_a_newer_record_of_this_collaboration() -> None:
+    async def read(told_at: float, *addresses: str, only: str = "") -> set[PeerId]:
+        found = {AssistantRecord: {BOB: AssistantRecord("bob", addresses, only, told_at)}}
+        dht = SimpleNamespace(published=lambda key, kind: asyncio.sleep(0, found.get(kind, {})))
+        await swarm.refresh(dht, SimpleNamespace(linked=set))  # type: ignore[arg-type]
+        return {*swarm.assistants}
+
+    swarm = progress(record())
+    assert await read(1.0, "ws://bob") == {BOB} and not swarm.on_lost(BOB, now=0.0)
+    assert (
+        await read(1.0, "ws://bob") == await read(2.0) == await read(2.0, "ws://bob", only="run/x") == set()
+    )
+    assert await read(2.0, "ws://bob") == {BOB}
+
+
 def test_samples_are_counted_while_a_peer_is_lost_on_another_thread() -> None:
     swarm = progress(record(samples=1.0), {BOB: record(samples=2.0), CAROL: record(samples=4.0)})
 
@@ -193,17 +208,19 @@ def test_samples_are_counted_while_a_peer_is_lost_on_another_thread() -> None:
 
 def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
     trainer = module.ThroughputEstimator(0.0)
-    assert not trainer.idle(599.0) and trainer.idle(601.0)  # its speed is unknown
+    assert not trainer.idle(600.0) and trainer.idle(601.0)  # its speed is unknown
     trainer.work(0.0)
     trainer.on_batch(1, 100.0)
-    assert not trainer.idle(1000.0) and trainer.idle(1101.0)
+    assert not trainer.idle(1100.0) and trainer.idle(1101.0)
     trainer.wait()
     assert not trainer.idle(1e6)
 
 
-def test_no_round_waits_for_idle_peers() -> None:
-    swarm = progress(NEW, {BOB: IDLE, CAROL: IDLE})
-    assert swarm.participants(3, b"old") == set() and {p for p, r in swarm.records.items() if r.absent} == {
-        BOB,
-        CAROL,
-    }
+def test_a_trainer_is_ready_after_its_usual_time_until_it_is_far_overdue() -> None:
+    trainer = module.ThroughputEstimator(0.0)
+    trainer.work(0.0)
+    for samples, now in ((10, 1.0), (5, 2.0)):
+        trainer.on_batch(samples, now)
+    assert trainer.samples_per_s == pytest.approx(0.8 * 10 + 0.2 * 5)
+    ready = {now: trainer.ready_in_s(now, patience_s=5.0) for now in (2.5, 8.0, 8.5)}
+    assert ready == {2.5: 0.5, 8.0: 0.0, 8.5: None}

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
 from colab_swarm.errors import StateError
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training import replica as module
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import SMALL_VALUES, Gradients, Replica, UpdateRule, set_gradients
+from colab_swarm.training.state import snapshot_of, tensors_of
 from tests.training.toy import loss_of, model, parameters_of
 
 
@@ -71,6 +74,27 @@ def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
     assert torch.equal(parameters_of(net), torch.cat([p.detach().flatten() for p in donor.parameters]))
 
 
+def test_a_snapshot_is_of_the_step_that_it_claims() -> None:
+    whole = (replica := adam(model())).snapshot()
+    assert snapshot_of(*tensors_of(whole)).manifest == whole.manifest
+    lie = Snapshot(msgspec.structs.replace(whole.manifest, step=9), whole.blob)
+    with pytest.raises(StateError, match="not of the step that it claims"):
+        tensors_of(lie)
+    for wrong in (-1, True):
+        replica.step = wrong
+        with pytest.raises(StateError, match="does not say its step"):
+            tensors_of(replica.snapshot())
+
+
+def test_the_state_of_a_scheduler_is_taken_where_there_is_one() -> None:
+    optimizers = [torch.optim.SGD(model().parameters(), lr=0.1) for _ in range(3)]
+    donor, joiner = (Replica(UpdateRule(one, StepLR(one, step_size=2))) for one in optimizers[:2])
+    donor.rule.scheduler.last_epoch = 7
+    for taker in (joiner, Replica(UpdateRule(optimizers[2]))):
+        taker.load_snapshot(donor.snapshot())
+    assert joiner.rule.scheduler.last_epoch == 7
+
+
 def test_the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing() -> None:
     lamb = Lamb((net := model()).parameters(), lr=0.01)
     sgd = torch.optim.SGD((other := model(seed=1)).parameters(), lr=0.5)
@@ -106,20 +130,14 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     np.testing.assert_allclose(5 * mean, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
-    first, second = both = parameters()
-    gathered = Gradients(sgd(both))
-    first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
-    assert "not finite" in str(gathered.add(1.0, None)) and second.grad is None
-    assert not gathered.samples and not gathered.contribution(lambda values: False).any()
-
-
 def test_a_flat_vector_becomes_gradients_in_the_parameters_own_dtype() -> None:
     first, second = both = parameters()
     set_gradients(both, np.arange(10, dtype=np.float32))
     assert first.grad is not None and first.grad.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert second.grad is not None and second.grad.dtype == torch.bfloat16
     assert second.grad.tolist() == [6, 7, 8, 9]
+    with pytest.raises(ValueError, match="flat vector of 10 values"):
+        set_gradients(both, np.zeros(9, np.float32))
 
 
 def test_small_tensors_are_at_the_front_of_a_flat_vector() -> None:
@@ -137,11 +155,6 @@ def test_another_model_has_another_schema() -> None:
     assert Replica(UpdateRule(torch.optim.SGD(both), local=True)).schema != sgd(both).schema
 
 
-def test_a_vector_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="flat vector of 10 values"):
-        set_gradients(parameters(), np.zeros(9, np.float32))
-
-
 def test_options_of_an_own_optimizer_may_be_infinite_and_those_of_others_not() -> None:
     own = {"lr": 0.1, "growth_rate": float("inf"), "params": [0], "scale": torch.ones(2)}
     module._check_options(own, dict(own))
@@ -155,7 +168,9 @@ def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:
     optimizer = torch.optim.Adam([parameter])
     optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), 1.001)}
     (group,) = optimizer.param_groups
-    (copy,) = Replica(UpdateRule(optimizer, delayed=True)).parameters
+    replica = Replica(UpdateRule(optimizer, delayed=True))
+    (copy,) = replica.parameters
+    assert replica.groups()[0]["params"][0] is replica.model[0] is parameter
     assert optimizer.param_groups[0] is group and group["params"][0] is copy is not parameter
     assert {*optimizer.state} == {copy}
     assert torch.equal(optimizer.state[copy]["exp_avg"], torch.full((3,), 1.001))

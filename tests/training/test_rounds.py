@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import Fault
+from colab_swarm.averaging.group import RoundTerms
+from colab_swarm.events import Fault, PeerSilent
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, loss_of, model, take, wait_for_peers
+from colab_swarm.training.collaboration import Collaboration
+from tests.training.toy import alone, join_training, loss_of, model, take, train_freely, wait_for_peers
 
 
 @pytest.mark.slow
@@ -29,6 +31,28 @@ def test_a_peer_with_another_codec_gets_one_event() -> None:
     advice = "all peers of a run take the same model, compression and mean_compression"
     told = [texts for texts in faults.values() if any("compression" in text for text in texts)]
     assert told and all(len(texts) == 1 and advice in texts[0] for texts in told)
+
+
+@pytest.mark.parametrize("applying", [False, True])
+def test_a_call_to_the_next_round_is_answered_while_the_last_mean_is_applied(applying: bool) -> None:
+    async def answered(mine: Collaboration) -> list[bool]:
+        mine._applying = applying
+        terms = [RoundTerms(mine.progress.prefix, step, b"new", 10) for step in range(3)]
+        return [mine._on_called(one, mine.progress.me) is not None for one in terms]
+
+    def ask(swarm: Swarm) -> list[bool]:
+        return swarm.runtime.call(answered(join_training(swarm, model()).collaboration))
+
+    assert alone(ask) == [False, applying, False]
+
+
+def test_a_member_that_is_linked_and_silent_is_reported() -> None:
+    with cs.simulate(2, seed=1, samples_per_s=10.0) as sim:
+        sim.network.at(4.0).partition({"alice"}, {"bob"})
+        sim.network.at(14.0).heal()
+        sim.run(lambda swarm: train_freely(swarm, 10))
+        silent = sim.swarms["alice"].events.recent(PeerSilent)
+    assert len(sim.network.fired) == 2 and [e.peer for e in silent] == [sim.swarms["bob"].id.hex()]
 
 
 COMMON_STEPS, IDLE_UNTIL_S, LAST = 3, 300.0, 90

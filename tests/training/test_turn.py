@@ -75,7 +75,9 @@ def test_closing_waits_for_the_trainers_call_to_end() -> None:
     assert order == ["trained", "closed"]
 
 
-def test_an_interrupt_is_explained_and_samples_count_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_a_wait_or_a_pause_and_samples_count_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with cs.create("test-run") as swarm:
         optimizer = join_training(swarm, net := model())
         assert take(optimizer, net, 0, slice(0, 4)) is None
@@ -85,11 +87,6 @@ def test_an_interrupt_is_explained_and_samples_count_once(capsys: pytest.Capture
         assert output.count("Interrupted at step 0") == 1 and "4 samples" in output
         result = take(optimizer, net, 0, slice(4, 10))
         assert result is not None and [member.weight for member in result.group.members] == [10.0]
-
-
-def test_an_interrupt_ends_the_waiting_for_the_end_of_a_pause() -> None:
-    with cs.create("test-run") as swarm:
-        optimizer = join_training(swarm, net := model())
         swarm.pause()
         loss_of(net, 0).backward()
         with interrupted_soon(), pytest.raises(KeyboardInterrupt):

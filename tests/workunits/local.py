@@ -30,6 +30,7 @@ from colab_swarm.workunits.weights import Floats
 M = TypeVar("M", bound=Message)
 RUN = "digits-run"
 OPEN = RunAccess(RUN, "open")
+CODE = "from tests.workunits.local import tiny_job\njob = tiny_job()\n"
 
 
 def tiny_job(**plan: Any) -> Job:

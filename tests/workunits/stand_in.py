@@ -181,11 +181,7 @@ def answers(status: int, body: bytes = b"<html>proxy</html>", **headers: str) ->
 
 
 def says(status: int, code: str, text: str) -> Fault:
-    async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
-        await request.read()
-        return problem(status, code, text)
-
-    return fault
+    return answers(status, msgspec.msgpack.encode(Problem(code, text)))
 
 
 def breaks_after(size_bytes: int) -> Fault:

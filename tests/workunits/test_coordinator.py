@@ -16,9 +16,8 @@ from colab_swarm.workunits.state import Assimilated
 from colab_swarm.workunits.volunteering import take_folder
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
-from tests.workunits.local import tiny_job
+from tests.workunits.local import CODE, tiny_job
 
-CODE = "from tests.workunits.local import tiny_job\njob = tiny_job()\n"
 HERE: Any = {"host": "127.0.0.1", "servers": 1, "store": "memory"}
 
 
@@ -35,6 +34,7 @@ def test_a_job_is_trained_from_a_link(coordinator: Coordinator, tmp_path: Path) 
     assert repr(coordinator) == "Coordinator(tiny: epoch 1 of 2, 0 of 4 units, 0 volunteers)"
     alice = cs.workunits.volunteer(coordinator.link, trust_code=True, name="alice's laptop", folder=tmp_path)
     assert cs.workunits.volunteer(coordinator.link, name="alice's laptop", folder=tmp_path) is alice
+    assert alice._client._authority == coordinator.card.key  # whose signature it checked
     assert coordinator.wait(30) and alice.wait(30) and alice.snapshot().accepted == 8
     assert sum(isinstance(entry, Assimilated) for entry in coordinator.log()) == 8
     assert not torch.equal(coordinator.model().weight, tiny_job().first_model().weight)  # type: ignore[arg-type]
@@ -107,9 +107,14 @@ def test_mistakes_of_the_user_raise_at_once(tmp_path: Path) -> None:
         cs.workunits.volunteer("no link")
 
 
-def test_two_volunteers_of_one_name_have_places_of_their_own(tmp_path: Path) -> None:
+def test_two_volunteers_of_one_name_have_places_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colab_swarm.workunits.volunteering.MAX_FOLDERS", 2)
     places = [take_folder(tmp_path, "al/ice") for _ in range(2)]
     assert [folder.name for folder, _ in places] == ["al_ice", "al_ice-2"]
+    with pytest.raises(ValueError, match="2 volunteers called 'al/ice'"):
+        take_folder(tmp_path, "al/ice")
     places[0][1].release()
     assert take_folder(tmp_path, "al/ice")[0] == places[0][0]
 

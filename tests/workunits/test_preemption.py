@@ -32,13 +32,10 @@ def test_short_epochs_wait_for_lost_units_longer_than_the_formula_says() -> None
     assert 2.0 < extra_by_formula(model, seeds=6) < 3.5
 
 
-def test_without_kills_a_job_takes_n_t_e() -> None:
+def test_without_kills_a_job_takes_n_t_e_and_the_same_seed_gives_the_same_job() -> None:
     model = replace(MODEL, units=40, kill_probability=0.0)
     assert simulate_preemption(model) == (pytest.approx(model.undisturbed_s, rel=0.01), 0)
     assert model.expected_s == model.undisturbed_s == 20 * 144
-
-
-def test_the_same_seed_gives_the_same_job() -> None:
     model = replace(MODEL, units=60, kill_probability=0.2)
     assert simulate_preemption(model, 3) == simulate_preemption(model, 3) != simulate_preemption(model, 4)
 

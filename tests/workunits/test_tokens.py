@@ -1,10 +1,8 @@
 """Links let volunteers in, and requests are let in by signature, time and membership."""
 
 import base64
-import os
 import time
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import InviteError, NotAdmitted
 from colab_swarm.invite import Access
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
+from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
@@ -42,16 +40,8 @@ def gate() -> RequestGate:
 
 def test_a_member_is_let_in_with_the_digest_that_its_body_must_have() -> None:
     header = token().header("GET", "/api/job", now=NOW)
-    assert gate().check(header, "GET", "/api/job", now=NOW + 2) == (alice.id, sha256(b"").digest())
+    assert gate().check(header, "GET", "/api/job", now=NOW + 60) == (alice.id, sha256(b"").digest())
     assert gate().check(Token(organizer).header("GET", "/", now=NOW), "GET", "/", now=NOW)[0] == organizer.id
-
-
-def test_an_invited_peer_is_admitted_while_the_authority_is_offline() -> None:
-    invitation = Identity(os.urandom(32))
-    grant = Grant(RUN, Role.WORKER, invitation.public_key, NOW + 60, NOW + 3600).signed(organizer.sign)
-    shown = Membership.by_invitation(grant, invitation, key=alice.public_key, now=NOW).encode()
-    header = Token(alice, lambda: shown).header("GET", "/", now=NOW)
-    assert gate().check(header, "GET", "/", now=NOW)[0] == alice.id
 
 
 @pytest.mark.parametrize(
@@ -59,8 +49,8 @@ def test_an_invited_peer_is_admitted_while_the_authority_is_offline() -> None:
     [
         (token().header("GET", "/api/code", now=NOW), "another path"),
         (token().header("PUT", "/api/job", now=NOW), "another path"),
-        (token().header("GET", "/api/job", now=NOW - 61), "set your clock"),
-        (token().header("GET", "/api/job", now=NOW + 61), "set your clock"),
+        (token().header("GET", "/api/job", now=NOW - 61), "is 61 s off: set your clock"),
+        (token().header("GET", "/api/job", now=NOW + 61), "is 61 s off: set your clock"),
         (token(until=NOW - 700).header("GET", "/api/job", now=NOW), "ended"),
         (token(Role.VIEWER).header("GET", "/api/job", now=NOW), "joined as a viewer"),
         (Token(alice).header("GET", "/api/job", now=NOW), "no membership"),
@@ -87,7 +77,7 @@ def test_nonces_are_forgotten_when_their_requests_are_too_old_anyway() -> None:
     door, lasting = gate(), token(until=NOW + 1e6)
     for minute in range(100):
         door.check(lasting.header("GET", "/", now=NOW + 60 * minute), "GET", "/", now=NOW + 60 * minute)
-    assert len(door._seen) <= 4
+    assert len(door._seen) == 3
 
 
 @given(st.binary(max_size=400))
@@ -123,11 +113,13 @@ def test_the_link_admits_a_volunteer(access: Access) -> None:
     assert RequestGate(entrance.admission).check(header, "GET", "/api/job", now=now)[0] == alice.id
 
 
-def test_a_link_that_is_passed_on_cannot_be_changed() -> None:
+def test_a_link_that_is_passed_on_cannot_be_changed_and_expires() -> None:
     text, _ = issued()
     assert parse_link(text)[1].expires_at < time.time() + 3601
     with pytest.raises(InviteError, match="mistyped"):
         parse_link(text[:-3] + "AAA")
+    with pytest.raises(InviteError, match="expired"):
+        parse_link(issued(hours=-1.0)[0])
 
 
 @pytest.mark.parametrize(
@@ -159,25 +151,12 @@ def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
         RequestGate(entrance.admission).check(header, "GET", "/", now=now)
 
 
-def test_an_expired_link_is_refused() -> None:
-    text, _ = issued(hours=-1.0)
-    with pytest.raises(InviteError, match="expired"):
-        parse_link(text)
-
-
 def test_a_link_shows_itself_but_its_repr_holds_no_secret() -> None:
     text, _ = issued()
     _, invite = parse_link(text)
     assert repr(invite.secret) not in repr(invite)
     html = shown(URL, invite)._repr_mimebundle_()["text/html"]
     assert "volunteer.ipynb" in html and "join digits as volunteer" in html
-
-
-def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
-    key = tmp_path / "organizer.key"
-    options: Any = {"access": "invite", "allow": None, "key_file": key}
-    runs = [RunAccess.found("digits", Identity.load_or_create(key), **options).run_id for _ in range(2)]
-    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(

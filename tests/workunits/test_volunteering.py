@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from torch import Tensor, nn
@@ -20,13 +21,13 @@ from colab_swarm.training.state import load_checkpoint
 from colab_swarm.workunits import volunteering as module
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
-from colab_swarm.workunits.messages import GivenUnit, Problem, Token
+from colab_swarm.workunits.messages import GivenUnit, GivenUnits, Problem, Token
 from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.volunteering import Volunteer
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
 from tests.workunits.local import RUN, coordinating, until
-from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
+from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, says
 from tests.workunits.volunteer_process import SEED
 
 TIME_LIMIT_S = 90.0
@@ -92,16 +93,6 @@ async def test_data_are_fetched_once_and_reported_as_cached(tmp_path: Path) -> N
     assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
 
 
-async def test_a_bad_connection_costs_time_only(tmp_path: Path) -> None:
-    standin = StandIn(digits_job())
-    for what in ("POST /api/units", "GET /api/data", "GET /api/parameters", "PUT /api/results"):
-        standin.meets(what, hangs_up, answers(502))
-    async with playing(standin, tmp_path) as (standin, alice):
-        await alice.wait_over()
-        assert alice.snapshot().accepted == 2
-    assert len(standin.fired) == 8
-
-
 async def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
     standin = StandIn(digits_job())
     standin.meets("POST /api/units", answers(503, Retry_After="77"))
@@ -113,18 +104,24 @@ async def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave
     assert standin.fired
 
 
-async def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
+async def test_a_volunteer_that_leaves_finishes_its_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SAVE_S", 0.0)
     valve = Valve(before=2)
     standin = StandIn(digits_job())
     async with playing(standin, tmp_path, replace(standin.job, loss=valve)) as (standin, alice):
         await asyncio.to_thread(valve.reached.wait)
-        unit = alice.snapshot().units[0]
-        assert (unit.unit, unit.phase, unit.done, unit.batches) == ("epoch 1, subset 0", "training", 2, 4)
+        state, unit = alice.snapshot().state, alice.snapshot().units[0]
+        assert (state, unit.unit, unit.phase) == ("training", "epoch 1, subset 0", "training")
+        assert (unit.done, unit.batches) == (2, 4)
+        assert 0 < unit.seconds <= alice.snapshot().seconds < TIME_LIMIT_S and batches_saved(tmp_path) == 2
         leaving = asyncio.create_task(alice.leave())
         await until(lambda: alice.snapshot().state.startswith("leaving"))
         valve.go_on.set()
         await leaving
         assert (alice.snapshot().accepted, alice.snapshot().state) == (1, "left")
+        assert alice.snapshot().seconds < TIME_LIMIT_S
     assert len(standin.given) == len(standin.results) == 1 and not standin.returned
 
 
@@ -140,6 +137,28 @@ async def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Pa
         assert alice.snapshot().given_back == 1
     assert standin.returned == list(standin.given) and not standin.results
     assert not list(tmp_path.glob("units/*.unit"))
+
+
+async def test_a_volunteer_without_a_unit_asks_again_when_it_was_told_to(tmp_path: Path) -> None:
+    standin = StandIn(digits_job())
+    waiting = msgspec.msgpack.encode(GivenUnits(wait_s=1000.0, epoch=3))
+    standin.meets("POST /api/units", answers(200, body=waiting))
+    async with playing(standin, tmp_path) as (standin, alice):
+        await until(lambda: alice.snapshot().epoch == 3)
+        await alice.leave()
+    assert standin.seen.count("POST /api/units") == 1
+
+
+async def test_a_unit_on_its_way_to_a_volunteer_that_leaves_is_given_back(tmp_path: Path) -> None:
+    standin, waits = StandIn(digits_job()), Waits()
+    standin.meets("POST /api/units", waits)
+    async with playing(standin, tmp_path) as (standin, alice):
+        await waits.reached.wait()
+        leaving = asyncio.create_task(alice.leave())
+        await asyncio.sleep(0)
+        waits.go_on.set()
+        await leaving
+    assert standin.returned == list(standin.given) != []
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
