@@ -2,7 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.net.carrier import RateMeter, TokenBucket
+from colab_swarm.net import carrier
+from colab_swarm.net.carrier import LinkType, Metering, NodeSettings, Path, RateMeter, TokenBucket
+from colab_swarm.net.peers import PeerId
+
+ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
 
 def test_a_bucket_lets_a_burst_through_and_then_keeps_the_rate() -> None:
@@ -40,5 +44,20 @@ def test_the_meter_remembers_the_best_busy_second() -> None:
 def test_the_meter_makes_no_rate_of_an_idle_time() -> None:
     meter = RateMeter()
     meter.add(1000, now=0.0)
-    meter.add(1000, now=60.0)
+    meter.add(1000, now=2.0)
     assert meter.peak_bps is None
+
+
+def test_traffic_is_counted_for_the_last_peers_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "MAX_BOOK_ENTRIES", 2)
+    metering = Metering(NodeSettings(), lambda: 0.0)
+    for peer in (ALICE, BOB, CAROL):
+        metering.traffic(peer, Path(), dialled=True)[0].count(8, now=0.0)
+    assert [metering.statistics(peer, ()).sent_bytes for peer in (ALICE, BOB, CAROL, None)] == [0, 8, 8, 24]
+
+
+def test_a_tunnel_carries_what_is_sent_over_links_that_came_through_it() -> None:
+    metering = Metering(NodeSettings(), lambda: 0.0)
+    for way, dialled in ((LinkType.TUNNEL, False), (LinkType.TUNNEL, True), (LinkType.DIRECT, False)):
+        metering.traffic(BOB, Path(way), dialled=dialled)[0].count(8, now=0.0)
+    assert metering.tunnelled.total_bytes == 8

@@ -47,12 +47,6 @@ def test_a_truncated_frame_is_refused() -> None:
         FrameReader().read(encode(FrameKind.PING, 0) * 2 + b"x")
 
 
-def test_the_biggest_item_is_read() -> None:
-    biggest = encode(FrameKind.ITEM, 1, bytes(MAX_MESSAGE_BYTES), bytes(MAX_PAYLOAD_BYTES))
-    (item,) = read_all(to_packets([biggest]))
-    assert len(item.message) == MAX_MESSAGE_BYTES and len(item.payload) == MAX_PAYLOAD_BYTES
-
-
 def test_oversized_lengths_are_refused_before_memory_is_set_aside() -> None:
     for kind, message_bytes, payload_bytes in (
         (FrameKind.ITEM, 0, MAX_PAYLOAD_BYTES + 1),

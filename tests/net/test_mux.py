@@ -3,8 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Frame, FrameKind, Mux, encode, encode_opening
-from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Message
+from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Frame, FrameKind, Mux, encode
 
 PAYLOAD = bytes((1 << 16) - 64)  # an item of it costs a 32nd of the window
 
@@ -152,16 +151,6 @@ def test_sending_without_credit_is_a_protocol_error() -> None:
     receive(bob, encode(FrameKind.OPEN, 1), *[item] * 32)
     with pytest.raises(ProtocolError, match="without credit"):
         receive(bob, item)
-
-
-def test_an_oversized_opening_is_the_callers_mistake() -> None:
-    class Big(Message, frozen=True):
-        data: bytes
-
-    room_bytes = MAX_MESSAGE_BYTES - len(encode_opening(Big(bytes(1 << 16)))) + (1 << 16)
-    assert len(encode_opening(Big(bytes(room_bytes)))) == MAX_MESSAGE_BYTES
-    with pytest.raises(ValueError, match="over"):
-        encode_opening(Big(bytes(room_bytes + 1)))
 
 
 @settings(max_examples=200)

@@ -3,16 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from colab_swarm.errors import CallRefused, NotAdmitted, PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
+from colab_swarm.net.carrier import Path
+from colab_swarm.net.link import LinkTable
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
 from colab_swarm.net.websocket import WebSocket
 from tests.net.swarm import Echo, Piece, Talk, deafen, echo, identity, peers, silence, start, until
+
+SMALL, BIG = PeerId(bytes(32)), PeerId(b"b" * 32)
 
 
 class Without(OpenAdmission):
@@ -84,6 +90,8 @@ async def test_two_peers_with_one_identity_say_so() -> None:
 
 async def test_an_address_without_a_peer_is_unreachable() -> None:
     async with peers("alice", "bob") as (alice, bob):
+        with pytest.raises(OSError, match="Connect call failed"):
+            await asyncio.open_connection("127.0.0.2", bob.port)  # its host is 127.0.0.1
         await bob.close()
         with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
@@ -134,6 +142,16 @@ async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
     assert [event.peer for event in events.recent(PeerJoined)] == [bob.id.hex()]
     assert [(one.peer, one.reason) for one in events.recent(PeerLeft)] == [(bob.id.hex(), "the peer left")]
     await alice.close()
+
+
+@pytest.mark.parametrize(("own", "other"), [(SMALL, BIG), (BIG, SMALL)])
+def test_of_links_dialled_at_once_both_ends_use_one_but_a_later_one_wins(own: PeerId, other: PeerId) -> None:
+    table: Any = LinkTable(own)
+    best, known = [], {"peer": other, "leaving": False, "remote": SimpleNamespace(path=Path())}
+    for dialler, opened_at in ((SMALL, 1.0), (BIG, 10.9), (BIG, 11.0)):
+        table.add(SimpleNamespace(dialled=dialler == own, opened_at=opened_at, **known))
+        best.append(table.best(other).opened_at)
+    assert best == [1.0, 1.0, 11.0]
 
 
 async def test_a_lost_link_is_dialled_again_by_the_next_call() -> None:
