@@ -58,18 +58,14 @@ def test_what_is_no_address_is_neither_kept_nor_announced(wrong: str) -> None:
         NodeSettings(announce=(wrong,))
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"announce": tuple(f"ws://h:{port}" for port in range(17))}, "are over 16"),
-        ({"port": 65536}, "port=65536"),
-        ({"run_id": "x" * 65}, "over 64 bytes"),
-    ],
-)
-def test_settings_that_no_peer_could_use_are_mistakes(settings: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        NodeSettings(**settings)
+def test_settings_that_no_peer_could_use_are_mistakes() -> None:
     NodeSettings(announce=("ws://h:1",) * 16, port=65535, run_id="x" * 64)
+    with pytest.raises(ValueError, match="are over 16"):
+        NodeSettings(announce=("ws://h:1",) * 17)
+    with pytest.raises(ValueError, match="port=65536"):
+        NodeSettings(port=65536)
+    with pytest.raises(ValueError, match="over 64 bytes"):
+        NodeSettings(run_id="x" * 65)
 
 
 def test_private_addresses_alone_are_only_local() -> None:
@@ -121,7 +117,6 @@ def test_the_source_is_the_visitors_network(remote: str, headers: Mapping[str, s
         ("ws://[2001:db8::1]:22", "203.0.113.9", False),
         ("ws://[2001:db8::1]:22", "2001:db8:0::1", True),
         ("ws://198.51.100.7:22", "::ffff:198.51.100.7", True),
-        ("ws://198.51.100.7:22", "192.168.1.2", False),
         ("ws://198.51.100.7:22/relay/" + "0" * 64, "198.51.100.7", False),
         ("ws://metadata.internal:80", "203.0.113.9", False),
         ("ws://192.168.1.1:80", "192.168.1.2", False),

@@ -55,10 +55,6 @@ async def test_a_call_is_answered_both_ways_and_by_oneself(meet: Meet) -> None:
         assert alice.linked() == {bob.id} and bob.linked() == {alice.id}
         assert alice.way_to(bob.id) and await ask(alice, alice, Echo(b"me")) == Echo(b"me")
         assert alice.linked() == {bob.id} and alice.way_to(alice.id) == ""
-
-
-async def test_a_peer_has_an_identity(meet: Meet) -> None:
-    async with meet("alice") as (alice,):
         assert id_of(alice.public_key) == alice.id == alice.contact.id
         assert verify(alice.public_key, alice.sign(b"hello"), b"hello")
 

@@ -150,3 +150,5 @@ async def test_announced_peers_are_found_until_they_say_goodbye() -> None:
 
 async def test_where_there_is_no_multicast_nothing_is_found() -> None:
     assert await lan.find_swarms(seconds=0.01, interfaces=["192.0.2.250"]) == []
+    with pytest.raises(OSError, match="no interface of this machine supports multicast"):
+        LanAnnouncer(RUN_ID, "open", "alice", interfaces=["192.0.2.250"])

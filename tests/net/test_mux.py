@@ -41,6 +41,9 @@ def test_a_call_is_answered_by_its_number() -> None:
     pair.bob.fail(first, "failed", "because")
     assert kinds(pair.to_alice()) == [(FrameKind.REPLY, 3), (FrameKind.ERROR, 1)]
     assert pair.alice.quiet and pair.bob.quiet
+    pair.alice.leave()
+    assert kinds(pair.to_bob()) == [(FrameKind.LEAVING, 0)]
+    assert all(repr(end).endswith("streams=0, leaving)") for end in (pair.alice, pair.bob))
 
 
 def test_a_cancelled_call_drops_its_late_reply() -> None:
@@ -96,27 +99,19 @@ def test_a_sender_stops_at_the_window_and_continues_with_credit() -> None:
     assert pair.to_alice() == []  # the sender needs no credit any more
 
 
-def test_a_stream_is_over_after_both_ends_or_one_reset() -> None:
+def test_a_stream_is_over_after_both_ends_or_one_reset_which_drops_late_items() -> None:
     pair = Pair()
     ended, dropped = pair.alice.open(b""), pair.alice.open(b"")
     for _ in range(2):
         pair.alice.end(ended)
-    pair.alice.reset(dropped)
-    pair.to_bob()
-    assert ended in pair.bob.streams and dropped not in pair.bob.streams
+    assert len(pair.to_bob()) == 3 and {ended, dropped} == set(pair.bob.streams)
+    pair.alice.send(dropped, b"late", b"")
+    pair.bob.reset(dropped)
+    assert pair.to_bob() == []
     pair.bob.send(ended, b"still", b"")
     pair.bob.end(ended)
-    assert [frame.kind for frame in pair.to_alice()] == [FrameKind.ITEM, FrameKind.END]
+    assert [frame.kind for frame in pair.to_alice()] == [FrameKind.RESET, FrameKind.ITEM, FrameKind.END]
     assert pair.alice.quiet and pair.bob.quiet
-
-
-def test_items_for_a_stream_that_was_reset_here_are_dropped() -> None:
-    pair = Pair()
-    id = pair.alice.open(b"")
-    pair.to_bob()
-    pair.alice.send(id, b"late", b"")
-    pair.bob.reset(id)
-    assert pair.to_bob() == []
 
 
 def test_a_ping_comes_back_as_a_pong() -> None:

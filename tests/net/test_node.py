@@ -10,7 +10,7 @@ import pytest
 
 from colab_swarm.errors import CallRefused, NotAdmitted, PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
-from colab_swarm.net.carrier import Path
+from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.link import LinkTable
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
@@ -147,11 +147,14 @@ async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
 @pytest.mark.parametrize(("own", "other"), [(SMALL, BIG), (BIG, SMALL)])
 def test_of_links_dialled_at_once_both_ends_use_one_but_a_later_one_wins(own: PeerId, other: PeerId) -> None:
     table: Any = LinkTable(own)
-    best, known = [], {"peer": other, "leaving": False, "remote": SimpleNamespace(path=Path())}
-    for dialler, opened_at in ((SMALL, 1.0), (BIG, 10.9), (BIG, 11.0)):
+    best, relayed, direct = [], Path(LinkType.RELAYED), Path()
+    links = [(BIG, 1.0, relayed), (SMALL, 2.0, relayed), (BIG, 3.0, direct)]
+    links += [(SMALL, 4.0, direct), (BIG, 13.9, direct), (BIG, 14.0, direct)]
+    for dialler, opened_at, path in links:
+        known = {"peer": other, "leaving": False, "remote": SimpleNamespace(path=path)}
         table.add(SimpleNamespace(dialled=dialler == own, opened_at=opened_at, **known))
         best.append(table.best(other).opened_at)
-    assert best == [1.0, 1.0, 11.0]
+    assert best == [1.0, 2.0, 3.0, 4.0, 4.0, 14.0]
 
 
 async def test_a_lost_link_is_dialled_again_by_the_next_call() -> None:
@@ -203,7 +206,8 @@ async def test_a_busy_peer_refuses_more_links() -> None:
         await asyncio.Event().wait()
         return message
 
-    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
+    clients = peers("alice", "carol", max_calls_per_link=1)
+    async with peers("bob", max_links=1) as (bob,), clients as (alice, carol):
         bob.serve(Talk, wait)
         alice.learn(bob.contact)
         carol.learn(bob.contact)
@@ -212,6 +216,8 @@ async def test_a_busy_peer_refuses_more_links() -> None:
         await until(lambda: "serving=1" in repr(bob.linker.table.of(alice.id)))
         with pytest.raises(PeerUnreachable, match="all busy"):
             await carol.call(bob.id, Echo(), Echo, timeout_s=5)
+        with pytest.raises(CallRefused, match=r"1 calls to .* are pending already"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         call.cancel()
 
 
@@ -239,7 +245,7 @@ async def test_a_peer_whose_dial_failed_unforeseen_can_be_dialled_again(fault: B
         alice.linker.open_circuit = fail
         alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
         with pytest.raises((PeerUnreachable, PeerLost), match=r"(failed.*a bug|was cancelled)$"):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=1)
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         alice.learn(bob.contact)
         assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
         await alice.close()
