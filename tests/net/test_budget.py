@@ -47,7 +47,7 @@ def test_the_meter_remembers_the_best_busy_second() -> None:
 def test_traffic_is_counted_for_peers_the_own_tunnel_and_relays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "MAX_BOOK_ENTRIES", 2)
     metering, tunnel = Metering(NodeSettings(), lambda: 0.0), Path(LinkType.TUNNEL)
-    links = [(ALICE, Path(), True), (BOB, tunnel, False), (BOB, tunnel, True), (CAROL, Path(), False)]
+    links = [(ALICE, Path(), False), (BOB, tunnel, False), (BOB, tunnel, True), (CAROL, Path(), False)]
     for peer, path, dialled in (*links, (CAROL, Path(LinkType.RELAYED, RELAY), True)):
         for traffic in metering.traffic(peer, path, dialled=dialled):
             traffic.count(8, now=0.0)
