@@ -24,8 +24,8 @@ _LOCAL = [ipaddress.ip_network(one) for one in f"{_LOCAL_4} fc00::/7 fe80::/10 :
 
 def relay_of(address: str) -> Contact | None:
     """Return the relay of a circuit's address, and where to dial it; None for other addresses."""
-    entry, found, relay = address.partition(CIRCUIT)
-    if not (found and _ADDRESS.fullmatch(entry) and host_of(entry) and _ID.fullmatch(relay)):
+    entry, _, relay = address.partition(CIRCUIT)
+    if not (_ADDRESS.fullmatch(entry) and host_of(entry) and _ID.fullmatch(relay)):
         return None
     return Contact(PeerId(bytes.fromhex(relay)), (entry,))
 
@@ -92,7 +92,7 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     """
     if host not in ("0.0.0.0", ""):
         return (f"ws://{host}:{port}",)
-    usable = {ip for ip in own_ips() if not ip.is_link_local and not ip.is_loopback}
+    usable = {ip for ip in own_ips() if not (ip.is_link_local or ip.is_loopback)}
     if host == "0.0.0.0":
         usable = {ip for ip in usable if ip.version == 4}
     ordered = sorted(usable, key=lambda ip: (is_local(str(ip)), ip.version, int(ip)))

@@ -173,8 +173,8 @@ class Path:
     @property
     def seen_host(self) -> str:
         """IP address of the other end; empty behind a relay or a tunnel, whose own address is all we see."""
-        hidden = self.remote is None or self.way in (LinkType.RELAYED, LinkType.TUNNEL)
-        return "" if hidden or self.remote is None else self.remote[0]
+        seen = self.remote if self.way in (LinkType.DIRECT, LinkType.PUNCHED) else None
+        return seen[0] if seen else ""
 
     def __str__(self) -> str:
         return self.way.value if self.relay is None else f"{self.way.value} by {short(self.relay)}"

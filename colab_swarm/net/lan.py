@@ -178,7 +178,7 @@ async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
 
 def _open(interfaces: Sequence[str]) -> AsyncZeroconf:
     # nothing can be sent from ::1, and zeroconf would log that
-    usable = interfaces or [str(ip) for ip in own_ips() if ip.version == 4 or not ip.is_loopback]
+    usable = interfaces or [ip for ip in map(str, own_ips()) if ip != "::1"]
     for choice in (usable, [ip for ip in usable if ":" not in ip]):
         with suppress(OSError, RuntimeError):  # of IPv6, or no multicast at all
             return AsyncZeroconf(interfaces=list(choice))

@@ -410,7 +410,7 @@ class Mux:
             raise ProtocolError(f"a frame names call or stream {id}, which was never opened")
 
     def _is_ours(self, id: int) -> bool:
-        return (id - self._next_id) % 2 == 0
+        return id % 2 == self._next_id % 2
 
     def _forget_if_over(self, id: int, flow: Flow, *, over: bool = False) -> None:
         if over or (flow.sent_end and flow.got_end):

@@ -2,7 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.net.carrier import RateMeter, TokenBucket
+from colab_swarm.net import carrier
+from colab_swarm.net.carrier import LinkType, Metering, NodeSettings, Path, RateMeter, TokenBucket
+from colab_swarm.net.peers import PeerId
+
+ALICE, BOB, CAROL, RELAY = map(PeerId, (b"alice", b"bob", b"carol", b"relay"))
 
 
 def test_a_bucket_lets_a_burst_through_and_then_keeps_the_rate() -> None:
@@ -35,10 +39,18 @@ def test_the_meter_remembers_the_best_busy_second() -> None:
         meter.add(1000 if step < 10 else 500, now=step / 10)
     assert meter.peak_bps == pytest.approx(10 * 1000 * 8)
     assert meter.total_bytes == 10 * 1000 + 21 * 500
+    meter.add(1 << 20, now=3.1)
+    meter.add(1, now=5.0)  # idle meanwhile
+    assert meter.peak_bps == pytest.approx(10 * 1000 * 8)
 
 
-def test_the_meter_makes_no_rate_of_an_idle_time() -> None:
-    meter = RateMeter()
-    meter.add(1000, now=0.0)
-    meter.add(1000, now=60.0)
-    assert meter.peak_bps is None
+def test_traffic_is_counted_for_peers_the_own_tunnel_and_relays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "MAX_BOOK_ENTRIES", 2)
+    metering, tunnel = Metering(NodeSettings(), lambda: 0.0), Path(LinkType.TUNNEL)
+    links = [(ALICE, Path(), False), (BOB, tunnel, False), (BOB, tunnel, True), (CAROL, Path(), False)]
+    for peer, path, dialled in (*links, (CAROL, Path(LinkType.RELAYED, RELAY), True)):
+        for traffic in metering.traffic(peer, path, dialled=dialled):
+            traffic.count(8, now=0.0)
+    sent = [metering.statistics(peer, ()).sent_bytes for peer in (ALICE, BOB, CAROL, None)]
+    assert sent == [0, 16, 16, 40]
+    assert metering.tunnelled.total_bytes == 8 and metering.relayed_bytes() == {RELAY: 16}

@@ -4,11 +4,13 @@ from hypothesis import strategies as st
 from colab_swarm.net.node import SwarmClock
 
 
-def test_two_skewed_peers_meet_in_the_middle() -> None:
+def test_two_skewed_peers_meet_in_the_middle_and_a_forgotten_one_no_longer_counts() -> None:
     alice, bob = SwarmClock(), SwarmClock()
     alice.observe("bob", theirs=1300.0, ours=1000.2, rtt_s=0.4)
     bob.observe("alice", theirs=1000.0, ours=1300.2, rtt_s=0.4)
     assert abs((1000.0 + alice.offset_s) - (1300.0 + bob.offset_s)) < 1e-6
+    alice.forget("bob")
+    assert alice.offset_s == 0.0
 
 
 def test_a_skewed_clock_is_reported_in_full_and_moved_by_ten_minutes_at_most() -> None:
@@ -16,13 +18,6 @@ def test_a_skewed_clock_is_reported_in_full_and_moved_by_ten_minutes_at_most() -
     for peer in ("bob", "carol"):
         clock.observe(peer, theirs=7200.0, ours=0.0, rtt_s=0.0)
     assert clock.behind_s == 7200.0 and clock.offset_s == 600.0
-
-
-def test_a_forgotten_peer_no_longer_counts() -> None:
-    clock = SwarmClock()
-    clock.observe("bob", theirs=10.0, ours=0.0, rtt_s=0.0)
-    clock.forget("bob")
-    assert clock.offset_s == 0.0
 
 
 @given(st.floats(0.0, 1e11))

@@ -34,9 +34,12 @@ class Long(Message, frozen=True):
     body: bytes
 
 
+LONG = {Ask("longest"): peers.MAX_MESSAGE_BYTES - 6, Ask("long"): peers.MAX_MESSAGE_BYTES - 5}
+
+
 async def answer(peer: PeerId, message: Any) -> Message:
-    if message == Ask("long"):
-        return Long(bytes(peers.MAX_MESSAGE_BYTES))
+    if message in LONG:
+        return Long(bytes(LONG[message]))
     raise Refusal("not today") if message == Ask("refused") else RuntimeError("a bug")
 
 
@@ -52,10 +55,6 @@ async def test_a_call_is_answered_both_ways_and_by_oneself(meet: Meet) -> None:
         assert alice.linked() == {bob.id} and bob.linked() == {alice.id}
         assert alice.way_to(bob.id) and await ask(alice, alice, Echo(b"me")) == Echo(b"me")
         assert alice.linked() == {bob.id} and alice.way_to(alice.id) == ""
-
-
-async def test_a_peer_has_an_identity(meet: Meet) -> None:
-    async with meet("alice") as (alice,):
         assert id_of(alice.public_key) == alice.id == alice.contact.id
         assert verify(alice.public_key, alice.sign(b"hello"), b"hello")
 
@@ -74,6 +73,8 @@ async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code(meet: M
             with pytest.raises(CallRefused, match=text) as caught:
                 await ask(alice, bob, message)
             assert caught.value.code == code
+        longest = await alice.call(bob.id, Ask("longest"), Long, timeout_s=5)
+        assert len(longest.body) == LONG[Ask("longest")]
 
 
 async def test_a_message_has_one_handler_until_it_is_unserved(meet: Meet) -> None:
@@ -95,8 +96,10 @@ async def test_a_reply_of_another_shape_is_a_protocol_error(meet: Meet) -> None:
 
 async def test_a_message_over_the_limit_is_the_callers_mistake(meet: Meet) -> None:
     async with meet("alice", "bob") as (alice, bob):
+        with pytest.raises(CallRefused, match="Long is not served here"):
+            await ask(alice, bob, Long(bytes(peers.MAX_MESSAGE_BYTES - 12)))
         with pytest.raises(ValueError, match=str(peers.MAX_MESSAGE_BYTES)):
-            await ask(alice, bob, Long(bytes(peers.MAX_MESSAGE_BYTES)))
+            await ask(alice, bob, Long(bytes(peers.MAX_MESSAGE_BYTES - 11)))
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel", "link lost"])

@@ -43,6 +43,8 @@ async def test_damaged_bytes_close_the_link(meddle, reason, caplog) -> None:  # 
             await alice.call(bob.id, Echo(b"after"), Echo, timeout_s=5)
         await until(lambda: bool(reasons))
         assert reason in reasons[0]
+        with pytest.raises(PeerLost, match=reason):
+            link.open_stream(Talk())
 
 
 async def test_a_truncated_message_is_never_delivered() -> None:
@@ -113,7 +115,7 @@ async def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes,
 
 async def test_too_many_connections_in_the_handshake_are_refused() -> None:
     async with peers("bob", max_handshakes=2) as (bob,):
-        ends = [await connect(bob) for _ in range(3)]
+        ends = await asyncio.gather(*(connect(bob) for _ in range(3)))
         with pytest.raises(ConnectionError):
             await ends[2][0].read()
             raise ConnectionError  # an orderly close will do as well

@@ -27,6 +27,8 @@ def test_frames_are_read_back_unchanged(parts: list[tuple[int, bytes, int]]) -> 
 def test_small_frames_share_a_packet_and_start_at_multiples_of_16() -> None:
     (packet,) = to_packets(encode(FrameKind.CALL, id, b"x" * id) for id in range(1, 40))
     assert [frame.id for frame in FrameReader().read(packet)] == list(range(1, 40))
+    half = encode(FrameKind.ITEM, 1, b"", bytes(MAX_PACKET_BYTES // 2 - HEADER.size))
+    assert [len(packet) for packet in to_packets([half] * 3)] == [MAX_PACKET_BYTES, len(half)]
 
 
 def test_a_payload_of_64_kib_travels_in_one_packet_aligned_for_floats() -> None:
@@ -41,6 +43,8 @@ def test_a_truncated_frame_is_refused() -> None:
         FrameReader().read(encode(FrameKind.ITEM, 1, b"message", b"payload")[:-1])
     with pytest.raises(ProtocolError, match="truncated"):
         FrameReader().read(encode(FrameKind.PING, 0)[:-1])
+    with pytest.raises(ProtocolError, match="truncated"):
+        FrameReader().read(encode(FrameKind.PING, 0) * 2 + b"x")
 
 
 def test_oversized_lengths_are_refused_before_memory_is_set_aside() -> None:

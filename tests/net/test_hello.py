@@ -1,10 +1,12 @@
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError, WrongPeer
-from colab_swarm.net.handshake import Hello, Introduction
+from colab_swarm.net.handshake import HandshakeReceiver, Hello, Introduction
 from colab_swarm.net.noise import TAG_BYTES, Keys
 from colab_swarm.net.peers import Contact
 from tests.net.swarm import identity
@@ -39,6 +41,16 @@ def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None
     assert bob.result.keys is not None and alice.result.keys is not None
     assert bob.result.keys[1].decrypt(sealed(alice.result.keys, b"there")) == b"there"
     assert alice.result.keys[1].decrypt(sealed(bob.result.keys, b"back")) == b"back"
+
+
+async def test_nothing_more_is_read_once_the_handshake_has_failed() -> None:
+    unused: Any = object()
+    receiver = HandshakeReceiver(ends()[1], wall_clock=lambda: NOW, make_link=unused)
+    receiver.use(unused)
+    for _ in range(2):
+        receiver.on_message(memoryview(b"garbage"))
+    with pytest.raises(ProtocolError):
+        await receiver.link
 
 
 def test_another_run_is_named() -> None:
@@ -83,25 +95,21 @@ def test_a_hello_of_another_handshake_is_refused() -> None:
 @given(st.binary(max_size=400), st.booleans())
 def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, at_initiator: bool) -> None:
     alice, bob = ends()
-    message = alice.start()
+    alice.start()
     with pytest.raises(ProtocolError):
         reply(alice if at_initiator else bob, data)
-    assert message
+
+
+TIMES = -1.0, float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
-    "hello",
-    [
-        (b"short", b"s" * 64, (), NOW),
-        (b"k" * 32, b"short", (), NOW),
-        (b"k" * 32, b"s" * 64, ("ws://x",) * 17, NOW),
-        (b"k" * 32, b"s" * 64, ("x" * 257,), NOW),
-        (b"k" * 32, b"s" * 64, (), -1.0),
-        (b"k" * 32, b"s" * 64, (), float("inf")),
-        (b"k" * 32, b"s" * 64, (), float("nan")),
-        "text",
-    ],
+    ("at", "wrong"),
+    [(0, b"short"), (1, b"short"), (2, ("ws://x",) * 17), (2, ("x" * 257,)), *((3, time) for time in TIMES)],
 )
-def test_a_hello_out_of_bounds_does_not_decode(hello: object) -> None:
+def test_a_hello_out_of_bounds_does_not_decode(at: int, wrong: object) -> None:
+    hello: list[object] = [b"k" * 32, b"s" * 64, ("x" * 256,) * 16, NOW]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Hello).time == NOW
+    hello[at] = wrong
     with pytest.raises(msgspec.MsgspecError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Hello)

@@ -54,8 +54,8 @@ def test_the_authority_admits_directly_and_through_an_invitation() -> None:
     assert admit(membership()) is Role.WORKER
     assert admit(membership(role=Role.VIEWER)) is Role.VIEWER
     assert admission().admit(AUTHORITY.public_key, b"", now=NOW) is Role.AUTHORITY
-    own = Membership.by_invitation(grant(), LINK, key=ALICE.public_key, now=NOW)
-    assert admit(own) is Role.WORKER and own.expires_at == NOW + 10 * HOUR
+    own = Membership.by_invitation(grant(), LINK, key=ALICE.public_key, now=NOW + HOUR)
+    assert admit(own, now=NOW + HOUR) is Role.WORKER and own.expires_at == NOW + 10 * HOUR
 
 
 def test_a_peer_without_membership_is_a_guest_at_the_authority_and_nowhere_else() -> None:
@@ -66,7 +66,7 @@ def test_a_peer_without_membership_is_a_guest_at_the_authority_and_nowhere_else(
 
 def test_a_guest_has_a_minute_and_a_member_is_no_guest_any_more() -> None:
     at = admission(AUTHORITY)
-    for seconds in (0, GUEST_S / 2, GUEST_S):
+    for seconds in (0, GUEST_S):
         assert at.admit(ALICE.public_key, b"", now=NOW + seconds) is Role.GUEST
     with pytest.raises(NotAdmitted, match="no membership was requested in a minute"):
         at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1)
@@ -81,36 +81,23 @@ def test_guests_are_counted() -> None:
     for i in range(module.MAX_GUESTS):
         at.admit(i.to_bytes(32), b"", now=NOW)
     with pytest.raises(NotAdmitted, match="too many peers request"):
-        at.admit(ALICE.public_key, b"", now=NOW)
+        at.admit(ALICE.public_key, b"", now=NOW + GUEST_S)
     assert at.admit(ALICE.public_key, b"", now=NOW + GUEST_S + 1) is Role.GUEST
 
 
 def test_a_membership_ends_with_ten_minutes_of_slack_for_clocks() -> None:
     end = NOW + 4 * HOUR
-    assert admit(membership(), now=end + module.SLACK_S - 1) is Role.WORKER
+    assert admit(membership(), now=end + module.SLACK_S) is Role.WORKER
     refused(membership(), "ended 3 hours ago: join again with an invitation", now=end + 3 * HOUR)
-    assert admit(membership(), now=NOW - module.SLACK_S + 1) is Role.WORKER
+    assert admit(membership(), now=NOW - module.SLACK_S) is Role.WORKER
     refused(membership(), "starts in 2 hours: set the clock that is off", now=NOW - 2 * HOUR)
 
 
-def test_a_cached_membership_expires() -> None:
-    at = admission()
-    assert admit(membership(), at=at) is Role.WORKER
-    with pytest.raises(NotAdmitted, match="ended 20 hours ago"):
-        admit(membership(), at=at, now=NOW + 24 * HOUR)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"key": BOB.public_key}, "another peer's"),
-        ({"run_id": "other-run-1"}, "another run"),
-        ({"role": Role.AUTHORITY}, "cannot be granted"),
-        ({"role": Role.GUEST}, "cannot be granted"),
-    ],
-)
-def test_what_even_the_authority_cannot_sign(change: dict[str, Any], match: str) -> None:
-    refused(membership(**change), match)
+def test_what_even_the_authority_cannot_sign() -> None:
+    refused(membership(key=BOB.public_key), "another peer's")
+    refused(membership(run_id="other-run-1"), "another run")
+    refused(membership(role=Role.AUTHORITY), "cannot be granted")
+    refused(membership(role=Role.GUEST), "cannot be granted")
 
 
 def test_an_invitation_cannot_give_more_than_it_has() -> None:
@@ -160,6 +147,8 @@ def test_every_field_of_a_grant_is_protected(field: str) -> None:
 def test_a_membership_fits_in_a_handshake() -> None:
     longest = membership(run_id="r" * 64, name="n" * 64, grant=grant(run_id="r" * 64, uses=10_000))
     assert len(longest.encode()) < 700
+    refused(bytes(module.MAX_MEMBERSHIP_BYTES), "cannot be read")
+    refused(bytes(module.MAX_MEMBERSHIP_BYTES + 1), "too long")
 
 
 @given(st.binary(max_size=3000))
@@ -229,6 +218,7 @@ def test_any_bytes_are_revocations_or_a_breach_of_protocol(data: bytes) -> None:
 
 TOKEN = "hf_secretsecret"
 ACCOUNT = {"type": "user", "name": "alice", "orgs": [{"name": "neuropark", "id": "1"}], "auth": {"type": "x"}}
+BIGGEST = json.dumps(ACCOUNT).encode().ljust(module.MAX_ANSWER_BYTES)
 
 
 @asynccontextmanager
@@ -254,12 +244,9 @@ async def hub(answer: Any = ACCOUNT, status: int = 200) -> AsyncIterator[None]:
 
 
 async def test_a_token_names_its_user_and_organisations() -> None:
-    async with hub():
+    async with hub(BIGGEST):
         assert await whoami(TOKEN) == module.Account("alice", orgs=(module.Account("neuropark"),))
         assert await whoami("hf_other") is None
-
-
-async def test_a_token_of_an_organisation_has_no_account() -> None:
     async with hub({"type": "org", "name": "neuropark"}):
         assert await whoami(TOKEN) is None
 
@@ -267,7 +254,7 @@ async def test_a_token_of_an_organisation_has_no_account() -> None:
 @pytest.mark.parametrize(
     ("answer", "status"),
     [
-        *((answer, 200) for answer in (b"<html>", b"", b'{"name":"\xff"}', b"[" * 100_000, b"x" * 2_000_000)),
+        *((answer, 200) for answer in (b"<html>", b"", b'{"name":"\xff"}', b"[" * 100_000, BIGGEST + b" ")),
         *(({"orgs": 3}, 200), (ACCOUNT, 503), (ACCOUNT, 302)),
     ],
 )
@@ -285,13 +272,9 @@ def test_a_hub_in_trouble_is_reported_without_the_token(
     assert TOKEN not in caplog.text
 
 
-async def test_a_missing_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(PeerUnreachable, match="does not answer"):
-        await whoami(TOKEN)
-
-
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "x" * 600])
 async def test_what_cannot_be_a_token_is_not_sent(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     assert await whoami(token) is None
+    with pytest.raises(PeerUnreachable, match="does not answer"):
+        await whoami(TOKEN)

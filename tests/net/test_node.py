@@ -3,16 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from colab_swarm.errors import CallRefused, NotAdmitted, PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
+from colab_swarm.net.carrier import LinkType, Path
+from colab_swarm.net.link import LinkTable
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
 from colab_swarm.net.websocket import WebSocket
 from tests.net.swarm import Echo, Piece, Talk, deafen, echo, identity, peers, silence, start, until
+
+SMALL, BIG = PeerId(bytes(32)), PeerId(b"b" * 32)
 
 
 class Without(OpenAdmission):
@@ -84,6 +90,8 @@ async def test_two_peers_with_one_identity_say_so() -> None:
 
 async def test_an_address_without_a_peer_is_unreachable() -> None:
     async with peers("alice", "bob") as (alice, bob):
+        with pytest.raises(OSError, match="Connect call failed"):
+            await asyncio.open_connection("127.0.0.2", bob.port)  # its host is 127.0.0.1
         await bob.close()
         with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
@@ -136,6 +144,19 @@ async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
     await alice.close()
 
 
+@pytest.mark.parametrize(("own", "other"), [(SMALL, BIG), (BIG, SMALL)])
+def test_of_links_dialled_at_once_both_ends_use_one_but_a_later_one_wins(own: PeerId, other: PeerId) -> None:
+    table: Any = LinkTable(own)
+    best, relayed, direct = [], Path(LinkType.RELAYED), Path()
+    links = [(BIG, 1.0, relayed), (SMALL, 2.0, relayed), (BIG, 3.0, direct)]
+    links += [(SMALL, 4.0, direct), (BIG, 13.9, direct), (BIG, 14.0, direct)]
+    for dialler, opened_at, path in links:
+        known = {"peer": other, "leaving": False, "remote": SimpleNamespace(path=path)}
+        table.add(SimpleNamespace(dialled=dialler == own, opened_at=opened_at, **known))
+        best.append(table.best(other).opened_at)
+    assert best == [1.0, 2.0, 3.0, 4.0, 4.0, 14.0]
+
+
 async def test_a_lost_link_is_dialled_again_by_the_next_call() -> None:
     async with peers("bob") as (bob,):
         async with peers("alice") as (alice,):
@@ -185,7 +206,8 @@ async def test_a_busy_peer_refuses_more_links() -> None:
         await asyncio.Event().wait()
         return message
 
-    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
+    clients = peers("alice", "carol", max_calls_per_link=1)
+    async with peers("bob", max_links=1) as (bob,), clients as (alice, carol):
         bob.serve(Talk, wait)
         alice.learn(bob.contact)
         carol.learn(bob.contact)
@@ -194,6 +216,8 @@ async def test_a_busy_peer_refuses_more_links() -> None:
         await until(lambda: "serving=1" in repr(bob.linker.table.of(alice.id)))
         with pytest.raises(PeerUnreachable, match="all busy"):
             await carol.call(bob.id, Echo(), Echo, timeout_s=5)
+        with pytest.raises(CallRefused, match=r"1 calls to .* are pending already"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         call.cancel()
 
 
@@ -221,7 +245,7 @@ async def test_a_peer_whose_dial_failed_unforeseen_can_be_dialled_again(fault: B
         alice.linker.open_circuit = fail
         alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
         with pytest.raises((PeerUnreachable, PeerLost), match=r"(failed.*a bug|was cancelled)$"):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=1)
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         alice.learn(bob.contact)
         assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
         await alice.close()

@@ -132,4 +132,5 @@ async def test_real_peers_on_loopback_measure_each_other() -> None:
     async with real.peers("alice", "bob") as (alice, bob):
         SpeedTests(bob)
         speed = await measure(alice, bob.id, size_bytes=1 << 20)
+        assert alice.statistics(bob.id).sent_bytes < 1.4 * (1 << 20)
         assert min(speed.upload_bps, speed.download_bps) > 1e6 and 0 < speed.rtt_s < 5
