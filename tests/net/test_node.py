@@ -172,11 +172,12 @@ async def test_an_unused_link_is_closed_and_a_client_modes_link_stays() -> None:
 
 
 async def test_the_longest_unused_link_makes_room_for_a_new_one() -> None:
-    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
-        for node in (alice, carol):
+    async with peers("bob", max_links=2) as (bob,), peers("alice", "carol", "dave") as (alice, carol, dave):
+        for node in (alice, carol, dave):
             node.learn(bob.contact)
             await node.call(bob.id, Echo(), Echo, timeout_s=5)
-        await until(lambda: bob.linked() == {carol.id})
+        await until(lambda: bob.linked() == {carol.id, dave.id})
+        assert not any(link.leaving for link in bob.linker.table)
         await until(lambda: not alice.linked())
 
 

@@ -39,6 +39,7 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
     async with peers("alice", "bob") as (alice, bob), watched(alice, bob) as (watch, _):
         assert watch.current.level is ReachabilityLevel.UNVERIFIED
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        assert alice.way_to(bob.id) == "same machine"
         await watch.start()
         current = watch.current
         assert current.level is ReachabilityLevel.LAN and alice.contact.addresses == current.addresses

@@ -68,8 +68,11 @@ async def test_a_relayed_link_becomes_a_punched_one_and_loses_no_stream() -> Non
         await until(lambda: outcomes == {alice.id: None, bob.id: None})
 
 
-async def test_without_a_hole_the_relayed_link_stays_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrade, "CAN_PUNCH", False)
+@pytest.mark.parametrize(("what", "found"), [("CAN_PUNCH", False), ("family_of", lambda endpoint: None)])
+async def test_without_a_hole_the_relayed_link_stays_and_says_why(
+    what: str, found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upgrade, what, found)
     monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
     async with relayed() as (alice, bob, outcomes):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)

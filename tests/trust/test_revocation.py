@@ -69,6 +69,9 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     (notice,) = found[7].events.recent(Notice)
     assert notice.text == "the authority revoked 1 peers or invitations"
     assert not any(watcher.events.recent(Fault) for watcher in found)
+    alice, bob = (watcher.watch._peers for watcher in found[:2])
+    ask = ShareRevoked(found[0].admission.revoked.version)
+    assert await alice.call(bob.id, ask, ShareRevoked, timeout_s=5) == ask, "no list for one that has it"
 
 
 @pytest.mark.virtual_time
