@@ -1,5 +1,6 @@
 """Decisions of the reachability policy; peers dial each other back, and announce new addresses."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -74,15 +75,18 @@ async def test_places_at_relays_are_kept_while_none_can_dial(monkeypatch: pytest
             await until(lambda: watch.current.level is ReachabilityLevel.RELAYED)
             alice.port = port
             await until(lambda: watch.current.level is ReachabilityLevel.LAN and not watch._policy.places)
+            verified_at = watch._verified_at
+            await asyncio.sleep(0.05)  # several checks
+            assert watch._verified_at == verified_at
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:
     async with peers("alice", listen=False) as (alice,), peers("bob") as (bob,):
         alice.learn(bob.contact)
-        async with watched(alice, use_relays=False) as (watch,):
+        async with watched(alice, bob, use_relays=False) as (watch, _):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             await watch.start()
-            assert watch.current.level is ReachabilityLevel.OUTGOING
+            assert watch.current.level is ReachabilityLevel.OUTGOING and not watch._policy.reports
             assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
 
 
@@ -190,6 +194,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
 
 def test_addresses_that_nobody_has_tried_are_called_so_unless_the_user_gave_them() -> None:
     assert str(policy(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
+    assert policy(PUBLIC).dialable and not ReachabilityPolicy(()).dialable
     given = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True).decide()
     assert given.level is ReachabilityLevel.DIRECT and given.addresses == ("ws://swarm.example:4500",)
 
@@ -204,5 +209,6 @@ def test_a_public_address_stays_announced_while_all_see_this_peer_through_a_rela
     assert one.decide().level is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
     one.reports[BOB] = DialledBack("198.51.100.7", ())
     assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
+    assert "no peer outside this network has tried" in one.decide().explain()
     one.reports[BOB] = DialledBack("203.0.113.7", ((PUBLIC, ""),))
     assert one.decide().level is ReachabilityLevel.DIRECT

@@ -53,28 +53,32 @@ def test_a_ticket_is_good_once() -> None:
 
 def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
     one = state(circuit_bytes=1000, circuit_s=60, circuit_bps=8e6)
-    circuit = one.open(ALICE, BOB, 0.0, os.urandom)
-    assert one.carry(circuit, 1000, 0.0) == (0.0, None)
-    assert one.carry(circuit, 1, 0.0)[1] == "the relay carries 0.001 MB per circuit"
+    circuit = one.open(ALICE, BOB, 100.0, os.urandom)
+    assert one.carry(circuit, 1000, 100.0) == (0.0, None)
+    assert one.carry(circuit, 1, 100.0)[1] == "the relay carries 0.001 MB per circuit"
     circuit.pumps = {0: None, 1: None}  # type: ignore[dict-item]
-    assert one.overdue(59.0) == {}
-    assert one.overdue(61.0) == {circuit: "the relay keeps a circuit for 60 s"}
+    assert one.overdue(160.0) == {}
+    assert one.overdue(160.1) == {circuit: "the relay keeps a circuit for 60 s"}
 
 
 def test_bandwidth_and_total_are_bounded() -> None:
-    one = state(circuit_bps=8e6, total_bytes=2_000_000)
+    one = state(circuit_bps=8e6, total_bytes=2_100_000)
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     delay_s, fault = one.carry(circuit, 1_100_000, 0.0)
     assert delay_s == pytest.approx(1.0) and fault is None
-    assert "has carried its" in str(one.carry(circuit, 1_000_000, 9.0)[1])
+    assert one.carry(circuit, 1_000_000, 9.0)[1] is None
     with pytest.raises(Refusal, match="has carried its"):
         one.open(ALICE, BOB, 9.0, os.urandom)
+    assert "has carried its" in str(one.carry(circuit, 1, 9.0)[1])
 
 
 def test_a_circuit_whose_far_end_does_not_connect_is_dropped() -> None:
     one = state()
-    circuit = one.open(ALICE, BOB, 0.0, os.urandom)
-    assert one.overdue(14.0) == {} and list(one.overdue(16.0)) == [circuit]
+    circuit = one.open(ALICE, BOB, 100.0, os.urandom)
+    assert one.overdue(115.0) == {} and list(one.overdue(116.0)) == [circuit]
+    circuit.pumps = {0: None, 1: None}  # type: ignore[dict-item]
+    one.carry(circuit, 1, 110.0)
+    assert one.overdue(230.0) == {} and one.overdue(231.0) == {circuit: "the circuit was silent"}
 
 
 def test_the_nearest_relays_are_chosen_and_not_changed_needlessly() -> None:
@@ -110,7 +114,7 @@ async def test_a_nearer_relay_replaces_the_farthest(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
         for relay in relays:
             Relay(relay)
-        circuits = Circuits(bob, candidates(*relays[:2]), lambda: None, random.Random(1))
+        circuits = Circuits(bob, candidates(*relays[:2], bob), lambda: None, random.Random(1))
         circuits.start()
         await until(lambda: set(circuits.places) == {carol, dave})
         circuits._candidates = candidates(*relays)
@@ -202,6 +206,7 @@ async def test_a_transfer_through_a_dying_relay_continues_over_another() -> None
                 killed = next(one for one in (carol, dave) if one.id == path.relay)
                 relays[(carol, dave).index(killed)].close()
                 await killed.close()
+                await until(lambda: killed.id.hex() not in "".join(bob.contact.addresses))
         await until(lambda: 39 in got)
         path = alice.path_to(bob.id)
         assert path and path.relay not in (None, killed.id) and got == sorted(got)
@@ -349,6 +354,7 @@ async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused() -> No
             bob.announce((f"{carol.contact.addresses[0]}/relay/{carol.id.hex()}",))
             circuits.start()
             await until(lambda: bool(circuits.places))
+            assert circuits.seen_at[carol.id][0] == "127.0.0.1"
             (link,) = carol.linker.table.of(bob.id)
             await until(lambda: asyncio.get_running_loop().time() - link.used_at > 4 * changes["idle_link_s"])
             assert set(relay.state.places) == {bob.id} == carol.linked() and circuits.places

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ngrok(folder: Path, token: str = TOKEN, **settings: float) -> TunnelSettings:
+def ngrok(folder: Path, token: str = TOKEN, **settings: float | None) -> TunnelSettings:
     agent = agents.install("ngrok", folder)
     return TunnelSettings("ngrok", auth_token=token, agent=agent, **{"check_s": 0.05, **settings})
 
@@ -112,6 +112,10 @@ async def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
             assert await changes.get() is None and await changes.get() is not None
         async with tunnel(ngrok(folder, probe_s=0.05), **more):  # no peer listens at that port
             assert await changes.get() is None
+    faults = iter(["off", "off", None, "off", "off", "off"])
+    monkeypatch.setattr("colab_swarm.net.tunnels.probe", lambda address: asyncio.sleep(0, next(faults)))
+    async with tunnel(ngrok(folder, probe_s=0.01, quota_bytes=None), **more):
+        assert await changes.get() is None and next(faults, "all three in a row") == "all three in a row"
     reasons = [change.text for change in events.recent(Notice) if "tunnel lost: " in change.text]
     assert reasons[0] == "tunnel lost: its public address does not lead here: TimeoutError"
     assert reasons[1].startswith("tunnel lost: its public address does not lead here: ngrok: ERR_NGROK_8012")

@@ -58,14 +58,16 @@ async def test_a_relayed_link_becomes_a_punched_one_and_loses_no_stream() -> Non
         stream = await alice.stream(bob.id, Talk(), timeout_s=5)
         assert way(alice, bob) is LinkType.RELAYED
         await stream.send(Piece(0))
-        await until(lambda: way(alice, bob) is LinkType.PUNCHED and way(bob, alice) is LinkType.PUNCHED)
+        await until(lambda: outcomes == {alice.id: None, bob.id: None})
+        outcomes.clear()
+        assert way(alice, bob) is LinkType.PUNCHED and way(bob, alice) is LinkType.PUNCHED
         assert len(alice.linker.table.of(bob.id)) == 2  # the stream still needs the relayed one
         await stream.send(Piece(1))
         await until(lambda: got == [0, 1])
         assert await alice.call(bob.id, Echo(b"over the hole"), Echo, timeout_s=5)
         await stream.end()
         await until(lambda: len(alice.linker.table.of(bob.id)) == len(bob.linker.table.of(alice.id)) == 1)
-        await until(lambda: outcomes == {alice.id: None, bob.id: None})
+        assert not outcomes, "an upgraded link is upgraded once"
 
 
 @pytest.mark.parametrize(("what", "found"), [("CAN_PUNCH", False), ("family_of", lambda endpoint: None)])

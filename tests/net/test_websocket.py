@@ -160,6 +160,7 @@ def feed(data: bytes, *, step: int) -> tuple[Collector, FakeTransport]:
             piece = data[at : at + step]
             websocket.get_buffer(-1)[: len(piece)] = piece
             websocket.buffer_updated(len(piece))
+        websocket.connection_lost(ConnectionResetError("reset"))
 
     asyncio.run(main())
     return got, transport
@@ -169,7 +170,7 @@ def feed(data: bytes, *, step: int) -> tuple[Collector, FakeTransport]:
 def test_messages_are_whole_however_the_bytes_arrive(step: int) -> None:
     frames = b"\x02\x03abc" + b"\x89\x02hi" + b"\x00\x02de" + b"\x80\x01f" + b"\x82\x00" + b"\x82\x04last"
     got, transport = feed(frames, step=step)
-    assert got.messages == [b"abcdef", b"", b"last"]
+    assert got.messages == [b"abcdef", b"", b"last"] and got.lost == "reset"
     assert transport.written == b"\x8a\x02hi"  # a pong in the middle of a fragmented message
 
 
@@ -183,7 +184,7 @@ def test_messages_are_whole_however_the_bytes_arrive(step: int) -> None:
 )
 def test_frames_out_of_place_abort_the_connection(frames: bytes) -> None:
     got, transport = feed(frames, step=1 << 14)
-    assert transport.aborted and got.messages == []
+    assert transport.aborted and got.messages == [] and got.lost != "reset"
 
 
 @given(st.lists(st.binary(max_size=60), max_size=5))
