@@ -17,7 +17,7 @@ import pytest
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe
+from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe, settings_of
 from tests.net import agents
 from tests.net.swarm import Echo, peers, until
 
@@ -191,6 +191,7 @@ async def test_without_token_or_agent_nothing_is_tried(folder: Path, monkeypatch
     monkeypatch.setenv("PATH", "")
     await refused("releases/latest", "cloudflared")
     assert TOKEN not in repr(TunnelSettings("ngrok", auth_token=TOKEN))
+    assert settings_of("cloudflared").auth_token is None
     with pytest.raises(ValueError, match="take 'ngrok' or 'cloudflared'"):
         TunnelSettings("carrier pigeon")  # type: ignore[arg-type]
 

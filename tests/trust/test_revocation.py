@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -36,13 +37,9 @@ async def watchers(count: int, *, start: bool = True) -> tuple[SimNetwork, list[
     for index, member in enumerate(members):
         own = member.peers.public_key
         admission = MembershipAdmission(RUN, authority=members[0].peers.public_key, own=own)
-        rechecked: list[float] = []
-
-        def note(times: list[float] = rechecked) -> None:
-            times.append(virtual_time())
-
-        events = EventLog()
+        events, rechecked = EventLog(), list[float]()
         rng, spawn = random.Random(index), asyncio.get_running_loop().create_task
+        note = partial(lambda times: times.append(virtual_time()), rechecked)
         watch = RevocationWatch(member.peers, member.dht, admission, events, rng, note, spawn)
         if start:
             spawn(repeat(watch.poll, PERIOD_S, events, "looking for revocations", rng))
