@@ -68,6 +68,9 @@ async def test_a_relayed_link_becomes_a_punched_one_and_loses_no_stream() -> Non
         await stream.end()
         await until(lambda: len(alice.linker.table.of(bob.id)) == len(bob.linker.table.of(alice.id)) == 1)
         assert not outcomes, "an upgraded link is upgraded once"
+        stream = await alice.stream(bob.id, Upgrade(), timeout_s=5)
+        with pytest.raises(PeerError, match="only a relayed link can be upgraded"):
+            await stream.receive(Upgrade)
 
 
 @pytest.mark.parametrize(("what", "found"), [("CAN_PUNCH", False), ("family_of", lambda endpoint: None)])
