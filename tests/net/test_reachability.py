@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.errors import CallRefused
+from colab_swarm.errors import CallRefused, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net import reachability
 from colab_swarm.net.carrier import Path
@@ -16,6 +16,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, PeerId
 from colab_swarm.net.reachability import DialledBack, ReachabilityLevel, ReachabilityPolicy
 from colab_swarm.net.relay import Relay
+from colab_swarm.net.tunnels import TunnelSettings
 from tests.net.swarm import Echo, candidates, deafen, peers, until
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
@@ -81,13 +82,16 @@ async def test_places_at_relays_are_kept_while_none_can_dial(monkeypatch: pytest
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:
-    async with peers("alice", listen=False) as (alice,), peers("bob") as (bob,):
+    async with peers("alice", "carol", listen=False) as (alice, carol), peers("bob") as (bob,):
         alice.learn(bob.contact)
         async with watched(alice, bob, use_relays=False) as (watch, _):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             await watch.start()
             assert watch.current.level is ReachabilityLevel.OUTGOING and not watch._policy.reports
             assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
+        async with watched(carol, tunnel=TunnelSettings("cloudflared")) as (watch,):
+            with pytest.raises(TunnelError, match="remove listen=False"):
+                await watch.start()
 
 
 async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Notice
@@ -20,6 +21,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe, settings_of
 from tests.net import agents
 from tests.net.swarm import Echo, peers, until
+from tests.net.test_websocket import served
 
 TOKEN = "2abcDEFsecretTOKEN"
 PROCESSES = Path("/proc")
@@ -258,6 +260,13 @@ async def test_the_public_address_is_found_dead_or_alive() -> None:
         assert await probe(bob.contact.addresses[0]) is None
         address = bob.contact.addresses[0]
     assert "Connect" in (await probe(address) or "")
+
+    async def reply(request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=int(request.path[1:]))
+
+    async with served(reply) as at:
+        faults = [await probe(f"ws://{at}/{status}") for status in (404, 426, 500)]
+    assert faults == ["HTTP status 404", None, "HTTP status 500"]
 
 
 OWNER = """
