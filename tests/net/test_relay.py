@@ -277,8 +277,7 @@ async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
 
 async def test_a_relay_has_room_for_all_that_one_read_can_bring() -> None:
     async with peers("carol") as (carol,):
-        relay, head_bytes = Relay(carol), 10
-        whole_bytes = module.MAX_MESSAGE_BYTES + head_bytes
+        relay, whole_bytes = Relay(carol), module.MAX_MESSAGE_BYTES + 10  # with its head
         for size in (*[module.MAX_MESSAGE_BYTES] * 5, module.SCRATCH_BYTES - 4 * whole_bytes - 4):
             relay.add(memoryview(bytes(size)))  # the first one was received before, in fragments
         assert relay._batched_bytes == module.SCRATCH_BYTES + whole_bytes
@@ -303,8 +302,7 @@ def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
 
 async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
     unhandled: list[str] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda loop, context: unhandled.append(context["message"]))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context["message"]))
     async with peers("alice", "carol") as (alice, carol):
         Relay(carol)
         got = Collector()

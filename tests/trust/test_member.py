@@ -10,23 +10,22 @@ from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import PeerUnreachable
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Invite
-from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
+from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.sim import SimNetwork
 from colab_swarm.trust.access import MAX_RETRY_S, RETRY_S, TICK_S, RunAccess, RunMember, clock_advice
 
 RUN, NOW, LIFE = "my-run-0badcafe", 1_750_000_000.0, 14_400.0
-GRANT = Grant(RUN, Role.WORKER, b"l" * 32, NOW + LIFE, NOW + LIFE)
 
 
 class Asking:
     """A member of a simulated run, and the swarm times at which it asks for a membership; nobody answers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, grant: Grant | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         peers = SimNetwork().peer("alice")
         admission = MembershipAdmission(RUN, authority=b"a" * 32, own=peers.public_key)
         now = self.joined_at = peers.time()
-        held = Membership(RUN, Role.WORKER, peers.public_key, "", now, now + LIFE, grant)
+        held = Membership(RUN, Role.WORKER, peers.public_key, "", now, now + LIFE)
         admission.membership = held.encode()
         self.asked: list[float] = []
 
@@ -55,13 +54,6 @@ async def test_a_membership_is_renewed_at_half_of_its_life_and_an_absent_authori
     pauses = [later - sooner for sooner, later in pairwise(asking.asked)]
     assert pauses[:3] == pytest.approx([RETRY_S, 2 * RETRY_S, 4 * RETRY_S], abs=TICK_S)
     assert max(pauses) <= MAX_RETRY_S + TICK_S
-
-
-@pytest.mark.virtual_time
-async def test_a_self_signed_membership_is_renewed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asking = Asking(monkeypatch, grant=GRANT)
-    await asking.member.tick()
-    assert asking.asked == [0.0]
 
 
 @pytest.mark.virtual_time
