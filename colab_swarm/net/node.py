@@ -135,14 +135,13 @@ class Linker:
 
     async def _dial(self, peer: PeerId, awaited: asyncio.Future[None]) -> None:
         """Dial the peer; in the end ``awaited`` is done (`_add_link` sets its result)."""
-        failure: PeerError | None = PeerLost(f"dialling {short(peer)} was cancelled")
+        failure: PeerError = PeerLost(f"dialling {short(peer)} was cancelled")
         try:
             if not (addresses := self.book.find(peer).addresses):
                 raise PeerUnreachable(f"no address of {short(peer)} is known")
             # the relays that keep places for us may reach a peer that we cannot
             detours = [address for address in self.addresses if relay_of(address) is not None]
             await dial_any(addresses, partial(self._dial_address, peer), detours)
-            failure = None
         except PeerError as error:
             failure = error
         except Exception as error:
@@ -153,7 +152,7 @@ class Linker:
         finally:
             if self._awaited.get(peer) is awaited:
                 del self._awaited[peer]
-            if failure is not None and not awaited.done():
+            if not awaited.done():
                 awaited.set_exception(failure)
                 awaited.exception()  # the waiters may all have given up
 

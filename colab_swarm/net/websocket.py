@@ -287,13 +287,13 @@ async def dial(
     url = "http" + address.removeprefix("ws")
     response = await session.get(url, headers=headers, allow_redirects=False)
     accept = base64.b64encode(hashlib.sha1((key + _GUID).encode()).digest()).decode()
-    connection = response.connection
+    transport = getattr(response.connection, "transport", None)
     if response.status != 101 or response.headers.get("Sec-WebSocket-Accept") != accept:
         response.close()
         raise PeerLost(f"{address} opens no link: HTTP status {response.status} {response.reason}")
-    if connection is None or not isinstance(connection.transport, asyncio.Transport):
+    if not isinstance(transport, asyncio.Transport):
         raise PeerLost(f"{address} closed the connection at once")
-    websocket = WebSocket(connection.transport, scratch=scratch, client=True, receiver=receiver)
+    websocket = WebSocket(transport, scratch=scratch, client=True, receiver=receiver)
     websocket.response = response  # it closes the connection when it is collected
     return websocket
 

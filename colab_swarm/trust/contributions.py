@@ -100,11 +100,8 @@ class ContributionLedger:
         self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
     ) -> None:
         """Count a round of this peer, as in its `RoundResult`."""
-        me = group.index_of(self._own)
         total = sum(member.share for member in group.members)
-        if me is None or not total:
-            return
-        mine = group.members[me].share / total
+        mine = sum(member.share for member in group.members if member.id == self._own) / total
         for member, span in zip(group.members, group.spans(), strict=True):
             if member.id in contributors:
                 others = 1.0 - member.share / total

@@ -136,6 +136,20 @@ def deafen(node: Node) -> None:
     node.linker.listener._receive = deaf
 
 
+class Collector:
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.seen_after_reads: list[list[bytes]] = []
+        self.lost = ""
+
+    def on_message(self, data: memoryview) -> None:
+        self.messages.append(bytes(data))
+
+    def on_writable(self, writable: bool) -> None: ...
+    def on_lost(self, reason: str) -> None:
+        self.lost = reason
+
+
 @asynccontextmanager
 async def silence() -> AsyncIterator[str]:
     writers: list[asyncio.StreamWriter] = []

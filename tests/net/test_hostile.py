@@ -40,6 +40,9 @@ async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
         far.leave = lambda: None  # type: ignore[method-assign]
         near.leave()
         await until(lambda: far.mux.peer_leaving)
+        checked = asyncio.Event()
+        bob.linker.recheck = checked.set  # type: ignore[method-assign]
+        await checked.wait()
         assert near.lost is None
         near.used_at -= LEAVE_TIMEOUT_S
         await until(lambda: near.lost is not None)

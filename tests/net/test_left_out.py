@@ -39,7 +39,7 @@ def test_a_long_time_without_failures_resets_the_count_and_frees_memory() -> Non
     left_out = LeftOut[int](5.0, 300.0)
     for peer in range(100):
         left_out.fail(peer, 0.0)
-    assert left_out.fail(0, 306.0) == 5.0 and len(left_out._records) == 1
+    assert left_out.fail(0, 305.0) == 5.0 and len(left_out._records) == 1
 
 
 def test_memory_is_bounded_and_the_last_failures_count() -> None:
@@ -51,11 +51,9 @@ def test_memory_is_bounded_and_the_last_failures_count() -> None:
 
 def test_the_version_changes_with_everything_that_is_left_out_or_forgiven() -> None:
     left_out = LeftOut[str](5.0, 300.0)
-    versions = [left_out.version]
     left_out.forgive("bob")
-    assert left_out.version == versions[0] and not left_out.ends(0.0)
+    assert left_out.version == 0 and not left_out.ends(0.0)
     left_out.fail("bob", 0.0)
-    versions.append(left_out.version)
-    assert left_out.ends(1.0) == {"bob": 5.0} and not left_out.ends(5.0)
+    assert left_out.version == 1 and left_out.ends(1.0) == {"bob": 5.0} and not left_out.ends(5.0)
     left_out.forgive("bob")
-    assert len({*versions, left_out.version}) == 3
+    assert left_out.version == 2

@@ -193,11 +193,12 @@ async def test_an_unused_link_is_closed_and_a_client_modes_link_stays() -> None:
 
 
 async def test_the_longest_unused_link_makes_room_for_a_new_one() -> None:
-    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
-        for node in (alice, carol):
+    async with peers("bob", max_links=2) as (bob,), peers("alice", "carol", "dave") as (alice, carol, dave):
+        for node in (alice, carol, dave):
             node.learn(bob.contact)
             await node.call(bob.id, Echo(), Echo, timeout_s=5)
-        await until(lambda: bob.linked() == {carol.id})
+        await until(lambda: bob.linked() == {carol.id, dave.id})
+        assert not any(link.leaving for link in bob.linker.table)
         await until(lambda: not alice.linked())
 
 
@@ -214,10 +215,14 @@ async def test_a_busy_peer_refuses_more_links() -> None:
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=5))
         await until(lambda: "serving=1" in repr(bob.linker.table.of(alice.id)))
+        assert "accepted" in repr(bob.linker.table.of(alice.id))
         with pytest.raises(PeerUnreachable, match="all busy"):
             await carol.call(bob.id, Echo(), Echo, timeout_s=5)
         with pytest.raises(CallRefused, match=r"1 calls to .* are pending already"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        bob.learn(carol.contact)
+        await bob.call(carol.id, Echo(), Echo, timeout_s=5)
+        assert not any(link.leaving for link in bob.linker.table)  # neither the busy nor the new one
         call.cancel()
 
 
@@ -242,8 +247,10 @@ async def test_a_peer_whose_dial_failed_unforeseen_can_be_dialled_again(fault: B
     events = EventLog()
     alice = await start("alice", events=events)
     async with peers("bob") as (bob,):
-        alice.linker.open_circuit = fail
         alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
+        with pytest.raises(PeerUnreachable, match="uses no relays"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=1)
+        alice.linker.open_circuit = fail
         with pytest.raises((PeerUnreachable, PeerLost), match=r"(failed.*a bug|was cancelled)$"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         alice.learn(bob.contact)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.noise import Handshake
+from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES, Handshake
 
 # From the test vectors of the cacophony library (Haskell), as also shipped with snow (Rust):
 # https://github.com/haskell-cryptography/cacophony/blob/master/vectors/cacophony.txt
@@ -77,7 +77,7 @@ def test_another_prologue_is_refused_at_the_second_message() -> None:
 
 def test_a_public_key_of_small_order_is_refused() -> None:
     _, bob = pair()
-    bob.read(bytes(32))
+    bob.read(bytes(MAX_HANDSHAKE_BYTES))
     with pytest.raises(ProtocolError, match="unusable public key"):
         bob.write(b"")
 

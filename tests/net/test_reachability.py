@@ -1,5 +1,6 @@
 """Decisions of the reachability policy; peers dial each other back, and announce new addresses."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.errors import CallRefused
+from colab_swarm.errors import CallRefused, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net import reachability
 from colab_swarm.net.carrier import Path
@@ -15,6 +16,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, PeerId
 from colab_swarm.net.reachability import DialledBack, ReachabilityLevel, ReachabilityPolicy
 from colab_swarm.net.relay import Relay
+from colab_swarm.net.tunnels import TunnelSettings
 from tests.net.swarm import Echo, candidates, deafen, peers, until
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
@@ -39,6 +41,7 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
     async with peers("alice", "bob") as (alice, bob), watched(alice, bob) as (watch, _):
         assert watch.current.level is ReachabilityLevel.UNVERIFIED
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        assert alice.way_to(bob.id) == "same machine"
         await watch.start()
         current = watch.current
         assert current.level is ReachabilityLevel.LAN and alice.contact.addresses == current.addresses
@@ -73,16 +76,22 @@ async def test_places_at_relays_are_kept_while_none_can_dial(monkeypatch: pytest
             await until(lambda: watch.current.level is ReachabilityLevel.RELAYED)
             alice.port = port
             await until(lambda: watch.current.level is ReachabilityLevel.LAN and not watch._policy.places)
+            verified_at = watch._verified_at
+            await asyncio.sleep(0.05)  # several checks
+            assert watch._verified_at == verified_at
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:
-    async with peers("alice", listen=False) as (alice,), peers("bob") as (bob,):
+    async with peers("alice", "carol", listen=False) as (alice, carol), peers("bob") as (bob,):
         alice.learn(bob.contact)
-        async with watched(alice, use_relays=False) as (watch,):
+        async with watched(alice, bob, use_relays=False) as (watch, _):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
             await watch.start()
-            assert watch.current.level is ReachabilityLevel.OUTGOING
+            assert watch.current.level is ReachabilityLevel.OUTGOING and not watch._policy.reports
             assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
+        async with watched(carol, tunnel=TunnelSettings("cloudflared")) as (watch,):
+            with pytest.raises(TunnelError, match="remove listen=False"):
+                await watch.start()
 
 
 async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +198,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
 
 def test_addresses_that_nobody_has_tried_are_called_so_unless_the_user_gave_them() -> None:
     assert str(policy(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
+    assert policy(PUBLIC).dialable and not ReachabilityPolicy(()).dialable
     given = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True).decide()
     assert given.level is ReachabilityLevel.DIRECT and given.addresses == ("ws://swarm.example:4500",)
 
@@ -203,5 +213,6 @@ def test_a_public_address_stays_announced_while_all_see_this_peer_through_a_rela
     assert one.decide().level is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
     one.reports[BOB] = DialledBack("198.51.100.7", ())
     assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
+    assert "no peer outside this network has tried" in one.decide().explain()
     one.reports[BOB] = DialledBack("203.0.113.7", ((PUBLIC, ""),))
     assert one.decide().level is ReachabilityLevel.DIRECT

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe
+from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe, settings_of
 from tests.net import agents
 from tests.net.swarm import Echo, peers, until
+from tests.net.test_websocket import served
 
 TOKEN = "2abcDEFsecretTOKEN"
 PROCESSES = Path("/proc")
@@ -54,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ngrok(folder: Path, token: str = TOKEN, **settings: float) -> TunnelSettings:
+def ngrok(folder: Path, token: str = TOKEN, **settings: float | None) -> TunnelSettings:
     agent = agents.install("ngrok", folder)
     return TunnelSettings("ngrok", auth_token=token, agent=agent, **{"check_s": 0.05, **settings})
 
@@ -112,6 +114,10 @@ async def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
             assert await changes.get() is None and await changes.get() is not None
         async with tunnel(ngrok(folder, probe_s=0.05), **more):  # no peer listens at that port
             assert await changes.get() is None
+    faults = iter(["off", "off", None, "off", "off", "off"])
+    monkeypatch.setattr("colab_swarm.net.tunnels.probe", lambda address: asyncio.sleep(0, next(faults)))
+    async with tunnel(ngrok(folder, probe_s=0.01, quota_bytes=None), **more):
+        assert await changes.get() is None and next(faults, "all three in a row") == "all three in a row"
     reasons = [change.text for change in events.recent(Notice) if "tunnel lost: " in change.text]
     assert reasons[0] == "tunnel lost: its public address does not lead here: TimeoutError"
     assert reasons[1].startswith("tunnel lost: its public address does not lead here: ngrok: ERR_NGROK_8012")
@@ -187,6 +193,7 @@ async def test_without_token_or_agent_nothing_is_tried(folder: Path, monkeypatch
     monkeypatch.setenv("PATH", "")
     await refused("releases/latest", "cloudflared")
     assert TOKEN not in repr(TunnelSettings("ngrok", auth_token=TOKEN))
+    assert settings_of("cloudflared").auth_token is None
     with pytest.raises(ValueError, match="take 'ngrok' or 'cloudflared'"):
         TunnelSettings("carrier pigeon")  # type: ignore[arg-type]
 
@@ -253,6 +260,13 @@ async def test_the_public_address_is_found_dead_or_alive() -> None:
         assert await probe(bob.contact.addresses[0]) is None
         address = bob.contact.addresses[0]
     assert "Connect" in (await probe(address) or "")
+
+    async def reply(request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=int(request.path[1:]))
+
+    async with served(reply) as at:
+        dead = [bool(await probe(f"ws://{at}/{status}")) for status in (404, 426, 499, 500)]
+        assert dead == [True, False, False, True]
 
 
 OWNER = """

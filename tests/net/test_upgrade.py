@@ -58,18 +58,26 @@ async def test_a_relayed_link_becomes_a_punched_one_and_loses_no_stream() -> Non
         stream = await alice.stream(bob.id, Talk(), timeout_s=5)
         assert way(alice, bob) is LinkType.RELAYED
         await stream.send(Piece(0))
-        await until(lambda: way(alice, bob) is LinkType.PUNCHED and way(bob, alice) is LinkType.PUNCHED)
+        await until(lambda: outcomes == {alice.id: None, bob.id: None})
+        outcomes.clear()
+        assert way(alice, bob) is LinkType.PUNCHED and way(bob, alice) is LinkType.PUNCHED
         assert len(alice.linker.table.of(bob.id)) == 2  # the stream still needs the relayed one
         await stream.send(Piece(1))
         await until(lambda: got == [0, 1])
         assert await alice.call(bob.id, Echo(b"over the hole"), Echo, timeout_s=5)
         await stream.end()
         await until(lambda: len(alice.linker.table.of(bob.id)) == len(bob.linker.table.of(alice.id)) == 1)
-        await until(lambda: outcomes == {alice.id: None, bob.id: None})
+        assert not outcomes, "an upgraded link is upgraded once"
+        stream = await alice.stream(bob.id, Upgrade(), timeout_s=5)
+        with pytest.raises(PeerError, match="only a relayed link can be upgraded"):
+            await stream.receive(Upgrade)
 
 
-async def test_without_a_hole_the_relayed_link_stays_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrade, "CAN_PUNCH", False)
+@pytest.mark.parametrize(("what", "found"), [("CAN_PUNCH", False), ("family_of", lambda endpoint: None)])
+async def test_without_a_hole_the_relayed_link_stays_and_says_why(
+    what: str, found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upgrade, what, found)
     monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
     async with relayed() as (alice, bob, outcomes):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
@@ -78,44 +86,39 @@ async def test_without_a_hole_the_relayed_link_stays_and_says_why(monkeypatch: p
         assert await alice.call(bob.id, Echo(b"still"), Echo, timeout_s=5) == Echo(b"still")
 
 
-async def test_an_end_that_stays_busy_is_named_and_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, busy = Upgrades._on_upgrade, True
+def busy_at_first(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Upgrade]:
+    """Have the answering end be busy for so many requests; returns the requests."""
+    real, requests = Upgrades._on_upgrade, list[Upgrade]()
 
-    async def answer(self: Upgrades, opening: upgrade.Upgrade, stream: Stream) -> None:
-        if busy:
-            await stream.send(upgrade.Upgrade(busy=True))
-        else:
+    async def answer(self: Upgrades, opening: Upgrade, stream: Stream) -> None:
+        requests.append(opening)
+        if len(requests) > times:
             await real(self, opening, stream)
+        else:
+            await stream.send(Upgrade(busy=True))
 
-    monkeypatch.setattr(upgrade, "ASKS", 2)
-    monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.0))
-    monkeypatch.setattr(upgrade, "AGAIN_S", 0.01)
+    monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
     monkeypatch.setattr(Upgrades, "_on_upgrade", answer)
+    return requests
+
+
+async def test_an_end_that_stays_busy_is_named_and_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upgrade, "ASKS", 2)
+    monkeypatch.setattr(upgrade, "AGAIN_S", 0.01)
+    busy_at_first(monkeypatch, times=2)
     async with relayed() as (alice, bob, outcomes):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         await until(lambda: "was busy with other upgrades" in (outcomes.get(bob.id) or ""))
-        busy = False
         await until(lambda: way(alice, bob) is LinkType.PUNCHED)
 
 
 async def test_a_busy_end_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, requests = Upgrades._on_upgrade, 0
-
-    async def busy_at_first(self: Upgrades, opening: upgrade.Upgrade, stream: Stream) -> None:
-        nonlocal requests
-        requests += 1
-        if requests > upgrade.TRIES + 1:
-            await real(self, opening, stream)
-        else:
-            await stream.send(upgrade.Upgrade(busy=True))
-
-    monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
-    monkeypatch.setattr(Upgrades, "_on_upgrade", busy_at_first)
+    requests = busy_at_first(monkeypatch, times=upgrade.TRIES + 1)
     async with relayed() as (alice, bob, outcomes):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         await until(lambda: way(alice, bob) is LinkType.PUNCHED)
         await until(lambda: outcomes.get(bob.id, "not yet") is None)
-    assert requests == upgrade.TRIES + 2
+    assert len(requests) == upgrade.TRIES + 2
 
 
 @pytest.mark.parametrize("seen", [("", 0), ("192.0.2.1", 70_000), ("no address", -1)])

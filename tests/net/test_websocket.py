@@ -13,24 +13,9 @@ from hypothesis import strategies as st
 from colab_swarm.errors import PeerLost, ProtocolError
 from colab_swarm.net import websocket
 from colab_swarm.net.websocket import WebSocket, accept, dial, read_head, write_head
-from tests.net.swarm import until
+from tests.net.swarm import Collector, until
 
 SIZES = (0, 1, 125, 126, 65535, 65536, websocket.MAX_MESSAGE_BYTES)
-
-
-class Collector:
-    def __init__(self) -> None:
-        self.messages: list[bytes] = []
-        self.lost = ""
-
-    def on_message(self, data: memoryview) -> None:
-        self.messages.append(bytes(data))
-
-    def on_writable(self, writable: bool) -> None:
-        pass
-
-    def on_lost(self, reason: str) -> None:
-        self.lost = reason
 
 
 @asynccontextmanager
@@ -116,8 +101,8 @@ async def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
         for size in SIZES:
             await client.send_bytes(bytes([size % 251]) * size)
         await until(lambda: len(got.messages) == 1 + len(SIZES))
-        ends[0].close("enough")
-        assert (await client.receive()).extra == "enough"
+        ends[0].close("enough " * 20)
+        assert (await client.receive()).extra == ("enough " * 20)[:123]
     assert got.messages == [b"first"] + [bytes([size % 251]) * size for size in SIZES]
     await until(lambda: bool(got.lost))
 
@@ -156,10 +141,12 @@ def feed(data: bytes, *, step: int) -> tuple[Collector, FakeTransport]:
 
     async def main() -> None:
         websocket = WebSocket(transport, scratch=scratch(), client=False, receiver=got)
+        websocket.after_read = lambda: got.seen_after_reads.append(list(got.messages))
         for at in range(0, len(data), step):
             piece = data[at : at + step]
             websocket.get_buffer(-1)[: len(piece)] = piece
             websocket.buffer_updated(len(piece))
+        websocket.connection_lost(ConnectionResetError("reset"))
 
     asyncio.run(main())
     return got, transport
@@ -169,7 +156,7 @@ def feed(data: bytes, *, step: int) -> tuple[Collector, FakeTransport]:
 def test_messages_are_whole_however_the_bytes_arrive(step: int) -> None:
     frames = b"\x02\x03abc" + b"\x89\x02hi" + b"\x00\x02de" + b"\x80\x01f" + b"\x82\x00" + b"\x82\x04last"
     got, transport = feed(frames, step=step)
-    assert got.messages == [b"abcdef", b"", b"last"]
+    assert got.messages == [b"abcdef", b"", b"last"] and got.lost == "reset"
     assert transport.written == b"\x8a\x02hi"  # a pong in the middle of a fragmented message
 
 
@@ -183,7 +170,7 @@ def test_messages_are_whole_however_the_bytes_arrive(step: int) -> None:
 )
 def test_frames_out_of_place_abort_the_connection(frames: bytes) -> None:
     got, transport = feed(frames, step=1 << 14)
-    assert transport.aborted and got.messages == []
+    assert transport.aborted and got.messages == [] and got.lost != "reset"
 
 
 @given(st.lists(st.binary(max_size=60), max_size=5))
@@ -195,19 +182,8 @@ def test_random_bytes_never_raise(pieces: list[bytes]) -> None:
 @pytest.mark.parametrize("end", [b"\x88\x02\x03\xe8", b"\x81\x02hi"], ids=["close", "protocol error"])
 def test_messages_of_the_same_read_before_the_end_are_delivered(end: bytes) -> None:
     # a relay sends after each read what it brought: left behind, it would be sent to the next circuit's peer
-    handed_on: list[list[bytes]] = []
-
-    async def main() -> None:
-        got, transport = Collector(), FakeTransport()
-        websocket = WebSocket(transport, scratch=scratch(), client=False, receiver=got)
-        websocket.after_read = lambda: handed_on.append(list(got.messages))
-        data = b"\x82\x04last" + end
-        websocket.get_buffer(-1)[: len(data)] = data
-        websocket.buffer_updated(len(data))
-        assert transport.is_closing()
-
-    asyncio.run(main())
-    assert handed_on == [[b"last"]]
+    got, transport = feed(b"\x82\x04last" + end, step=99)
+    assert transport.is_closing() and got.seen_after_reads == [[b"last"]]
 
 
 async def test_a_client_that_sends_text_first_is_refused() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -36,13 +37,9 @@ async def watchers(count: int, *, start: bool = True) -> tuple[SimNetwork, list[
     for index, member in enumerate(members):
         own = member.peers.public_key
         admission = MembershipAdmission(RUN, authority=members[0].peers.public_key, own=own)
-        rechecked: list[float] = []
-
-        def note(times: list[float] = rechecked) -> None:
-            times.append(virtual_time())
-
-        events = EventLog()
+        events, rechecked = EventLog(), list[float]()
         rng, spawn = random.Random(index), asyncio.get_running_loop().create_task
+        note = partial(lambda times: times.append(virtual_time()), rechecked)
         watch = RevocationWatch(member.peers, member.dht, admission, events, rng, note, spawn)
         if start:
             spawn(repeat(watch.poll, PERIOD_S, events, "looking for revocations", rng))
@@ -69,6 +66,9 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     (notice,) = found[7].events.recent(Notice)
     assert notice.text == "the authority revoked 1 peers or invitations"
     assert not any(watcher.events.recent(Fault) for watcher in found)
+    alice, bob = (watcher.watch._peers for watcher in found[:2])
+    ask = ShareRevoked(found[0].admission.revoked.version)
+    assert await alice.call(bob.id, ask, ShareRevoked, timeout_s=5) == ask, "no list for one that has it"
 
 
 @pytest.mark.virtual_time

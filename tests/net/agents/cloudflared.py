@@ -23,6 +23,7 @@ async def run(upstream: str) -> None:
 def main() -> None:
     assert sys.argv[1:3] == ["tunnel", "--config"] and "--no-autoupdate" in sys.argv, sys.argv
     if "refused" in sys.argv[0]:
+        log("|  https://calm-green-otter.trycloudflare.com                        |")
         log("ERR failed to request quick Tunnel: 429 Too Many Requests")
         sys.exit(1)
     asyncio.run(run(sys.argv[sys.argv.index("--url") + 1]))

@@ -19,6 +19,7 @@ def log(**fields: object) -> None:
 
 def fail(error: str) -> None:
     log(lvl="eror", msg="session closing", obj="tunnels.session", err=error)
+    log(lvl="warn", msg="update check failed", err="HTTP status 404")
     sys.exit(1)
 
 
