@@ -310,9 +310,9 @@ class RoundMeter:
         return max(range(2, max(3, peers + 1)), key=partial(self.success_rate, peers))
 
     def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
-        failures_per_s = failed / members / self.seconds(max(2, members))
+        failures_per_s = failed / members / self.seconds(members)
         self.failures_per_s += (failures_per_s - self.failures_per_s) / MEMORY_ROUNDS
-        if not failed and members > 1:
+        if not failed:
             self._timed = min(self._timed + 1, MEMORY_ROUNDS)
             self.overhead_s += (overhead_s - self.overhead_s) / self._timed
             self.transfer_s += (averaging_s * members / (members - 1) - self.transfer_s) / self._timed

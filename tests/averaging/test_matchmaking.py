@@ -115,7 +115,7 @@ async def test_a_late_peer_learns_that_the_group_was_formed() -> None:
 async def test_a_run_that_returns_to_a_step_forgets_its_group_in_the_end() -> None:
     town = Town(3)
     asked, keeper, joiner = town.trainers
-    await asyncio.gather(asked.join(), keeper.join())
+    await asyncio.gather(asked.join(after_s=REMEMBERED_S), keeper.join(after_s=REMEMBERED_S))
     keeper.ready_in_s = None  # it has a group in mind, but does not come again
     town.network.now().crash(asked.peers.name)
     joiner.candidates = [keeper.peers.id]
@@ -298,6 +298,18 @@ async def test_refusing_each_step_once_is_honest() -> None:
         assert not matchmaker._keeps_refusing(organizer, step)
         await asyncio.sleep(REFUSALS_S)
     assert not matchmaker._skipped(organizer)
+
+
+@pytest.mark.parametrize(("count", "facts"), [(2, {"reduces": False}), (1, {"assists": True})])
+async def test_without_a_reducer_or_a_trainer_peers_give_up_after_the_window(
+    count: int, facts: dict[str, bool]
+) -> None:
+    town = Town(count)
+    for trainer in town.trainers:
+        trainer.ticket = msgspec.structs.replace(TICKET, **facts)
+    reasons = await asyncio.gather(*(refusal(trainer.join()) for trainer in town.trainers))
+    assert set(reasons) == {"unreachable"}
+    assert 2 < asyncio.get_running_loop().time() < 3  # the window is 2 s
 
 
 async def test_contributing_needs_the_role_of_a_worker() -> None:

@@ -170,7 +170,8 @@ def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
     assert [fault.name for fault in outcome.fired] == ["partition"]
     for name in others_than("bob"):
         np.testing.assert_array_equal(outcome.vectors[name], outcome.vectors["alice"])
-        assert outcome.results[name].kept_local == ()
+        result, own = outcome.results[name], outcome.spans[name].numel
+        assert result.kept_local == () and result.received_bytes >= 4 * (200_000 + own)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +257,9 @@ async def test_rounds_at_once_are_kept_apart() -> None:
     await asyncio.gather(*(averagers[i].average(groups[r], vectors[r, i]) for r, i in vectors))
     for (r, _), values in vectors.items():
         np.testing.assert_allclose(values, expected[r], atol=1e-6)
+    began = asyncio.get_running_loop().time()
+    await asyncio.gather(*(averager.drain("") for averager in averagers))
+    assert asyncio.get_running_loop().time() < began + 1.0, "somebody is served still"
 
 
 async def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() -> None:

@@ -158,9 +158,10 @@ def test_a_peer_alone_averages_nothing() -> None:
 
 
 def test_rounds_of_unknown_bandwidth_have_equal_shares() -> None:
-    tickets = [ticket(None), ticket(None, reduces=False), ticket(None)]
-    assert adaptive_shares(tickets) == equal_shares(tickets)
-    assert adaptive_shares(tickets).shares == (1, 0, 1)
+    for down_bps in (None, 8e6):
+        tickets = [ticket(None, down_bps), ticket(None, reduces=False), ticket(None)]
+        assert adaptive_shares(tickets) == equal_shares(tickets)
+        assert adaptive_shares(tickets).shares == (1, 0, 1)
 
 
 def test_measured_bandwidths_decide_the_shares_and_the_prediction() -> None:
@@ -230,3 +231,9 @@ def test_unequal_lines_keep_their_unequal_shares() -> None:
         decided = strategy(tickets)
         assert decided.shares == adaptive_shares(tickets).shares
         strategy.on_round(decided.shares, decided.averaging_s, 1.1 * decided.averaging_s)
+    for _ in range(20):
+        strategy.on_round((1, 2), 1.0, 10.0)
+    assert strategy(tickets).shares != decided.shares
+    for _ in range(200):
+        strategy.on_round((1, 1), 1.0, 1.0)
+    assert strategy(tickets).shares == decided.shares, "the delays are forgotten"

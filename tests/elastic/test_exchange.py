@@ -59,10 +59,10 @@ class Group:
     events: EventLog
 
     @classmethod
-    def of(cls, *names: str, silent: str = "") -> "Group":
-        """Members with these names; the ``silent`` one has no exchange."""
+    def of(cls, *names: str, silent: str = "", quiet: str = "") -> "Group":
+        """Members with these names; the ``silent`` one has no exchange, the ``quiet`` one only dials out."""
         network = SimNetwork(LAN, seed=1)
-        peers = sorted((network.peer(name) for name in names), key=lambda peer: peer.id)
+        peers = sorted((network.peer(name, listen=name != quiet) for name in names), key=lambda peer: peer.id)
         network.introduce()
         members = [GroupMember(peer.id, peer.contact.addresses, 1.0, 1.0) for peer in peers]
         events, exchanges = EventLog(), []
@@ -82,8 +82,9 @@ class Group:
         await asyncio.gather(*(exchange.close() for exchange in self.exchanges))
 
 
-async def test_all_others_receive_buckets_in_order_up_to_the_goodbye() -> None:
-    group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
+@pytest.mark.parametrize("quiet", ["", "alice", "bob", "carol"])
+async def test_all_others_receive_buckets_in_order_up_to_the_goodbye(quiet: str) -> None:
+    group, seen = Group.of("alice", "bob", "carol", quiet=quiet), [Seen() for _ in range(3)]
     await group.begin(list(seen))
     sent = [(Piece(0, bucket, 1.5), bytes([bucket]) * 100_000) for bucket in range(20)]
     for item in sent:

@@ -125,10 +125,12 @@ def test_a_crash_while_the_group_is_formed_is_reported() -> None:
     assert results.keys() == {"alice"}
 
 
-@pytest.mark.parametrize("peers", [1, 17])
-def test_a_group_has_two_to_sixteen_members(peers: int) -> None:
-    with pytest.raises(ValueError, match="2 to 16"):
-        ElasticSettings("run/elastic/model", peers)
+@pytest.mark.parametrize(
+    ("peers", "wait_s", "words"), [(1, 9, "2 to 16"), (17, 9, "2 to 16"), (2, 0, "wait_s=0")]
+)
+def test_a_group_has_two_to_sixteen_members(peers: int, wait_s: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ElasticSettings("run/elastic/model", peers, wait_s=wait_s)
 
 
 def test_an_unknown_option_of_a_group_of_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
 from colab_swarm.elastic import AdaptiveBeta, NormBounded, Synchronous, VarianceBounded
 from colab_swarm.elastic.ledger import GradientLedger, Meter
 from colab_swarm.elastic.schedulers import BoundedStaleness, CrashTolerant, Scheduler, StepFacts
+from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.tensors.codecs import Floats
 
 SIZES = (30, 8, 50)
@@ -83,6 +84,11 @@ def test_a_synchronous_group_measures_nothing() -> None:
     run = emulate(Synchronous)
     assert run.measured < 1e-4
     assert all(member.meter.measured == 0.0 for member in run.members)
+
+
+@pytest.mark.parametrize(("bound", "passed"), [(None, False), (0.0, False), (1.0, True), (2.0, False)])
+def test_a_distance_above_its_bound_is_noticed(bound: float | None, passed: bool) -> None:
+    assert ElasticStep(0, 0.0, 0.0, inconsistency=1.5, bound=bound, lost=()).passed == passed
 
 
 LONG, SETTLED = 400, 60

@@ -7,6 +7,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.elastic import BoundedStaleness, CrashTolerant, NormBounded, Synchronous, VarianceBounded
+from colab_swarm.elastic.ledger import DECAY
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.schedulers import Scheduler
 from colab_swarm.elastic.steps import ElasticStep
@@ -14,7 +15,7 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, PeerLeft
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
-from tests.elastic.group import join_group, reference, rows_of, take
+from tests.elastic.group import LR, join_group, reference, rows_of, take
 from tests.training.toy import loss_of, model, parameters_of
 
 STEPS = 20
@@ -81,9 +82,15 @@ def test_members_apply_decoded_values_so_they_stay_equal(compression: str) -> No
 
 
 def test_a_lossy_codec_without_error_feedback_has_no_bound() -> None:
+    def train_without(swarm: Swarm) -> float | None:
+        optimizer = join_group(swarm, net := model(), 2, compression="topk:0.1", error_feedback=False)
+        bounds = [take(optimizer, net, step).bound for step in range(2)]
+        assert "residual" not in optimizer.state_dict()
+        optimizer.close()
+        return bounds[-1]
+
     with simulation() as sim:
-        results = sim.run(lambda swarm: train(swarm, steps=2, compression="topk:0.1", error_feedback=False))
-    assert results["alice"][1][-1].bound is None
+        assert sim.run(train_without) == {"alice": None, "bob": None}
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 1e30], ids=["not a number", "squares overflow"])
@@ -145,7 +152,8 @@ def test_residuals_and_corrections_are_saved_and_restored() -> None:
 
     def resume(swarm: Swarm) -> torch.Tensor:
         optimizer = join_group(swarm, net := model(), 2, compression="topk:0.1")
-        optimizer.load_state_dict({**states[optimizer.member], "corrections": torch.ones(178)})
+        own = 1000.0 * (1 - optimizer.member)  # the first member's count
+        optimizer.load_state_dict({**states[optimizer.member], "corrections": torch.full((178,), own)})
         with pytest.raises(StateError, match="another model"):
             optimizer.load_state_dict({"corrections": torch.ones(3)})
         torch.testing.assert_close(optimizer.state_dict()["residual"], states[optimizer.member]["residual"])
@@ -159,7 +167,35 @@ def test_residuals_and_corrections_are_saved_and_restored() -> None:
         assert all(state["residual"].norm() > 0 for state in states.values())
         assert not states[0]["corrections"].any()
         alice, bob = sim.run(resume).values()
-    assert torch.equal(alice, bob) and not torch.equal(alice, parameters_of(model()))
+    assert torch.equal(alice, bob)
+    assert (alice - parameters_of(model())).abs().max() == pytest.approx(LR * 1000.0 / 2, rel=0.01)
+
+
+def test_what_arrives_after_its_step_is_saved_as_a_correction() -> None:
+    def save(swarm: Swarm) -> float:
+        optimizer = join_group(swarm, net := model(), 2, scheduler=NormBounded(0.0))
+        take(optimizer, net, 0)  # the other's gradient comes during the next pass
+        corrections = optimizer.state_dict()["corrections"]
+        optimizer.close()
+        return float(parameters_of(net).sum() - LR * corrections.sum() / 2)
+
+    with simulation() as sim:
+        assert sim.run(save) == pytest.approx(dict.fromkeys(("alice", "bob"), float(reference(1).sum())))
+
+
+def test_members_that_wait_differ_by_their_residuals_only() -> None:
+    def measure(swarm: Swarm) -> tuple[list[float], float]:
+        optimizer, norms = join_group(swarm, net := model(), 2, compression="topk:0.1"), []
+        for step in range(3):
+            found = take(optimizer, net, step).inconsistency
+            norms.append(float(optimizer.state_dict()["residual"].norm()))
+        optimizer.close()
+        return norms, found
+
+    with simulation() as sim:
+        (alice, found), (bob, _) = sim.run(measure).values()
+    first, second = ((one + other) / 2 for one, other in zip(alice[:2], bob[:2], strict=True))
+    assert found == pytest.approx(((DECAY * first**2 + second**2) / (DECAY + 1)) ** 0.5, rel=1e-5)
 
 
 def test_unsupported_calls_name_the_alternative() -> None:
