@@ -18,9 +18,7 @@ STEPS = 50
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3), nn.LogSoftmax(1), nn.Flatten()
-    ).float()
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3), nn.LogSoftmax(1), nn.Flatten())
 
 
 def batch(peer: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -129,10 +129,12 @@ async def test_a_stranger_and_a_second_stream_of_a_member_are_refused() -> None:
     await group.begin(list(seen))
     first, second = group.peers
     opening = ElasticLink(PREFIX, (first.id, second.id))
-    for peer, said in ((stranger, opening), (first, opening), (first, ElasticLink(PREFIX, (first.id,)))):
+    other, again = "another group", "a stream already"
+    wrong = ElasticLink(PREFIX, (first.id,))
+    for peer, said, words in ((stranger, opening, other), (first, opening, again), (first, wrong, other)):
         async with await peer.stream(second.id, said, timeout_s=5.0) as stream:
             await stream.send(Piece(0, 0), b"lies")
-            with pytest.raises(PeerError):
+            with pytest.raises(PeerError, match=words):
                 await stream.receive(Piece)
     assert not seen[1].pieces and not seen[1].lost
     await group.close()
@@ -189,11 +191,8 @@ class FakeExchange(PieceExchange):
         self.dropped.append(reason)
 
     def send(self, piece: Piece, payload: Buffer) -> None: ...
-
     async def begin(self) -> None: ...
-
     async def close(self) -> None: ...
-
     def kill(self) -> None: ...
 
 
