@@ -344,7 +344,7 @@ class AllReduce:
 
     def drop(self, member: int, reason: str) -> None:
         """Continue without the chunks that ``member`` did not deliver."""
-        if self.reducer.unfinished and member in self.reducer.awaited():
+        if member in self.reducer.awaited():
             logger.debug("contributor %s is out: %s", short(self.member(member).id), reason)
             self.trace.on_dropped(member, reason)
             self._publish(self.reducer.drop(member))

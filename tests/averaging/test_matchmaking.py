@@ -63,6 +63,9 @@ class Town:
         for trainer in self.trainers:
             trainer.candidates = list(peers)
 
+    def client_and_backbone(self) -> list[Trainer]:
+        return sorted(self.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
+
 
 def joined(message: Message) -> bool:
     return isinstance(message, JoinRound)
@@ -336,11 +339,18 @@ async def test_contributing_needs_the_role_of_a_worker() -> None:
 
 async def test_a_client_without_its_only_organizer_continues_alone_after_a_while() -> None:
     town = Town(2, clients=1)
-    client, backbone = sorted(town.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
+    client, backbone = town.client_and_backbone()
     town.network.now().crash(backbone.peers.name)
     group = await client.join(after_s=9.0)
     assert town.network.fired and len(group.members) == 1
     assert 11 < asyncio.get_running_loop().time() < 13  # the window is 2 s
+
+
+async def test_a_client_gives_up_after_a_while_if_its_only_organizer_is_at_another_step() -> None:
+    client, backbone = Town(2, clients=1).client_and_backbone()
+    backbone.ready_in_s = None
+    assert await refusal(client.join(after_s=9.0)) == "unreachable"
+    assert 11 < asyncio.get_running_loop().time() < 13
 
 
 class Ask(Message, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import Chunk, ReduceSpan
+from colab_swarm.averaging.exchange import Chunk, ReduceSpan, RoundPing
 from colab_swarm.averaging.group import RoundRefused
 from colab_swarm.averaging.round import DRAIN_S, Averager, AveragingSettings, RecallSpan
 from colab_swarm.errors import PeerLost
@@ -250,6 +250,16 @@ async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> N
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most_bytes < values.nbytes / 2
+
+
+async def test_a_contributor_that_cannot_be_dialled_is_dropped_when_its_link_is_lost() -> None:
+    alice, bob = pair(dial_out="bob")
+    averager, group = Averager(alice, SETTINGS), make_group([alice, bob], [1, 1], 10)
+    await bob.call(alice.id, RoundPing(b""), RoundPing, timeout_s=1)
+    going = asyncio.create_task(averager.average(group, vector(0, 10)))
+    await asyncio.sleep(1.0)
+    bob.crash()
+    assert (await going).contributors == (alice.id,) and going.result().seconds < EXTRA_S
 
 
 async def test_later_rounds_do_not_change_means_that_a_member_has_not_read_yet() -> None:

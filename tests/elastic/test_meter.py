@@ -1,4 +1,4 @@
-"""A peer's own distance against the exact one, and the scheduler that follows it."""
+"""A group against one process, a peer's own distance against the exact one, and its scheduler."""
 
 import math
 import random
@@ -89,6 +89,55 @@ def test_a_synchronous_group_measures_nothing() -> None:
 @pytest.mark.parametrize(("bound", "passed"), [(None, False), (0.0, False), (1.0, True), (2.0, False)])
 def test_a_distance_above_its_bound_is_noticed(bound: float | None, passed: bool) -> None:
     assert ElasticStep(0, 0.0, 0.0, inconsistency=1.5, bound=bound, lost=()).passed == passed
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("peers", [2, 4])
+def test_beta_1_equals_one_process_with_the_joined_batch(peers: int, momentum: float) -> None:
+    run = emulate(lambda: NormBounded(1.0), 50, peers=peers, momentum=momentum)
+    parameters, velocity = np.zeros(DIM, np.float32), np.zeros(DIM, np.float32)
+    for step in range(50):
+        gradients = [noisy_quadratic(peer, step, parameters) for peer in range(peers)]
+        velocity = momentum * velocity + np.mean(gradients, axis=0)
+        parameters = parameters - 0.1 * velocity
+    for member in run.members:
+        np.testing.assert_allclose(member.parameters, parameters, atol=1e-5)
+        assert (member.parameters == run.members[0].parameters).all(), "peers differ in a bit"
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_a_corrected_gradient_leaves_the_synchronous_parameters_one_step_later(stand_in: bool) -> None:
+    """By hand: alpha 0.5, both start at 10; alice's gradients are 4, 2, 2 and bob's 8, 6, 2, whatever the view.
+
+    Synchronous: 10 - 0.5 (4 + 8)/2 = 7, - 0.5 (2 + 6)/2 = 5, - 0.5 (2 + 2)/2 = 4. Bob's first comes a step late:
+    alice has 10 - 0.5 * 4/2 = 9, or with her own 4 in its place 10 - 0.5 (4 + 4)/2 = 8, and then 5 either way.
+    """
+    gradients = {0: (4, 2, 2), 1: (8, 6, 2)}
+    schedulers = iter([VarianceBounded(0.1) if stand_in else NormBounded(0.0), Synchronous()])
+
+    def delay(sender: int, receiver: int, step: int, bucket: int) -> float:
+        return 0.5 if (sender, step) == (1, 0) else 0.0
+
+    def backward_s(peer: int, step: int) -> float:
+        return 1.1 if peer == 0 and step > 0 else 1.0  # bob's later gradients are there in time
+
+    scene = Scene((1,), lambda: next(schedulers), steps=3, alpha=0.5, delay=delay, backward_s=backward_s)
+    start = np.array([10], np.float32)
+    run = Emulation(scene, start, lambda peer, step, _: np.array([gradients[peer][step]], np.float32)).run()
+    alice, bob = ([float(view[0]) for view in member.history] for member in run.members)
+    assert alice == pytest.approx([10, 8 if stand_in else 9, 5, 4], abs=1e-5)
+    assert bob == pytest.approx([10, 7, 5, 4], abs=1e-5)
+    assert run.distances[0, 1] == pytest.approx(2 if stand_in else 4)
+
+
+def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound() -> None:
+    """Carol's last gradient reaches bob and not alice: from then on alice lacks it, f M / p at most."""
+    crashes = {2: Crash(step=20, reached=frozenset({1}))}
+    run = emulate(lambda: CrashTolerant(1, 0.3), 50, crashes=crashes, delay=lambda *_: 0.0)
+    assert run.fired == [2]
+    bound = CrashTolerant(1, 0.3).bound(run.moments.facts())
+    assert bound is not None and run.distances[1, 50] < 1e-4 < run.distances[0, 50] <= bound
+    assert max(run.ratios) <= 1
 
 
 LONG, SETTLED = 400, 60
