@@ -486,8 +486,8 @@ class _Pass:
             lacking = sum(span.numel for span in result.kept_local)
             self.notes.append(f"round {self.axis + 1}: no peer reduced {lacking} of {len(values)} values")
         self.rounds.append(result)
-        self.failed += len(line) - len(holders)
-        return len(line) - len(holders)
+        self.failed += (failed := len(line) - len(holders))
+        return failed
 
     def result(self, seconds: float) -> MoshpitResult:
         peers, sides = tuple(sorted(self.grid.cells)), self.grid.sides

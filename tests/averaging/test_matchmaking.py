@@ -346,6 +346,11 @@ async def test_a_client_without_its_only_organizer_continues_alone_after_a_while
     assert 11 < asyncio.get_running_loop().time() < 13  # the window is 2 s
 
 
+async def test_a_candidate_that_cannot_be_called_has_the_window_to_join_by_itself() -> None:
+    client, backbone = Town(2, clients=1).client_and_backbone()
+    await one_group(backbone.join(), client.join(after_s=1.5), size=2)
+
+
 async def test_a_client_gives_up_after_a_while_if_its_only_organizer_is_at_another_step() -> None:
     client, backbone = Town(2, clients=1).client_and_backbone()
     backbone.ready_in_s = None
@@ -443,3 +448,4 @@ async def test_a_prefix_that_no_message_can_carry_is_refused_at_once() -> None:
     router, _ask, _bob = meet()
     with pytest.raises(ValueError, match="over 512 characters"):
         router.serve("a" * 513, Ask, answering("a"), Role.VIEWER)
+    router.serve("a" * 512, Ask, answering("a"), Role.VIEWER)

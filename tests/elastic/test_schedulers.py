@@ -3,7 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from colab_swarm.elastic import BoundedStaleness, CrashTolerant, NormBounded, Synchronous, VarianceBounded
+from colab_swarm.elastic import (
+    AdaptiveBeta,
+    BoundedStaleness,
+    CrashTolerant,
+    NormBounded,
+    Synchronous,
+    VarianceBounded,
+)
 from colab_swarm.elastic.schedulers import Scheduler, StepFacts, StepStatus, compression
 
 NOTHING, PART, ALL = (0.0, 0), (0.6, 20), (1.0, 100)  # norm and values
@@ -27,8 +34,7 @@ CONTINUES = [
     *((NormBounded(beta), standing(ALL)) for beta in (0.0, 0.7, 1.0)),
     (NormBounded(0.2, "l0"), standing(PART)),
     (NormBounded(0.99), standing(LARGER)),
-    (TIMED, standing(PART, waited_s=0.5)),
-    (TIMED, standing(ALL)),
+    *((TIMED, one) for one in (standing(PART, waited_s=0.5), standing(ALL))),
     (TOLERANT, standing(ALL, lost=1)),
     (TOLERANT, standing(ALL, NOTHING, waited_s=0.5)),
     (TOLERANT, standing(ALL, lost=2)),  # more crashes than f do not block
@@ -44,8 +50,7 @@ WAITS = [
     (TOLERANT, standing(ALL, NOTHING, waited_s=0.4), 0.1),
     (TOLERANT, standing(NOTHING, NOTHING, waited_s=0.5), None),  # never more than f
     (TOLERANT, standing(NOTHING, lost=1, waited_s=9.0), None),
-    (TOLERANT, standing(NOTHING, NOTHING), None),
-    (TOLERANT, standing(NOTHING, lost=1), None),
+    *((TOLERANT, one, None) for one in (standing(NOTHING, NOTHING), standing(NOTHING, lost=1))),
 ]
 
 
@@ -75,7 +80,7 @@ def test_no_scheduler_continues_while_something_too_old_is_missing(scheduler: Sc
     [
         *((Synchronous(), 0.0), (NormBounded(1.0), 0.0), (NormBounded(0.9), 1.5)),
         *((VarianceBounded(1.0), 3.0), (BoundedStaleness(3), 4.5), (BoundedStaleness(1), 1.5)),
-        *((CrashTolerant(2, 1.0), 1.0), (TOLERANT, 0.5)),
+        *((CrashTolerant(2, 1.0), 1.0), (TOLERANT, 0.5), (AdaptiveBeta(1.0), 1.5)),
     ],
 )
 def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None:
