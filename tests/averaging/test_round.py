@@ -168,11 +168,14 @@ def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
 
     outcome = run_round(script=script)
     assert [fault.name for fault in outcome.fired] == ["partition"]
+    counted = list[bool]()
     for name in others_than("bob"):
         np.testing.assert_array_equal(outcome.vectors[name], outcome.vectors["alice"])
         result, own = outcome.results[name], outcome.spans[name].numel
         assert result.exchange_s <= result.seconds
         assert result.kept_local == () and result.received_bytes >= 4 * (200_000 + own)
+        counted.append(result.sent_bytes >= 4 * (200_000 + own))
+    assert counted.count(True) >= 2, "but for the coordinator, a survivor sends its contribution again"
 
 
 @pytest.mark.parametrize(

@@ -230,12 +230,9 @@ def test_unequal_lines_keep_their_unequal_shares() -> None:
         decided = strategy(tickets)
         assert decided.shares == adaptive_shares(tickets).shares
         strategy.on_round(decided.shares, decided.averaging_s, 1.1 * decided.averaging_s)
+    delays = [(None, 1.0), (1.0, 0.0), *[(1.0, 10.0)] * 20]  # the first two say nothing
     for _ in range(2):
-        for predicted_s, seconds in (
-            (None, 1.0),
-            (1.0, 0.0),
-            *[(1.0, 10.0)] * 20,
-        ):  # the first two say nothing
+        for predicted_s, seconds in delays:
             strategy.on_round((1, 2), predicted_s, seconds)
         assert strategy(tickets).shares != decided.shares
         for _ in range(200):
