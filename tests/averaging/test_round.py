@@ -292,7 +292,7 @@ async def test_rounds_at_once_are_kept_apart() -> None:
         np.testing.assert_allclose(values, expected[r], atol=1e-6)
     began = asyncio.get_running_loop().time()
     await asyncio.gather(*(averager.drain("") for averager in averagers))
-    assert asyncio.get_running_loop().time() < began + 1.0, "somebody is served still"
+    assert asyncio.get_running_loop().time() < began + 1.0, "no member is served any more"
 
 
 async def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() -> None:
