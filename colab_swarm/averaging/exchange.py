@@ -191,9 +191,9 @@ class AllReduce:
         self._reported: set[int] = set()  # as silent
         self._publish(self.reducer.finished())
         if not collects:
-            for settled in self.settled[:me] + self.settled[me + 1 :]:
+            for settled in self.settled:
                 settled.set()
-            self.drop(me, "it assists")
+            self._publish(self.reducer.drop(me))
 
     def member(self, index: int) -> GroupMember:
         return self.group.members[index]
@@ -202,8 +202,7 @@ class AllReduce:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
             self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
-            if index % 8 == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     async def talk_to(self, reducer: int) -> None:
         peer = self.member(reducer).id
@@ -345,10 +344,9 @@ class AllReduce:
 
     def drop(self, member: int, reason: str) -> None:
         """Continue without the chunks that ``member`` did not deliver."""
-        if self.reducer.unfinished and member in self.reducer.awaited():
+        if member in self.reducer.awaited():
             logger.debug("contributor %s is out: %s", short(self.member(member).id), reason)
-            if member != self.me or self.collects:
-                self.trace.on_dropped(member, reason)
+            self.trace.on_dropped(member, reason)
             self._publish(self.reducer.drop(member))
 
     def _publish(self, finished: list[int]) -> None:

@@ -43,15 +43,10 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero
     share gets an empty span; raises ValueError if a share is negative or all are zero.
     """
-    total = sum(shares)
-    if not shares or not min(shares) >= 0 or not 0 < total < math.inf:
+    passed = list(accumulate(shares))  # not `sum`, which rounds otherwise: the last stop is ``numel``
+    if not shares or not min(shares) >= 0 or not 0 < passed[-1] < math.inf:
         raise ValueError(f"shares must be >= 0, finite and not all 0, got {list(shares)}")
-    last = max(member for member, share in enumerate(shares) if share > 0)
-    # Rounding must not leave values for a member after the last one that reduces.
-    stops = [
-        numel if member >= last else min(round(numel * (passed / total)), numel)
-        for member, passed in enumerate(accumulate(shares))
-    ]
+    stops = [round(numel * (share / passed[-1])) for share in passed]
     return [Span(start, stop) for start, stop in pairwise([0, *stops])]
 
 

@@ -269,8 +269,7 @@ class Matchmaker:
     def _remember(self, group: Group) -> None:
         if group.index_of(self._peers.id) is not None:  # only its members know whether it still stands
             for member in group.members:
-                if member.addresses and member.id != self._peers.id:
-                    self._peers.learn(Contact(member.id, member.addresses))
+                self._peers.learn(Contact(member.id, member.addresses))
             self._groups[group.terms.key] = group, loop_now()
             if len(self._groups) > REMEMBERED_GROUPS:
                 del self._groups[next(iter(self._groups))]

@@ -310,9 +310,9 @@ class RoundMeter:
         return max(range(2, max(3, peers + 1)), key=partial(self.success_rate, peers))
 
     def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
-        failures_per_s = failed / members / self.seconds(max(2, members))
+        failures_per_s = failed / members / self.seconds(members)
         self.failures_per_s += (failures_per_s - self.failures_per_s) / MEMORY_ROUNDS
-        if not failed and members > 1:
+        if not failed:
             self._timed = min(self._timed + 1, MEMORY_ROUNDS)
             self.overhead_s += (overhead_s - self.overhead_s) / self._timed
             self.transfer_s += (averaging_s * members / (members - 1) - self.transfer_s) / self._timed
@@ -422,7 +422,7 @@ class MoshpitAverager:
             joined = loop_now()
             result = await self._averager.average(group, values)
         except PeerError as error:
-            run.notes.append(f"round {axis + 1}: {error}")
+            run.note(str(error))
             run.rounds.append(None)
             self.meter.on_round(len(line), 1, overhead_s=0.0, averaging_s=0.0)
         else:
@@ -475,6 +475,9 @@ class _Pass:
         self.notes: list[str] = []
         self.failed = 0
 
+    def note(self, text: str) -> None:
+        self.notes.append(f"round {self.axis + 1}: {text}")
+
     def on_round(self, me: PeerId, line: Sequence[PeerId], values: Floats, result: RoundResult) -> int:
         """Take the line's mean; returns the number of its failed members."""
         weights = {member.id: member.weight for member in result.group.members}
@@ -484,10 +487,10 @@ class _Pass:
             self.values, self.weight = values, self.grid.carried(me, holders, total)
         if total and result.kept_local:
             lacking = sum(span.numel for span in result.kept_local)
-            self.notes.append(f"round {self.axis + 1}: no peer reduced {lacking} of {len(values)} values")
+            self.note(f"no peer reduced {lacking} of {len(values)} values")
         self.rounds.append(result)
-        self.failed += len(line) - len(holders)
-        return len(line) - len(holders)
+        self.failed += (failed := len(line) - len(holders))
+        return failed
 
     def result(self, seconds: float) -> MoshpitResult:
         peers, sides = tuple(sorted(self.grid.cells)), self.grid.sides

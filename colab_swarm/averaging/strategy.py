@@ -146,7 +146,7 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     equal = equal_shares(tickets)
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])
     downloads = _trusted(tickets, [ticket.download_bps for ticket in tickets])
-    if not any(equal.shares) or not any(uploads) or not any(downloads):
+    if not any(uploads) or not any(downloads):
         return equal
     trusted = [
         msgspec.structs.replace(ticket, upload_bps=up, download_bps=down)

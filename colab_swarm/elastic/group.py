@@ -174,7 +174,7 @@ async def enter_group(
 
     router.serve_stream(prefix, ElasticLink, serve, Role.WORKER)
     try:
-        logger.info("waiting for %d peers of %r", count - 1, name)
+        logger.info("waiting for the %d peers of %r", count, name)
         try:
             async with asyncio.timeout(wait_s):
                 members = (await assembly.meet(replica.numel, replica.schema)).members

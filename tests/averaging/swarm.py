@@ -13,6 +13,7 @@ from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for
 
+BEGINS_AT = 9.0
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SETTINGS = AveragingSettings(round_timeout_s=60)
 
@@ -94,6 +95,7 @@ def run_round(
     outcome = Outcome(names, weights, contributions)
 
     async def main() -> None:
+        await asyncio.sleep(BEGINS_AT)
         network = SimNetwork(LAN, seed=seed)
         peers = [network.peer(name, listen=name not in clients) for name in names]
         network.introduce()
@@ -111,7 +113,7 @@ def run_round(
             values = contributions[name].copy()
             result = await averagers[name].average(group, values, (encodings or {}).get(name))
             outcome.vectors[name], outcome.results[name] = values, result
-            outcome.seconds[name] = asyncio.get_running_loop().time()
+            outcome.seconds[name] = asyncio.get_running_loop().time() - BEGINS_AT
 
         await asyncio.gather(*map(take_part, names))
         outcome.fired = network.fired

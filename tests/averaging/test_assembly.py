@@ -76,12 +76,13 @@ async def test_a_peer_that_does_not_come_back_is_waited_for_once() -> None:
     assert [fault.name for fault in place.network.fired] == ["crash"]
 
 
-@pytest.mark.parametrize("step", [0, 1, (1 << 48) - 1])
-async def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
+@pytest.mark.parametrize("change", [{"step": 0}, {"step": 1}, {"step": (1 << 48) - 1}, {"numel": 11}])
+async def test_a_call_to_an_impossible_meeting_changes_nothing(change: dict[str, int]) -> None:
     place = await Place(3).open()
-    terms = RoundTerms("run/meeting", step, LINEAGE, 10, SCHEMA)
     meeting = asyncio.create_task(place.meet_all(2))
     await asyncio.sleep(1)
+    own = RoundTerms("run/meeting", place.assemblies[0].number, LINEAGE, 10, SCHEMA)
+    terms = msgspec.structs.replace(own, **change)
     answer = await place.peers[2].call(place.peers[0].id, terms, JoinEta, timeout_s=5)
     assert answer == JoinEta(None)
     await meeting
@@ -101,12 +102,7 @@ class Garbage(DHT):
 
 
 anything = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats()
-    | st.text()
-    | st.binary(),
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
@@ -139,7 +135,9 @@ async def test_a_caller_is_expected_although_its_record_is_late() -> None:
     meeting = asyncio.create_task(place.meet(0))
     await asyncio.sleep(1.0)
     terms = RoundTerms("run/meeting", assembly.number, LINEAGE, 10, SCHEMA)
-    assert await carol.call(alice.id, terms, JoinEta, timeout_s=5) == JoinEta(0.0)
+    for later, answer in ((0, JoinEta(0.0)), (1, JoinEta(None))):
+        asked = msgspec.structs.replace(terms, step=terms.step + later)
+        assert await carol.call(alice.id, asked, JoinEta, timeout_s=5) == answer
     assert await assembly._expected(assembly.number, LINEAGE) == [carol.id]
     meeting.cancel()
 

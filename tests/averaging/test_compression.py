@@ -96,12 +96,9 @@ def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
     assert errors[-1] < 0.5 * errors[0]
 
 
-def test_means_lose_little_where_contributions_lose_much() -> None:
+def test_means_lose_little_where_contributions_lose_much_and_an_unknown_precision_is_named() -> None:
     assert all(codecs.mean_codec_for(name) == name for name in ("float32", "int8", "adaptive"))
     assert all(codecs.mean_codec_for(name) == "float16" for name in ("onebit", "topk:0.01", "topk:0.5"))
-
-
-def test_an_unknown_precision_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"int8, onebit, adaptive or topk:0\.01"):
         codecs.Precision("zip")
 

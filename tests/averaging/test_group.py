@@ -104,15 +104,11 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"round_id": b"short"},
-        {"terms": msgspec.structs.replace(TERMS, codec="zip")},
-        {"members": ()},
+        *({"round_id": b"short"}, {"terms": msgspec.structs.replace(TERMS, codec="zip")}, {"members": ()}),
         {"members": (GroupMember(BOB, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         {"members": (GroupMember(ALICE, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
-        {"members": (GroupMember(ALICE, (), -1, 1),)},
-        {"members": (GroupMember(ALICE, (), 1, -1),)},
-        {"explanation": "x" * (groups.MAX_TEXT + 1)},
-        {"explanation": "\x1b[2J"},
+        *({"members": (GroupMember(ALICE, (), *one),)} for one in ((-1, 1), (1, -1))),
+        *({"explanation": "x" * (groups.MAX_TEXT + 1)}, {"explanation": "\x1b[2J"}),
     ],
 )
 def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, object]) -> None:
@@ -192,4 +188,5 @@ def test_chunks_tile_their_span_and_fit_a_frame(start: int, numel: int, codec: s
     assert [start, *(chunk.stop for chunk in chunks)] == [*(chunk.start for chunk in chunks), span.stop]
     assert all((chunk.start - start) % 4096 == 0 for chunk in chunks)
     assert max(codec_of(name).encoded_bytes(values) for name in (codec, mean_codec)) <= groups.CHUNK_BYTES
+    assert groups.chunk_values("float16") == groups.CHUNK_BYTES // 2, "as many as fit"
     assert 4 * values <= MAX_PAYLOAD_BYTES  # as recovery sends it

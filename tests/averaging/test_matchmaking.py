@@ -63,6 +63,9 @@ class Town:
         for trainer in self.trainers:
             trainer.candidates = list(peers)
 
+    def client_and_backbone(self) -> list[Trainer]:
+        return sorted(self.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
+
 
 def joined(message: Message) -> bool:
     return isinstance(message, JoinRound)
@@ -70,6 +73,19 @@ def joined(message: Message) -> bool:
 
 def answered(message: Message) -> bool:
     return isinstance(message, Joined)
+
+
+def lie(trainer: Trainer, answer: Joined) -> list[JoinRound]:
+    """Let it answer every ticket so; return these."""
+
+    async def take(_peer: PeerId, message: JoinRound) -> Joined:
+        taken.append(message)
+        return answer
+
+    taken: list[JoinRound] = []
+    trainer.peers.unserve(JoinRound)
+    trainer.peers.serve(JoinRound, take)
+    return taken
 
 
 async def refusal(joining: Awaitable[Group]) -> str:
@@ -115,7 +131,7 @@ async def test_a_late_peer_learns_that_the_group_was_formed() -> None:
 async def test_a_run_that_returns_to_a_step_forgets_its_group_in_the_end() -> None:
     town = Town(3)
     asked, keeper, joiner = town.trainers
-    await asyncio.gather(asked.join(), keeper.join())
+    await asyncio.gather(asked.join(after_s=REMEMBERED_S), keeper.join(after_s=REMEMBERED_S))
     keeper.ready_in_s = None  # it has a group in mind, but does not come again
     town.network.now().crash(asked.peers.name)
     joiner.candidates = [keeper.peers.id]
@@ -178,18 +194,20 @@ async def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
 
 async def test_an_organizer_that_sends_an_invalid_group_is_left_out_for_half_an_hour() -> None:
     liar, *honest = Town(3).trainers
-
-    async def answer(_peer: PeerId, message: JoinRound) -> Joined:
-        asked.append(message)
-        return Joined(Group(b"short", TERMS, ()))
-
-    asked: list[JoinRound] = []
-    liar.peers.unserve(JoinRound)
-    liar.peers.serve(JoinRound, answer)
+    asked = lie(liar, Joined(Group(b"short", TERMS, ())))
     for wait_s, asks in ((0.0, True), (0.9 * SKIPPED_S, False), (0.2 * SKIPPED_S, True)):
         asked.clear()
         await one_group(*(trainer.join(after_s=wait_s) for trainer in honest), size=2)
         assert bool(asked) is asks
+
+
+async def test_organizers_that_send_a_peer_in_a_circle_are_passed_over() -> None:
+    first, second, honest = Town(3).trainers
+    for liar, other in ((first, second), (second, first)):
+        liar.ready_in_s = None
+        await honest.peers.call(liar.peers.id, TERMS, JoinEta, timeout_s=1)  # a link, so no call before
+        lie(liar, Joined(organizer=other.peers.contact))
+    await one_group(honest.join(), size=1)
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2, 3])
@@ -271,12 +289,7 @@ async def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_anothe
 @pytest.mark.parametrize("reason", ["late", "resync", "invalid"])
 async def test_an_organizer_that_keeps_refusing_is_left_out(reason: module.RefusalReason) -> None:
     liar, *honest = Town(3).trainers
-
-    async def refuse(_peer: PeerId, _message: JoinRound) -> Joined:
-        return Joined(reason=reason, text="no")
-
-    liar.peers.unserve(JoinRound)
-    liar.peers.serve(JoinRound, refuse)
+    lie(liar, Joined(reason=reason, text="no"))
 
     async def insist(trainer: Trainer) -> Group:
         for _ in range(100):
@@ -300,6 +313,18 @@ async def test_refusing_each_step_once_is_honest() -> None:
     assert not matchmaker._skipped(organizer)
 
 
+@pytest.mark.parametrize(("count", "facts"), [(2, {"reduces": False}), (1, {"assists": True})])
+async def test_without_a_reducer_or_a_trainer_peers_give_up_after_the_window(
+    count: int, facts: dict[str, bool]
+) -> None:
+    town = Town(count)
+    for trainer in town.trainers:
+        trainer.ticket = msgspec.structs.replace(TICKET, **facts)
+    reasons = await asyncio.gather(*(refusal(trainer.join(after_s=9.0)) for trainer in town.trainers))
+    assert set(reasons) == {"unreachable"}
+    assert 11 < asyncio.get_running_loop().time() < 12  # the window is 2 s
+
+
 async def test_contributing_needs_the_role_of_a_worker() -> None:
     first, second = Town(2).trainers
     second.peers.role = Role.REDUCER
@@ -314,11 +339,23 @@ async def test_contributing_needs_the_role_of_a_worker() -> None:
 
 async def test_a_client_without_its_only_organizer_continues_alone_after_a_while() -> None:
     town = Town(2, clients=1)
-    client, backbone = sorted(town.trainers, key=lambda trainer: bool(trainer.peers.contact.addresses))
+    client, backbone = town.client_and_backbone()
     town.network.now().crash(backbone.peers.name)
-    group = await client.join()
+    group = await client.join(after_s=9.0)
     assert town.network.fired and len(group.members) == 1
-    assert 2 < asyncio.get_running_loop().time() < 4  # the window is 2 s
+    assert 11 < asyncio.get_running_loop().time() < 13  # the window is 2 s
+
+
+async def test_a_candidate_that_cannot_be_called_has_the_window_to_join_by_itself() -> None:
+    client, backbone = Town(2, clients=1).client_and_backbone()
+    await one_group(backbone.join(), client.join(after_s=1.5), size=2)
+
+
+async def test_a_client_gives_up_after_a_while_if_its_only_organizer_is_at_another_step() -> None:
+    client, backbone = Town(2, clients=1).client_and_backbone()
+    backbone.ready_in_s = None
+    assert await refusal(client.join(after_s=9.0)) == "unreachable"
+    assert 11 < asyncio.get_running_loop().time() < 13
 
 
 class Ask(Message, frozen=True):
@@ -411,3 +448,4 @@ async def test_a_prefix_that_no_message_can_carry_is_refused_at_once() -> None:
     router, _ask, _bob = meet()
     with pytest.raises(ValueError, match="over 512 characters"):
         router.serve("a" * 513, Ask, answering("a"), Role.VIEWER)
+    router.serve("a" * 512, Ask, answering("a"), Role.VIEWER)

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import Chunk, ReduceSpan
+from colab_swarm.averaging.exchange import Chunk, ReduceSpan, RoundPing
 from colab_swarm.averaging.group import RoundRefused
-from colab_swarm.averaging.round import Averager, AveragingSettings, RecallSpan
+from colab_swarm.averaging.round import DRAIN_S, Averager, AveragingSettings, RecallSpan
 from colab_swarm.errors import PeerLost
 from colab_swarm.net.peers import Message, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
+from colab_swarm.tensors.codecs import Floats
 from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, vector
 
 EXTRA_S = 3.0
@@ -141,7 +142,6 @@ def test_where_no_span_was_lost_the_mean_over_the_survivors_is_exact() -> None:
 def test_the_coordinator_of_a_recovery_may_vanish_too() -> None:
     def script(network: SimNetwork) -> None:
         network.when(opening, receiver="bob").crash("bob")
-
         for name in ("alice", "carol", "dave", "erin"):
             recalled = network.when(lambda m: isinstance(m, RecallSpan) and m.contributions, sender=name)
             recalled.crash(name)
@@ -168,9 +168,14 @@ def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
 
     outcome = run_round(script=script)
     assert [fault.name for fault in outcome.fired] == ["partition"]
+    counted = list[bool]()
     for name in others_than("bob"):
         np.testing.assert_array_equal(outcome.vectors[name], outcome.vectors["alice"])
-        assert outcome.results[name].kept_local == ()
+        result, own = outcome.results[name], outcome.spans[name].numel
+        assert result.exchange_s <= result.seconds
+        assert result.kept_local == () and result.received_bytes >= 4 * (200_000 + own)
+        counted.append(result.sent_bytes >= 4 * (200_000 + own))
+    assert counted.count(True) >= 2, "but for the coordinator, a survivor sends its contribution again"
 
 
 @pytest.mark.parametrize(
@@ -179,11 +184,15 @@ def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
 async def test_a_sender_of_garbage_is_left_out_and_gets_the_mean(index: int, payload: bytes) -> None:
     alice, mallory = pair("mallory", dial_out="mallory")
     group = make_group([alice, mallory], [1, 9], 10)
-    going = asyncio.create_task(Averager(alice, SETTINGS).average(group, vector(0, 10)))
+    averager, clock = Averager(alice, SETTINGS), asyncio.get_running_loop().time
+    going = asyncio.create_task(averager.average(group, vector(0, 10)))
     async with await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
         await stream.send(Chunk(index), payload)
         answer, returned = await stream.receive(Chunk)
-    assert (await going).contributors == (alice.id,) and answer.averaged
+        result, ended_at = await going, clock()
+        await averager.drain("")
+    assert clock() == ended_at + DRAIN_S, "its stream is open still"
+    assert result.contributors == (alice.id,) and answer.averaged
     np.testing.assert_allclose(np.frombuffer(returned, np.float32), vector(0, 10), rtol=1e-6)
 
 
@@ -225,8 +234,9 @@ async def test_at_its_deadline_a_round_ends_with_the_arrived_means() -> None:
     alice, bob = pair()
     averager, values = Averager(alice, AveragingSettings(round_timeout_s=5)), vector(0, 10)
     Averager(bob, SETTINGS)
+    await asyncio.sleep(9.0)
     result = await averager.average(make_group([alice, bob], [1, 1], 10), values)
-    assert result.seconds == pytest.approx(5) and result.kept_local == ((0, 10),)
+    assert result.seconds == result.exchange_s == pytest.approx(5) and result.kept_local == ((0, 10),)
     told = result.event(began_at=1.0, now=8.5)  # the search for the group included
     assert (told.seconds, told.averaging_s, told.kept_local) == (7.5, result.seconds, 10)
     assert len(result.spans_lost) == 1
@@ -245,6 +255,30 @@ async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> N
     assert most_bytes < values.nbytes / 2
 
 
+async def test_a_contributor_that_cannot_be_dialled_is_dropped_when_its_link_is_lost() -> None:
+    alice, bob = pair(dial_out="bob")
+    averager, group = Averager(alice, SETTINGS), make_group([alice, bob], [1, 1], 10)
+    await bob.call(alice.id, RoundPing(b""), RoundPing, timeout_s=1)
+    going = asyncio.create_task(averager.average(group, vector(0, 10)))
+    await asyncio.sleep(1.0)
+    bob.crash()
+    assert (await going).contributors == (alice.id,) and going.result().seconds < EXTRA_S
+
+
+async def test_later_rounds_do_not_change_means_that_a_member_has_not_read_yet() -> None:
+    alice, bob = pair(dial_out="bob")
+    averager, numel = Averager(alice, SETTINGS), 2_000_000
+    group, means = make_group([alice, bob], [1, 0], numel), list[Floats]()
+    going = asyncio.create_task(averager.average(group, vector(0, numel)))
+    async with await bob.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
+        while sum(map(len, means)) < numel:
+            means.append(np.frombuffer((await stream.receive(Chunk))[1], np.float32).copy())
+            for seed in (2, 3) if len(means) == 1 else ():
+                await averager.average(make_group([alice], [1], numel, round_id=seed), vector(seed, numel))
+    await going
+    np.testing.assert_array_equal(np.concatenate(means), vector(0, numel))
+
+
 async def test_rounds_at_once_are_kept_apart() -> None:
     network = SimNetwork(HOME, seed=3)
     peers = [network.peer(name) for name in NAMES[:3]]
@@ -256,6 +290,9 @@ async def test_rounds_at_once_are_kept_apart() -> None:
     await asyncio.gather(*(averagers[i].average(groups[r], vectors[r, i]) for r, i in vectors))
     for (r, _), values in vectors.items():
         np.testing.assert_allclose(values, expected[r], atol=1e-6)
+    began = asyncio.get_running_loop().time()
+    await asyncio.gather(*(averager.drain("") for averager in averagers))
+    assert asyncio.get_running_loop().time() < began + 1.0, "no member is served any more"
 
 
 async def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() -> None:

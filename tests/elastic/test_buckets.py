@@ -43,9 +43,8 @@ def test_a_parameter_larger_than_a_bucket_reaches_into_several() -> None:
     full = Full(nn.Linear(300, 100))
     assert max(full.buckets.sizes) <= MOST and sum(full.buckets.sizes) == 30_100
     full.parameters[0].square().sum().backward()
-    assert [bucket for bucket, _ in full.full_ones] == list(
-        range(1, len(full.buckets.sizes))
-    )  # the bias has none
+    buckets = [bucket for bucket, _ in full.full_ones]
+    assert buckets == list(range(1, len(full.buckets.sizes)))  # the bias has none
 
 
 def test_a_parameter_without_a_gradient_gets_a_zero_one_after_backward() -> None:

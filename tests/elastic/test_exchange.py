@@ -59,10 +59,10 @@ class Group:
     events: EventLog
 
     @classmethod
-    def of(cls, *names: str, silent: str = "") -> "Group":
-        """Members with these names; the ``silent`` one has no exchange."""
+    def of(cls, *names: str, silent: str = "", quiet: str = "") -> "Group":
+        """Members with these names; the ``silent`` one has no exchange, the ``quiet`` one only dials out."""
         network = SimNetwork(LAN, seed=1)
-        peers = sorted((network.peer(name) for name in names), key=lambda peer: peer.id)
+        peers = sorted((network.peer(name, listen=name != quiet) for name in names), key=lambda peer: peer.id)
         network.introduce()
         members = [GroupMember(peer.id, peer.contact.addresses, 1.0, 1.0) for peer in peers]
         events, exchanges = EventLog(), []
@@ -82,8 +82,9 @@ class Group:
         await asyncio.gather(*(exchange.close() for exchange in self.exchanges))
 
 
-async def test_all_others_receive_buckets_in_order_up_to_the_goodbye() -> None:
-    group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
+@pytest.mark.parametrize("quiet", ["", "alice", "bob", "carol"])
+async def test_all_others_receive_buckets_in_order_up_to_the_goodbye(quiet: str) -> None:
+    group, seen = Group.of("alice", "bob", "carol", quiet=quiet), [Seen() for _ in range(3)]
     await group.begin(list(seen))
     sent = [(Piece(0, bucket, 1.5), bytes([bucket]) * 100_000) for bucket in range(20)]
     for item in sent:
@@ -128,10 +129,12 @@ async def test_a_stranger_and_a_second_stream_of_a_member_are_refused() -> None:
     await group.begin(list(seen))
     first, second = group.peers
     opening = ElasticLink(PREFIX, (first.id, second.id))
-    for peer, said in ((stranger, opening), (first, opening), (first, ElasticLink(PREFIX, (first.id,)))):
+    other, again = "another group", "a stream already"
+    wrong = ElasticLink(PREFIX, (first.id,))
+    for peer, said, words in ((stranger, opening, other), (first, opening, again), (first, wrong, other)):
         async with await peer.stream(second.id, said, timeout_s=5.0) as stream:
             await stream.send(Piece(0, 0), b"lies")
-            with pytest.raises(PeerError):
+            with pytest.raises(PeerError, match=words):
                 await stream.receive(Piece)
     assert not seen[1].pieces and not seen[1].lost
     await group.close()
@@ -188,11 +191,8 @@ class FakeExchange(PieceExchange):
         self.dropped.append(reason)
 
     def send(self, piece: Piece, payload: Buffer) -> None: ...
-
     async def begin(self) -> None: ...
-
     async def close(self) -> None: ...
-
     def kill(self) -> None: ...
 
 

@@ -1,4 +1,5 @@
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -143,9 +144,7 @@ def test_every_value_is_applied_once_in_any_order(seed: int, peers: int, schedul
     rng, steps, sizes = random.Random(seed), 6, [3, 1, 2]
     gradients = np.random.default_rng(seed).normal(size=(steps, peers, len(sizes), 3)).astype(np.float32)
     ledger, applied = GradientLedger(sizes, peers, ALICE, scheduler), np.zeros((len(sizes), 3), np.float32)
-    coming = [
-        (peer, step, bucket) for step in range(steps) for peer in range(1, peers) for bucket in range(3)
-    ]
+    coming = [(peer, step, bucket) for step, peer, bucket in product(range(steps), range(1, peers), range(3))]
 
     def value(peer: int, step: int, bucket: int) -> Floats:
         return np.ascontiguousarray(gradients[step, peer, bucket, : sizes[bucket]])

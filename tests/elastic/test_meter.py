@@ -1,4 +1,4 @@
-"""A peer's own distance against the exact one, and the scheduler that follows it."""
+"""A group against one process, a peer's own distance against the exact one, and its scheduler."""
 
 import math
 import random
@@ -10,7 +10,8 @@ import pytest
 from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
 from colab_swarm.elastic import AdaptiveBeta, NormBounded, Synchronous, VarianceBounded
 from colab_swarm.elastic.ledger import GradientLedger, Meter
-from colab_swarm.elastic.schedulers import BoundedStaleness, CrashTolerant, Scheduler, StepFacts
+from colab_swarm.elastic.schedulers import BoundedStaleness, CrashTolerant, Scheduler
+from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.tensors.codecs import Floats
 
 SIZES = (30, 8, 50)
@@ -85,6 +86,35 @@ def test_a_synchronous_group_measures_nothing() -> None:
     assert all(member.meter.measured == 0.0 for member in run.members)
 
 
+@pytest.mark.parametrize(("bound", "passed"), [(None, False), (0.0, False), (1.0, True), (2.0, False)])
+def test_a_distance_above_its_bound_is_noticed(bound: float | None, passed: bool) -> None:
+    assert ElasticStep(0, 0.0, 0.0, inconsistency=1.5, bound=bound, lost=()).passed == passed
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("peers", [2, 4])
+def test_beta_1_equals_one_process_with_the_joined_batch(peers: int, momentum: float) -> None:
+    run = emulate(lambda: NormBounded(1.0), 50, peers=peers, momentum=momentum)
+    parameters, velocity = np.zeros(DIM, np.float32), np.zeros(DIM, np.float32)
+    for step in range(50):
+        gradients = [noisy_quadratic(peer, step, parameters) for peer in range(peers)]
+        velocity = momentum * velocity + np.mean(gradients, axis=0)
+        parameters = parameters - 0.1 * velocity
+    for member in run.members:
+        np.testing.assert_allclose(member.parameters, parameters, atol=1e-5)
+        assert (member.parameters == run.members[0].parameters).all(), "peers differ in a bit"
+
+
+def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound() -> None:
+    """Carol's last gradient reaches bob and not alice: from then on alice lacks it, f M / p at most."""
+    crashes = {2: Crash(step=20, reached=frozenset({1}))}
+    run = emulate(lambda: CrashTolerant(1, 0.3), 50, crashes=crashes, delay=lambda *_: 0.0)
+    assert run.fired == [2]
+    bound = CrashTolerant(1, 0.3).bound(run.moments.facts())
+    assert bound is not None and run.distances[1, 50] < 1e-4 < run.distances[0, 50] <= bound
+    assert max(run.ratios) <= 1
+
+
 LONG, SETTLED = 400, 60
 
 
@@ -124,12 +154,6 @@ def test_one_large_distance_is_compensated_by_many_waiting_steps() -> None:
         scheduler.on_measured(0.0)
         waits += 1
     assert waits >= 20
-
-
-def test_its_bound_allows_one_step_of_delay_even_while_it_waits() -> None:
-    scheduler = AdaptiveBeta(1.0)
-    assert scheduler.beta == 1.0
-    assert scheduler.bound(StepFacts(peers=2, m=3.0, sigma=1.0)) == 1.5
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
