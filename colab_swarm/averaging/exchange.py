@@ -191,7 +191,7 @@ class AllReduce:
         self._reported: set[int] = set()  # as silent
         self._publish(self.reducer.finished())
         if not collects:
-            for settled in self.settled:
+            for settled in self.settled[:me] + self.settled[me + 1 :]:
                 settled.set()
             self._publish(self.reducer.drop(me))
 

@@ -142,7 +142,8 @@ class RunMember:
 
     async def _request(self, proof: bytes) -> Membership:
         authority = id_of(self._admission.authority)
-        if (contact := await self._dht.find_peer(authority)) is not None:
+        linked = authority in self._peers.linked()
+        if not linked and (contact := await self._dht.find_peer(authority)) is not None:
             self._peers.learn(contact)
         answer = await self._peers.call(
             authority, RequestMembership(proof, self._access.token), IssuedMembership, timeout_s=20.0
