@@ -35,7 +35,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (593, 47, 72),
-    "averaging": (1483, 37, 180),
+    "averaging": (1483, 37, 179),
     "backbone": (441, 14, 47),
     "bench": (2316, 30, 239),
     "cli": (260, 1, 28),

@@ -422,7 +422,7 @@ class MoshpitAverager:
             joined = loop_now()
             result = await self._averager.average(group, values)
         except PeerError as error:
-            run.note(str(error))
+            run.notes.append(f"round {axis + 1}: {error}")
             run.rounds.append(None)
             self.meter.on_round(len(line), 1, overhead_s=0.0, averaging_s=0.0)
         else:
@@ -475,9 +475,6 @@ class _Pass:
         self.notes: list[str] = []
         self.failed = 0
 
-    def note(self, text: str) -> None:
-        self.notes.append(f"round {self.axis + 1}: {text}")
-
     def on_round(self, me: PeerId, line: Sequence[PeerId], values: Floats, result: RoundResult) -> int:
         """Take the line's mean; returns the number of its failed members."""
         weights = {member.id: member.weight for member in result.group.members}
@@ -487,7 +484,7 @@ class _Pass:
             self.values, self.weight = values, self.grid.carried(me, holders, total)
         if total and result.kept_local:
             lacking = sum(span.numel for span in result.kept_local)
-            self.note(f"no peer reduced {lacking} of {len(values)} values")
+            self.notes.append(f"round {self.axis + 1}: no peer reduced {lacking} of {len(values)} values")
         self.rounds.append(result)
         self.failed += (failed := len(line) - len(holders))
         return failed
