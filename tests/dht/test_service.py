@@ -274,3 +274,12 @@ async def test_bootstrap_returns_how_many_answered() -> None:
     dht = DHT(new, DHTSettings(), random.Random(0))
     none = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))])
     assert (none, await dht.bootstrap([new.contact, members[2].peers.contact])) == (0, 4)
+
+
+async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
+    network, (alice, bob, carol) = await swarm(3)
+    network.now().skew("bob", 300.0)
+    for value, member in ((1, alice), (2, bob), (3, bob), (4, alice)):
+        await member.dht.store(f"by {member.peers.name}", value, ttl_s=20)
+    read_by = [await read(member, key) for member in (bob, carol) for key in ("by alice", "by bob")]
+    assert (read_by, [fault.name for fault in network.fired]) == ([{b"": 4}, {b"": 3}] * 2, ["skew"])

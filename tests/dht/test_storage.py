@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.dht import records
-from colab_swarm.dht.records import DHTSettings, Record, Storage
+from colab_swarm.dht.records import DHTSettings, Fetch, Fetched, Record, Storage, Stored, StoreRecord
 from colab_swarm.net.identity import Identity, verify
+from colab_swarm.net.peers import UNDECODABLE
 
 KEY = bytes(32)
 WALL = 1.75e9
@@ -206,3 +207,16 @@ def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> 
     for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
         put(storage, new, now=now)
     assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()
+
+
+MESSAGES = [records.FindNear, records.FoundNear, Fetch, Fetched, StoreRecord, Stored]
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200), st.sampled_from(MESSAGES))
+def test_random_bytes_are_no_message_or_a_valid_one(data: bytes, kind: type[Any]) -> None:
+    try:
+        message = msgspec.msgpack.decode(data, type=kind)
+    except UNDECODABLE:
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message

@@ -174,3 +174,14 @@ def test_spans_tile_a_tensor_and_fit_into_a_part(name: str, numel: int) -> None:
     assert [span.start for span in found] == [0, *(span.stop for span in found)][: len(found)]
     assert not found or found[-1].stop == numel
     assert all(0 < codec.encoded_bytes(span.stop - span.start) <= expert_calls.PART_BYTES for span in found)
+
+
+async def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
+    async def silent(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    _, alice, bob = pair()
+    bob.serve_stream(expert_calls.ForwardExpert, silent)
+    with pytest.raises(ExpertError, match=r"did not answer in 7 s"):
+        await calls_of(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
+    assert virtual_time() == pytest.approx(7.0)

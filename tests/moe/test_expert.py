@@ -172,3 +172,10 @@ def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
     )
     assert deep - shallow == 8 * 32 * 4  # each layer keeps its input
     assert measure(nn.Identity(), sgd, (32,)).sample == 4 * 32 * 4  # and a call four tensors, in and out
+
+
+def test_a_norm_of_zero_clips_everything() -> None:
+    one = expert(rule=ExpertRule(partial(torch.optim.SGD, lr=1.0), max_grad_norm=0.0))
+    before = values(one)
+    one.backward(batch(1), batch(2))
+    assert one.step == 1 and equal(values(one), before)

@@ -228,3 +228,11 @@ def test_nan_is_the_worst_score() -> None:
 def test_an_empty_grid_or_batch_gives_an_empty_result() -> None:
     assert beam_search([np.zeros((2, 3), np.float32)], 1, lambda _: np.zeros(3, np.bool_))[0] == [[], []]
     assert beam_search([np.zeros((0, 3), np.float32)], 1, lambda _: np.ones(3, np.bool_))[0] == []
+
+
+def test_a_branch_lists_prefixes_and_is_empty_after_its_host_left() -> None:
+    found = {
+        ALICE: received(GridRecord((), tuple(map(ExpertPlace, (0, 3))))),
+        BOB: received(GridRecord((), tuple(map(ExpertPlace, ()))), BOB),
+    }
+    assert read(PREFIXES, found) == {ALICE: [0, 3], BOB: []}

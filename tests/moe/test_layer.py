@@ -53,7 +53,6 @@ def test_values_and_all_gradients_are_those_of_local_modules() -> None:
     wanted = [x.grad, *(p.grad for p in layer.gating.parameters())]
     x.grad = None
     layer.zero_grad()
-
     mixed = layer(x)
     (mixed * target).sum().backward()
     torch.testing.assert_close(mixed, expected, atol=1e-5, rtol=0)
@@ -197,7 +196,6 @@ def test_unanswered_samples_are_tried_with_other_experts_then_pass_unchanged() -
     assert torch.equal(unchanged, x) and x.grad is not None and torch.equal(x.grad, torch.ones(8, DIM))
     assert set(experts.forwards) == experts.dead, "after the first three, the other three were tried"
     assert layer.statistics().unanswered == 8
-
     experts.gone.clear()
     experts.forwards.clear()
     layer(x)

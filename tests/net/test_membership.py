@@ -278,3 +278,10 @@ async def test_what_cannot_be_a_token_is_not_sent(token: str, monkeypatch: pytes
     assert await whoami(token) is None
     with pytest.raises(PeerUnreachable, match="does not answer"):
         await whoami(TOKEN)
+
+
+def test_a_cached_membership_expires() -> None:
+    at = admission()
+    assert admit(membership(), at=at) is Role.WORKER
+    with pytest.raises(NotAdmitted, match="ended 20 hours ago"):
+        admit(membership(), at=at, now=NOW + 24 * HOUR)

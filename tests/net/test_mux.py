@@ -3,7 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Frame, FrameKind, Mux, encode
+from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Frame, FrameKind, Mux, encode, encode_opening
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Message
 
 PAYLOAD = bytes((1 << 16) - 64)  # an item of it costs a 32nd of the window
 
@@ -161,3 +162,11 @@ def test_random_frames_raise_nothing_but_protocol_error(parts: list[tuple[FrameK
     except ProtocolError:
         return
     assert all(len(packet) > 0 for packet in bob.take())
+
+
+def test_an_oversized_opening_is_the_callers_mistake() -> None:
+    class Big(Message, frozen=True):
+        data: bytes
+
+    with pytest.raises(ValueError, match="over"):
+        encode_opening(Big(bytes(MAX_MESSAGE_BYTES)))

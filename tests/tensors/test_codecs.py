@@ -367,3 +367,29 @@ def test_a_saved_state_is_restored_and_an_invalid_one_refused() -> None:
             ErrorFeedback(10, {"residual": residual})
     with pytest.raises(StateError, match="error feedback"):
         ErrorFeedback(10, {})
+
+
+@given(st.sampled_from([0.01, 0.3]), st.integers(1, 2000), st.integers(0, 1 << 32))
+@settings(max_examples=200)
+def test_random_indices_are_refused_or_ascend_within(share: float, numel: int, seed: int) -> None:
+    codec, rng = TopK(share), np.random.default_rng(seed)
+    kept = codec.kept(numel)
+    garbage = np.ones(kept, np.float32).tobytes() + rng.bytes(codec.encoded_bytes(numel) - 4 * kept)
+    try:
+        decoded = codec.decode(garbage, numel)
+    except ValueError as error:
+        assert "indices" in str(error)
+    else:
+        assert np.count_nonzero(decoded) == kept  # no index twice
+
+
+@biased
+def test_the_residual_stays_bounded(name: str) -> None:
+    """By ``2 sqrt(gamma) / (1 - gamma) max ||g||``, much less in practice; without feedback, losses would sum."""
+    feedback, numel = ErrorFeedback(500), 500
+    norms = []
+    for meant in vectors(0, 200, numel):
+        feedback.encode(codec_of(name), 0, meant)
+        feedback.settle()
+        norms.append(float(np.linalg.norm(feedback.residual)))
+    assert max(norms[100:]) <= 1.2 * max(norms[:100])

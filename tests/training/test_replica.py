@@ -174,3 +174,11 @@ def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:
     assert optimizer.param_groups[0] is group and group["params"][0] is copy is not parameter
     assert {*optimizer.state} == {copy}
     assert torch.equal(optimizer.state[copy]["exp_avg"], torch.full((3,), 1.001))
+
+
+def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
+    first, second = both = parameters()
+    gathered = Gradients(sgd(both))
+    first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
+    assert "not finite" in str(gathered.add(1.0, None)) and second.grad is None
+    assert not gathered.samples and not gathered.contribution(lambda values: False).any()

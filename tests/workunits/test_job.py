@@ -271,3 +271,9 @@ def test_each_subset_lies_under_its_digest_and_a_restart_repairs_the_files(tmp_p
     assert {file.name for file in tmp_path.iterdir()} == {subset.sha256 for subset in subsets}
     assert sha256(garbled.read_bytes()).hexdigest() == subsets[0].sha256
     assert lay_out(tiny_job(seed=1), tmp_path) != subsets
+
+
+def test_a_seed_may_be_0() -> None:
+    assert WorkPlan(seed=0).seed == 0
+    with pytest.raises(ValueError, match="seed=-1: it must be a whole number, 0 at least"):
+        WorkPlan(seed=-1)

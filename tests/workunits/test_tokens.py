@@ -1,8 +1,10 @@
 """Links let volunteers in, and requests are let in by signature, time and membership."""
 
 import base64
+import os
 import time
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import InviteError, NotAdmitted
 from colab_swarm.invite import Access
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Membership, MembershipAdmission
+from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
@@ -172,3 +174,18 @@ def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) 
     entrance = RunAccess.found("digits", organizer, access="open", allow=None, key_file=None)
     warning = shown(url, issue(entrance, organizer, hours=1.0)).warning
     assert ("same local network" in warning and "tunnel=" in warning) is local
+
+
+def test_an_invited_peer_is_admitted_while_the_authority_is_offline() -> None:
+    invitation = Identity(os.urandom(32))
+    grant = Grant(RUN, Role.WORKER, invitation.public_key, NOW + 60, NOW + 3600).signed(organizer.sign)
+    shown = Membership.by_invitation(grant, invitation, key=alice.public_key, now=NOW).encode()
+    header = Token(alice, lambda: shown).header("GET", "/", now=NOW)
+    assert gate().check(header, "GET", "/", now=NOW)[0] == alice.id
+
+
+def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
+    key = tmp_path / "organizer.key"
+    options: Any = {"access": "invite", "allow": None, "key_file": key}
+    runs = [RunAccess.found("digits", Identity.load_or_create(key), **options).run_id for _ in range(2)]
+    assert runs[0] == runs[1]

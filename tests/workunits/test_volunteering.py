@@ -27,7 +27,7 @@ from colab_swarm.workunits.volunteering import Volunteer
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
 from tests.workunits.local import RUN, coordinating, until
-from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, says
+from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
 from tests.workunits.volunteer_process import SEED
 
 TIME_LIMIT_S = 90.0
@@ -295,3 +295,13 @@ async def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
     assert len(standin.given) == 2  # nothing was asked for twice
     for assignment, values in standin.results.items():
         np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))
+
+
+async def test_a_bad_connection_costs_time_only(tmp_path: Path) -> None:
+    standin = StandIn(digits_job())
+    for what in ("POST /api/units", "GET /api/data", "GET /api/parameters", "PUT /api/results"):
+        standin.meets(what, hangs_up, answers(502))
+    async with playing(standin, tmp_path) as (standin, alice):
+        await alice.wait_over()
+        assert alice.snapshot().accepted == 2
+    assert len(standin.fired) == 8
