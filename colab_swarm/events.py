@@ -141,12 +141,60 @@ class Fault(Event):
         return cls(at, where, f"{type(error).__name__}: {error}")
 
 
+def stride(numel: int) -> int:
+    """Return how far apart the values of a vector are that a history has: about a thousand."""
+    return max(1, numel >> 10)
+
+
+@dataclass(frozen=True)
+class Contributed(Event):
+    """This peer contributes to a round. This, `Applied` and `Loaded` need `EventLog.detailed`."""
+
+    step: int
+    round: str  # hex id
+    weight: float  # samples
+    computed: float  # samples of this process so far, those of earlier steps included
+    values: bytes  # float32, each `stride`-th of the vector
+
+
+@dataclass(frozen=True)
+class Applied(Event):
+    """This peer applied the mean of a round, and is at ``step`` now."""
+
+    step: int
+    lineage: str  # hex
+    state: str  # hex digest of its whole state; empty: unknown
+    before: str  # lineage before this step
+    round: str
+    weights: dict[str, float]  # of the members that contribute, by hex id
+    gaps: tuple[tuple[int, int, tuple[str, ...]], ...]  # values ``start`` to ``stop`` lack these members
+    numel: int
+    mean: bytes  # as ``values``
+
+    def acknowledges(self, peer: str) -> bool:
+        """Return True if the peer's contribution is in a part of the mean at least."""
+        return sum(stop - start for start, stop, lacking in self.gaps if peer in lacking) < self.numel
+
+
+@dataclass(frozen=True)
+class Loaded(Event):
+    """This peer loaded the state of ``step`` from others."""
+
+    step: int
+    lineage: str
+    state: str
+
+
 class EventLog:
-    """The last events of one peer, and the listeners for new ones. Thread-safe."""
+    """The last events of one peer, and the listeners for new ones. Thread-safe.
+
+    ``detailed``: also what this peer contributes, applies and loads, for `colab_swarm.sim.check`.
+    """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=1000)
         self._listeners: list[Callable[[Event], None]] = []
+        self.detailed = False
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:

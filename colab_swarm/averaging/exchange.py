@@ -5,17 +5,29 @@ One stream to each reducer: outgoing connections are enough. No task, timer or c
 
 import asyncio
 import logging
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
-from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
-from colab_swarm.errors import CallRefused, PeerError, PeerLost
+from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
+from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
-from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
-from colab_swarm.tensors.codecs import ErrorFeedback, Floats, Precision, all_finite, codec_of
+from colab_swarm.net.peers import (
+    Buffer,
+    Message,
+    PeerId,
+    Peers,
+    Role,
+    Stream,
+    StreamEnded,
+    allowance_s,
+    short,
+)
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats, Precision, codec_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class AveragingSettings:
 
     round_timeout_s: float = 120.0  # bound on the whole round, recovery included
     patience_s: float = 10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer
+    usual_s: float = 10.0  # silence of its line as well, if that is less
     probe_s: float = 0.5  # how often to look for silent and absent members
     dial_timeout_s: float = 3.0  # for reaching a member
 
@@ -102,14 +115,36 @@ class Trace:
 
 logger = logging.getLogger(__name__)
 
+DIGEST_BYTES = 16
+NO_DIGEST = bytes(DIGEST_BYTES)
 REDUCER_PATIENCE = 2.5  # a reducer may wait ``patience_s`` for two silent senders in turn
+LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
 SILENT_S = 3.0  # after this an event names a silent member as the one that the round waits for
+
+
+def digest_of(payload: Buffer) -> bytes:
+    """Return the digest by which a reducer names a contribution."""
+    return blake3(payload).digest(DIGEST_BYTES)
 
 
 class ReduceSpan(Message, frozen=True):
     """Opens the stream from a member to a reducer: chunks of contributions up, chunks of means back."""
 
     round_id: bytes
+
+
+class RecallSpan(Message, frozen=True):
+    """Opens a stream that returns the ``wanted`` chunks of a lost reducer's span, in this order.
+
+    Without a mean the member sends its own values with ``contributions``, else an empty payload.
+    ``sent``: for an audit it sends its contributions again, as they were encoded.
+    """
+
+    round_id: bytes
+    reducer: int
+    wanted: tuple[int, ...]
+    contributions: bool
+    sent: bool = False
 
 
 class Chunk(Message, frozen=True):
@@ -119,6 +154,7 @@ class Chunk(Message, frozen=True):
     averaged: bool = False
     missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
     codec: str = ""  # empty: the group's
+    digests: bytes = b""  # of all members' contributions to a clipped mean, `DIGEST_BYTES` each
 
 
 @dataclass(frozen=True)
@@ -152,12 +188,18 @@ class AllReduce:
         encoding: UploadEncoding | None = None,
         collects: bool = True,
         spare: Floats | None = None,
+        most_rms: float = math.inf,
     ) -> None:
         me, now = group.index_of(peers.id), asyncio.get_running_loop().time()
         if me is None:
             raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
         self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
+        # for audits of clipped means, by reducer and chunk: own contributions, and the digests of all
+        self.sent: dict[tuple[int, int], tuple[str, Buffer]] = {}
+        self.told: dict[tuple[int, int], bytes] = {}
+        self.accusers: set[PeerId] = set()  # of reducers; each is heard once
+        self._digests: dict[int, dict[int, bytes]] = {}  # by chunk of the own span and member
         self.began_at = now
         span = group.spans()[me]
         if not collects:
@@ -166,12 +208,14 @@ class AllReduce:
             spare = np.empty(span.numel, np.float32)
         self.sums, self.collects = spare, collects
         weights = [member.weight for member in group.members]
-        self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare)
+        self.most_rms = most_rms  # in a chunk of any contribution
+        self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare, most_rms, clip=group.terms.clip)
         # per reducer: all means that it, or that any member, could give have arrived
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
         self.recovering = [asyncio.Lock() for _ in group.members]
         self.lost: set[int] = set()  # reducers, before all of their means arrived
+        self.liars: set[int] = set()  # reducers that averaged something else
         self.exchange_s: float | None = None  # until the last other reducer was done or lost
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
@@ -201,7 +245,11 @@ class AllReduce:
     async def contribute_own(self) -> None:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
-            self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
+            values = self.ledger.values[chunk.start : chunk.stop]
+            if self.group.terms.clip:
+                self.sent[self.me, index] = "float32", values.tobytes()
+                self._digests.setdefault(index, {})[self.me] = digest_of(self.sent[self.me, index][1])
+            self._take(self.me, index, values)
             await asyncio.sleep(0)
 
     async def talk_to(self, reducer: int) -> None:
@@ -215,7 +263,8 @@ class AllReduce:
                         raise
                     await self._converse(reducer)  # one of two links was lost, not the peer
         except (PeerError, TimeoutError, ValueError) as error:
-            reason = str(error) or f"too slow: no mean for {REDUCER_PATIENCE * self.settings.patience_s:g} s"
+            silent_s = asyncio.get_running_loop().time() - self._heard_at[reducer]
+            reason = str(error) or f"too slow: no mean for {silent_s:.1f} s"
             if isinstance(error, CallRefused):
                 reason = f"refused: {reason}"
             logger.debug("reducer %s is lost: %s", short(peer), reason)
@@ -229,6 +278,7 @@ class AllReduce:
     async def _converse(self, reducer: int) -> None:
         opening, peer = ReduceSpan(self.group.round_id), self.member(reducer).id
         async with await self.peers.stream(peer, opening, timeout_s=self.settings.dial_timeout_s) as stream:
+            require(self.peers.role_of(peer) >= Role.REDUCER, "its role does not let it reduce")
             upload = asyncio.create_task(self._contribute(stream, reducer))
             try:
                 await self._collect(stream, reducer)
@@ -254,6 +304,8 @@ class AllReduce:
                     while not self._pace.may_send(reducer, now=clock()):
                         await self._paced.wait()
                     message, payload = self._encoded(index, chunk)
+                    if self.group.terms.clip:
+                        self.sent[reducer, index] = message.codec, payload
                     self.trace.on_traffic("sent", reducer, clock())
                     await stream.send(message, payload)
                     self.trace.on_traffic("sent", reducer, clock())
@@ -262,6 +314,11 @@ class AllReduce:
                     self._wake_paced()
         except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
             logger.warning("this peer contributes nothing more to the round: %s", error)
+
+    def as_sent(self, mean: Floats, chunk: Span) -> Floats:
+        """Return a mean as members get it."""
+        codec = self._mean_precision.at(chunk.start)
+        return codec.decode(codec.encode(mean), len(mean))
 
     def _wake_paced(self) -> None:
         self._paced.set()
@@ -273,7 +330,8 @@ class AllReduce:
         if feedback is not None and codec.name != "float32":
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
             feedback.cut_off(chunk.start, values, arrived)
-        return Chunk(index, codec="" if codec.name == self.group.terms.codec else codec.name), payload
+        name = "" if codec.name == self.group.terms.codec else codec.name
+        return Chunk(index, codec=name), payload
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -287,9 +345,21 @@ class AllReduce:
                 numel = self.ledger.chunk(reducer, message.index).numel
                 codec = codec_of(message.codec or self.group.terms.mean_codec)
                 mean = codec.decode(payload, numel, scratch=self._scratch)
-                if not all_finite(mean):
-                    raise ValueError(f"the mean of chunk {message.index} is not finite")
+                if not (rms := root_mean_square(mean)) < LARGEST_MEAN * self.most_rms:  # NaN, too
+                    text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
+                    raise ValueError(text)  # the others recover the span
+                if self.group.terms.clip:
+                    self._check_digest(reducer, message)
             self.ledger.place(reducer, message.index, mean, message.missing)
+
+    def _check_digest(self, reducer: int, mean: Chunk) -> None:
+        all_bytes, at = DIGEST_BYTES * len(self.group.members), DIGEST_BYTES * self.me
+        require(len(mean.digests) == all_bytes, "its mean names no contributions")
+        sent, mine = self.sent.get((reducer, mean.index)), mean.digests[at : at + DIGEST_BYTES]
+        if sent is not None and self.me not in mean.missing and mine != digest_of(sent[1]):
+            self.liars.add(reducer)
+            raise ValueError("its mean is not of what this peer sent")
+        self.told[reducer, mean.index] = mean.digests
 
     async def serve(self, stream: Stream, member: int) -> None:
         self._streaming.add(member)
@@ -319,6 +389,8 @@ class AllReduce:
                 except ValueError as error:
                     self.drop(member, str(error))
                 else:
+                    if self.group.terms.clip and message.index in self.reducer.unfinished:
+                        self._digests.setdefault(message.index, {}).setdefault(member, digest_of(payload))
                     self._take(member, message.index, values)
         except StreamEnded:
             self.drop(member, "it ended before its last chunk")
@@ -361,7 +433,10 @@ class AllReduce:
                 mean = codec.decode(payload, len(mean), scratch=self._scratch)
             self.ledger.place(self.me, index, mean, missing)
             name = "" if codec.name == self.group.terms.mean_codec else codec.name
-            self._means.append((Chunk(index, True, missing, name), payload))
+            told = self._digests.pop(index, {})
+            everyone = range(len(self.group.members)) if self.group.terms.clip else ()
+            digests = b"".join(NO_DIGEST if one in missing else told.get(one, NO_DIGEST) for one in everyone)
+            self._means.append((Chunk(index, True, missing, name, digests), payload))
         self._more_means.set()
         self._more_means.clear()
         if not self.reducer.unfinished:
@@ -380,15 +455,26 @@ class AllReduce:
                     self._reported.add(member)
                     events.emit(PeerSilent(now, self.member(member).id.hex(), now - self._heard_at[member]))
             for reducer, limit in self._limits.items():
-                if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:
+                if self._stalled(reducer, now, REDUCER_PATIENCE):
                     limit.reschedule(now)
             for member in self._awaited_others():
-                if now - self._heard_at[member] > self.settings.patience_s:
-                    self.drop(member, f"too slow: nothing came for {self.settings.patience_s:g} s")
+                if self._stalled(member, now, 1.0):
+                    self.drop(member, f"too slow: nothing came for {now - self._heard_at[member]:.1f} s")
             linked = self.peers.linked()
             absent = [m for m in self._awaited_others() if m not in self._streaming]
             absent = [m for m in absent if self.member(m).addresses and self.member(m).id not in linked]
             await asyncio.gather(*map(self._probe, absent))
+
+    def _stalled(self, member: int, now: float, patience: float) -> bool:
+        """Return True if nothing of a member came for long; a slow line on which bytes arrive has more time.
+
+        So has a member that did not begin: the group may come to it over anybody's slow line.
+        """
+        peer, settings = self.member(member).id, self.settings
+        slow = [peer] if member in self._streaming else [one.id for one in self.group.members]
+        usual_s = patience * settings.usual_s + max(allowance_s(self.peers, one) for one in slow)
+        line_s = now - max(self._heard_at[member], self.peers.read_at(peer))
+        return line_s > usual_s or now - self._heard_at[member] > patience * settings.patience_s
 
     def _awaited_others(self) -> list[int]:
         return [member for member in self.reducer.awaited() if member != self.me]

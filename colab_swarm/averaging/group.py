@@ -6,6 +6,7 @@ applied since. Equal lineages mean equal parameters. A group admits one step of 
 
 import hashlib
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -86,6 +87,7 @@ class RoundTerms(Message, frozen=True):
     schema: Digest = b""  # of the vector's layout
     codec: str = "float32"  # of contributions on the wire
     mean_codec: str = "float32"
+    clip: bool = False  # means by CenteredClip (`clipped_mean`)
 
     @property
     def key(self) -> tuple[int, bytes]:
@@ -111,16 +113,29 @@ class GroupMember(Message, frozen=True):
     addresses: tuple[str, ...]
     weight: float
     share: float
+    reduces: bool = True  # these four as in its ticket
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    assists: bool = False
+
+
+def offer_of(one: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool]:
+    return one.reduces, one.upload_bps, one.download_bps, one.assists
 
 
 class Group(Message, frozen=True):
     """The members of one round, sorted by id, and what they average."""
 
-    round_id: bytes  # 16 bytes
+    seed: bytes  # 16 bytes; differs from group to group
     terms: RoundTerms
     members: tuple[GroupMember, ...]
     predicted_s: float | None = None  # expected seconds of averaging; None: the organizer has no measurements
     explanation: str = ""  # one sentence on the choice of shares
+
+    @property
+    def round_id(self) -> bytes:
+        """A digest of the whole group, 16 bytes: members that were told different groups share no round."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:16]
 
     def index_of(self, peer: PeerId) -> int | None:
         return next((index for index, member in enumerate(self.members) if member.id == peer), None)
@@ -133,8 +148,8 @@ class Group(Message, frozen=True):
         """Raise ValueError if no honest organizer would form this group."""
         ids = [member.id for member in self.members]
         require(
-            len(self.round_id) == 16 and ids == sorted(set(ids)),
-            "a group needs a round id of 16 bytes and members sorted by id",
+            len(self.seed) == 16 and ids == sorted(set(ids)),
+            "a group needs a seed of 16 bytes and members sorted by id",
         )
         Precision(self.terms.codec), Precision(self.terms.mean_codec)
         require(
@@ -160,7 +175,7 @@ class JoinRound(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """The organizer's answer: the group, another organizer, or the reason for a refusal."""
+    """The organizer's answer: the group, another organizer, or the reason for a refusal; none yet if empty."""
 
     group: Group | None = None
     organizer: Contact | None = None
@@ -206,10 +221,19 @@ class GroupFormationSettings:
     max_window_s: float = 60.0  # in any case
     call_timeout_s: float = 10.0  # for the answer to a call; a busy notebook answers late
     size: int | None = None  # members of every group; None: as many as join
+    heaviest: float = math.inf  # most median weights that a member counts for: nobody can check claims
 
 
 def valid_weight(weight: float) -> bool:
     return weight == 0 or MIN_WEIGHT <= weight < MAX_WEIGHT
+
+
+def bounded_weights(weights: Sequence[float], terms: RoundTerms, heaviest: float) -> list[float]:
+    """Bound weights to ``heaviest`` times their median, the lower one of two; to twice it in a clipped mean."""
+    most = min(heaviest, 2.0 if terms.clip else math.inf) * statistics.median_low(
+        [one for one in weights if one] or [1.0]
+    )
+    return [min(one, most) for one in weights]
 
 
 class GroupFormation:
@@ -219,6 +243,7 @@ class GroupFormation:
         self.terms, self.settings, self.opened_at = terms, settings, now
         self.elsewhere: Group | Contact | None = None  # formed by others, or a better organizer
         self._awaited: dict[PeerId, float] = {}  # until when
+        self._promised: set[PeerId] = set()
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
 
     def expect(self, peer: PeerId, until: float) -> None:
@@ -226,6 +251,7 @@ class GroupFormation:
             self._awaited[peer] = until
 
     def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
+        self._promised.add(peer)
         self.expect(peer, now + max(0.0, ready_in_s) + self.settings.slack_s)
 
     def on_declined(self, peer: PeerId) -> None:
@@ -253,12 +279,16 @@ class GroupFormation:
         self._joined[contact.id] = (ticket, contact)
         return None
 
+    def broken_promises(self, now: float) -> set[PeerId]:
+        """Return the peers that promised to come, and neither joined nor declined in time."""
+        return {peer for peer in self._promised if self._awaited.get(peer, math.inf) <= now}
+
     def closes_at(self) -> float:
         """Return when to close the group if nothing else happens; a past time means now."""
         latest = max(self._awaited.values(), default=-math.inf)
         return min(latest, self.opened_at + self.settings.max_window_s)
 
-    def form(self, round_id: bytes, strategy: Strategy) -> Group:
+    def form(self, seed: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.
 
         Raises ValueError without a trainer or a reducer, or with fewer peers than a fixed size.
@@ -274,10 +304,14 @@ class GroupFormation:
             joined, plan = trainers, SharePlan((1.0,))
         else:
             plan = strategy([ticket for _, (ticket, _) in joined])
+        told = [ticket.weight for _, (ticket, _) in joined]
+        weights = bounded_weights(told, self.terms, self.settings.heaviest)
         members = tuple(
-            GroupMember(peer, contact.addresses, ticket.weight, share)
-            for (peer, (ticket, contact)), share in zip(joined, plan.shares, strict=True)
+            GroupMember(peer, contact.addresses, weight, share, *offer_of(ticket))
+            for (peer, (ticket, contact)), weight, share in zip(joined, weights, plan.shares, strict=True)
         )
-        group = Group(round_id, self.terms, members, plan.averaging_s or None, plan.explanation)
+        group = Group(seed, self.terms, members, plan.averaging_s or None, plan.explanation)
+        # as its members decode it: a weight may be an int, and all must compute the same round id
+        group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group)
         group.check()
         return group

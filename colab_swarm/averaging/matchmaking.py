@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from colab_swarm.averaging.group import (
@@ -25,20 +26,42 @@ from colab_swarm.averaging.group import (
     RoundTerms,
     Strategy,
     Ticket,
+    bounded_weights,
+    offer_of,
     rank,
     valid_weight,
 )
-from colab_swarm.averaging.strategy import adaptive_shares
+from colab_swarm.averaging.strategy import adaptive_shares, follows
 from colab_swarm.errors import PeerError, require
-from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.events import EventLog, PeerSilent
+from colab_swarm.net.peers import (
+    Contact,
+    LeftOut,
+    Message,
+    Patience,
+    PeerId,
+    Peers,
+    Refusal,
+    Role,
+    Stream,
+    allowance_s,
+    short,
+)
 
 logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
+FORMING = Joined()  # an organizer's heartbeat
 
 REFUSALS_S = 60.0  # an honest refusal of one step ends with the round that runs without us
-SKIPPED_S = 1800.0  # how long an organizer is left out that sent an invalid group or kept refusing
+SKIPPED_S = 1800.0  # how long a peer is left out that was dishonest, or kept refusing
+LATE_GRACE_S = 0.5  # that a round still waits for such a peer
+LATE_S = 10.0  # and a peer, at first, that was silent or came later than it had promised
+BLAMED_S = 0.1  # a silent peer is blamed before the group is formed without it
+HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
+MIN_SILENCE_S, FIRST_SILENCE_S = 2.0, 4.0  # of a peer that is left out: at least, and before any answered
+AWAKE_S = 1.0  # a timer of a running process is not so late
 REMEMBERED_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
@@ -47,8 +70,11 @@ RETRY_S = 0.25
 class PrefixRouter:
     """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
+        self.peers, self.events = peers, events or EventLog()
+        self.dishonest = LeftOut[PeerId](
+            SKIPPED_S, SKIPPED_S
+        )  # organizers and reducers, of all collaborations
         self._handlers: dict[type[Message], dict[str, Handler]] = {}
         self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None
 
@@ -120,6 +146,7 @@ class Matchmaker:
     Args:
         expected: ``expected(step, lineage)``: peers believed to take part, with or without this one.
         on_called: ``on_called(terms, peer)``: seconds until this peer joins the caller, or None. Returns at once.
+        believed_s: ``believed_s()``: how far off a peer may promise to come; nobody waits for longer ones.
         stands: ``stands(step, lineage)``: whether the swarm still follows the group that this peer had.
     """
 
@@ -130,23 +157,34 @@ class Matchmaker:
         *,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
         on_called: Callable[[RoundTerms, PeerId], float | None],
+        believed_s: Callable[[], float] = lambda: math.inf,
         stands: Callable[[int, bytes], bool] = lambda step, lineage: True,
         strategy: Strategy = adaptive_shares,
         settings: GroupFormationSettings | None = None,
     ) -> None:
         self._router, self._peers, self._prefix = router, router.peers, prefix
         self._expected, self._on_called, self._stands = expected, on_called, stands
+        self._believed_s = believed_s
+        # this peer's terms of a step and lineage; None: those of the first to come
+        self.own: Callable[[int, bytes], RoundTerms] | None = None
         self._strategy = strategy
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
         self._forming: dict[tuple[int, bytes], tuple[GroupFormation, asyncio.Task[Organized]]] = {}
         self._changed = asyncio.Event()  # set for a moment when a formation has changed
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
-        self._left_out = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers
+        self._left_out = router.dishonest
+        self._late = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nobody waits for them
+        self._silent = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nor lets them organize
+        call_s = self._settings.call_timeout_s
+        self._answers, self._heartbeats = (Patience(MIN_SILENCE_S, call_s, FIRST_SILENCE_S) for _ in range(2))
+        self._dials = Patience(MIN_SILENCE_S, call_s)
+        self._alone: tuple[int, bytes] | None = None  # the step for which a group of one was refused
+        self._ready: tuple[object, set[PeerId]] = (None, set())  # a step, and who said to come to it
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._stop_listening = self._peers.on_lost(self._on_lost)
-        router.serve(prefix, JoinRound, self._serve_join, Role.REDUCER)
+        router.serve_stream(prefix, JoinRound, self._serve_join, Role.REDUCER)
         router.serve(prefix, RoundTerms, self._serve_call, Role.REDUCER)
 
     def close(self) -> None:
@@ -155,24 +193,44 @@ class Matchmaker:
         for _, task in self._forming.values():
             task.cancel()
 
-    async def join(self, ticket: Ticket, candidates: Sequence[PeerId], deadline: float) -> Group:
+    async def join(
+        self,
+        ticket: Ticket,
+        candidates: Sequence[PeerId],
+        deadline: float,
+        *,
+        awaited: Collection[PeerId] = (),
+    ) -> Group:
         """Return the group of the ticket's step by ``deadline`` (loop time); all get the same.
 
-        ``candidates`` are believed live. Raises RoundRefused if this peer cannot join.
+        ``candidates`` are believed live; without the ``awaited`` of them this peer goes on alone only when it
+        is called again. Raises RoundRefused if this peer cannot join.
         """
         if not valid_weight(ticket.weight):
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         step = ticket.terms.step
         self.forget(*ticket.terms.key)  # a second call needs another group
-        began = loop_now()
+        began, slack_s = loop_now(), self._settings.slack_s
+        limit_s = min(self._settings.max_window_s, self._believed_s() + slack_s)
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
                     alone = loop_now() - max(began, self._answered_at) > self._settings.window_s
                     for organizer in self._rank(step, candidates, alone=alone):
-                        if group := await self._ask(organizer, ticket, hops=len(candidates)):
-                            self._remember(group)
-                            return group
+                        group = await self._ask(organizer, ticket, limit_s, hops=len(candidates))
+                        if group is None:
+                            continue
+                        if len(group.members) == 1 and awaited and self._alone != ticket.terms.key:
+                            # Alone this peer would leave the swarm: first it reads the records again.
+                            self._alone = ticket.terms.key
+                            self.forget(*ticket.terms.key)
+                            if organizer != self._peers.id:
+                                self._silent.fail(organizer, loop_now())
+                            raise RoundRefused(
+                                "unreachable", f"{len(awaited)} trainers of step {step} did not come"
+                            )
+                        self._remember(group)
+                        return group
                     if self._answered_at > began and loop_now() - began > self._settings.window_s:
                         # The peers are at another step, or none can reduce: the caller reads the records again.
                         raise RoundRefused("unreachable", f"no group for step {step} can be formed now")
@@ -199,17 +257,28 @@ class Matchmaker:
             return rank(self._prefix, step, [*reachable, me.id])
         return [*rank(self._prefix, step, reachable), *([me.id] if alone or not reachable else [])]
 
-    async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
+    async def _answer_of(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Joined | None:
         try:
-            joined = await self._join_at(organizer, ticket)
+            joined = await self._join_at(organizer, ticket, limit_s)
             if joined.group is not None:
-                joined.group.check()
+                check_group(joined.group, self._settings.heaviest)
+                self._late.forgive(organizer)
+                self._silent.forgive(organizer)
+        except TimeoutError:
+            logger.info("%s organizes step %d and is silent", short(organizer), ticket.terms.step)
+            return None
         except ValueError as error:
             logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
             self._left_out.fail(organizer, loop_now())
             return None
         except PeerError as error:
             logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.terms.step, error)
+            self._doubt(organizer, ticket.terms)
+            return None
+        return joined
+
+    async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float, *, hops: int) -> Group | None:
+        if (joined := await self._answer_of(organizer, ticket, limit_s)) is None:
             return None
         if organizer != self._peers.id or joined.reason is not None:
             self._answered_at = loop_now()
@@ -218,26 +287,75 @@ class Matchmaker:
                 return None
             raise RoundRefused(refusal.reason, f"{short(organizer)}: {refusal}")
         other = joined.organizer
-        if joined.group is not None or other is None:
+        if joined.group is not None:
             return joined.group
-        if hops <= 0 or other.id == self._peers.id or self._skipped(other.id):
+        if other is None or other.id == self._peers.id:
+            if ticket.reduces:  # otherwise it may be right that no peer can
+                self._doubt(organizer, ticket.terms)
+            return None
+        if hops <= 0 or self._skipped(other.id):
             return None
         self._peers.learn(other)
-        return await self._ask(other.id, ticket, hops=hops - 1)
+        return await self._ask(other.id, ticket, limit_s, hops=hops - 1)
 
-    async def _join_at(self, organizer: PeerId, ticket: Ticket) -> Joined:
+    def _doubt(self, organizer: PeerId, terms: RoundTerms) -> None:
+        """Do not wait for a peer that said to come to a step, and then organizes nothing; no redirect to it either."""
+        if self._ready[0] == terms.key and organizer in self._ready[1]:
+            self._silent.fail(organizer, loop_now())
+
+    async def _join_at(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Joined:
+        """Join and wait, while there are heartbeats, for ``limit_s`` and as long as dialling may take."""
         message = JoinRound(ticket, self._peers.contact)
         if organizer == self._peers.id:
-            return await self._serve_join(organizer, message)
-        if organizer not in self._peers.linked():  # a long call to a silent address would use up the deadline
+            return await self._join_here(organizer, message)
+        if organizer not in self._peers.linked():
             answer = await self._call(organizer, ticket.terms)
             if answer.ready_in_s is None:
                 return Joined(answer.group)
-        patience_s = 2 * (self._settings.max_window_s + self._settings.call_timeout_s)
-        return await self._peers.call(organizer, message, Joined, timeout_s=patience_s)
+        async with (
+            self._within(organizer, limit_s + self._dials.seconds),
+            await self._peers.stream(organizer, message, timeout_s=self._settings.call_timeout_s) as stream,
+        ):
+            require(self._peers.role_of(organizer) >= Role.REDUCER, "its role does not let it organize")
+            while True:
+                asked_at = loop_now()
+                async with self._within(organizer, self._heartbeats.seconds):
+                    joined, _ = await stream.receive(Joined)
+                self._heartbeats.learn(loop_now() - asked_at)
+                if joined != FORMING:
+                    return joined
 
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
-        return await self._peers.call(peer, terms, JoinEta, timeout_s=self._settings.call_timeout_s)
+        """Ask a peer whether it comes; TimeoutError if it is silent."""
+        asked_at, patience = loop_now(), self._patience(peer)
+        async with self._within(peer, patience.seconds):
+            answer = await self._peers.call(peer, terms, JoinEta, timeout_s=2 * self._settings.call_timeout_s)
+        patience.learn(loop_now() - asked_at)
+        if answer.ready_in_s is not None:
+            if self._ready[0] != terms.key:
+                self._ready = terms.key, set()
+            self._ready[1].add(peer)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _within(self, peer: PeerId, seconds: float) -> AsyncIterator[None]:
+        """Raise TimeoutError after ``seconds`` of silence, and do not wait for the peer for a while.
+
+        A process that was itself stopped meanwhile, as its late timer shows, blames nobody.
+        """
+        began, seconds = loop_now(), seconds + allowance_s(self._peers, peer)
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                yield
+        except TimeoutError:
+            if limit.expired() and loop_now() - began < seconds + AWAKE_S:
+                self._silent.fail(peer, loop_now())
+                if peer in self._peers.linked():  # a lost link has an event of its own
+                    self._router.events.emit(PeerSilent(loop_now(), peer.hex(), seconds))
+            raise
+
+    def _patience(self, peer: PeerId) -> Patience:
+        return self._answers if peer in self._peers.linked() else self._dials
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
         group, step = joined.group, ticket.terms.step
@@ -246,12 +364,14 @@ class Matchmaker:
             return None if reason is None or reason == "unreachable" else RoundRefused(reason, joined.text)
         if group.index_of(self._peers.id) is None:
             return RoundRefused("late", f"the group of step {step} was formed without us")
+        if not holds_ticket(group, self._peers.id, ticket):
+            return RoundRefused("late", f"the group of step {step} was formed with another ticket of ours")
         if group.terms != ticket.terms:
             return RoundRefused("resync", f"the group of step {step} is of another lineage")
         return None
 
     def _skipped(self, peer: PeerId) -> bool:
-        return self._left_out.holds(peer, loop_now())
+        return self._left_out.holds(peer, loop_now()) or self._silent.holds(peer, loop_now())
 
     def _keeps_refusing(self, organizer: PeerId, step: int) -> bool:
         now = loop_now()
@@ -300,21 +420,37 @@ class Matchmaker:
                 del self._callers[next(iter(self._callers))]
         return ready_in_s
 
-    async def _serve_join(self, peer: PeerId, message: JoinRound) -> Joined:
+    async def _serve_join(self, message: JoinRound, stream: Stream) -> None:
+        joining = asyncio.create_task(self._join_here(stream.peer, message))
+        try:
+            async with stream:
+                while not (await asyncio.wait([joining], timeout=HEARTBEAT_S))[0]:
+                    await stream.send(FORMING)
+                await stream.send(joining.result())
+                await stream.end()
+        finally:
+            joining.cancel()
+
+    async def _join_here(self, peer: PeerId, message: JoinRound) -> Joined:
         ticket, contact = message.ticket, message.contact
         if contact.id != peer:
             return Joined(reason="invalid", text="a ticket is personal")
         if ticket.weight != 0 and self._peers.role_of(peer) < Role.WORKER:
             return Joined(reason="invalid", text="only a worker may contribute: ask for another invitation")
+        if self._left_out.holds(peer, loop_now()):
+            return Joined(reason="late", text="this peer was dishonest, and is left out for half an hour")
         if group := self._remembered(ticket.terms):
             return _hand_out(group, peer)
         own = self._forming.get(ticket.terms.key) or self._organize(ticket.terms, peer)
         if isinstance(own, Joined):
             return own
         formation, task = own
-        if refusal := formation.on_join(ticket, contact):
-            return refusal
+        refusal = formation.on_join(ticket, contact)
         self._wake()
+        if refusal is not None:
+            formation.on_declined(peer)
+            return refusal
+        self._late.forgive(peer)
         try:
             organized = await asyncio.shield(task)
         except asyncio.CancelledError:  # the caller gave up
@@ -332,6 +468,9 @@ class Matchmaker:
                 return Joined(reason="unreachable", text="not at this step")
             text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
+        terms = (
+            terms if self.own is None else self.own(*terms.key)
+        )  # others may come first with another model
         formation = GroupFormation(terms, now=loop_now(), settings=self._settings)
         formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
         task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
@@ -348,27 +487,37 @@ class Matchmaker:
             while formation.elsewhere is None and (closes_at := formation.closes_at()) > loop_now():
                 await wait_until(closes_at, self._changed)
             seed = f"{self._prefix}|{terms.step}|{loop_now()}|".encode() + terms.lineage + me
-            round_id = hashlib.sha256(seed).digest()[:16]
-            organized = formation.elsewhere or formation.form(round_id, self._strategy)
+            organized = formation.elsewhere or formation.form(
+                hashlib.sha256(seed).digest()[:16], self._strategy
+            )
         except ValueError as error:
             logger.info("no group for step %d: %s", terms.step, error)
             return None
         finally:
             for call in calls:
                 call.cancel()
+            if loop_now() - formation.closes_at() < AWAKE_S:
+                for peer in formation.broken_promises(loop_now()) - {me}:
+                    logger.info(
+                        "%s promised to come and did not: nobody waits for it for a while", short(peer)
+                    )
+                    self._late.fail(peer, loop_now())
             del self._forming[terms.key]
         if isinstance(organized, Group):
             self._remember(organized)
         return organized
 
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
-        formation.expect(peer, loop_now() + self._settings.call_timeout_s)
-        terms = formation.terms
+        terms, skipped = formation.terms, self._skipped(peer)
+        late = skipped or self._late.holds(peer, loop_now())
+        patience_s = LATE_GRACE_S if late else self._patience(peer).seconds + BLAMED_S
+        formation.expect(peer, loop_now() + patience_s + allowance_s(self._peers, peer))
         try:
             answer = await self._call(peer, terms)
             if answer.group is not None:
-                answer.group.check()  # it would be passed on, and peers would leave this organizer out
-        except (PeerError, ValueError) as error:
+                # It would be passed on, and peers would leave this organizer out.
+                check_group(answer.group, self._settings.heaviest)
+        except (PeerError, TimeoutError, ValueError) as error:
             formation.on_declined(peer)
             if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
                 formation.expect(peer, formation.opened_at + self._settings.window_s)  # joins by itself
@@ -376,13 +525,48 @@ class Matchmaker:
             contact = self._peers.contact_of(peer)
             if answer.group is not None and answer.group.terms.key == terms.key:
                 formation.elsewhere = answer.group
-            elif answer.ready_in_s is None or self._skipped(peer):
+            elif (
+                answer.ready_in_s is None
+                or answer.ready_in_s > self._believed_s()
+                or self._left_out.holds(peer, loop_now())
+            ):
                 formation.on_declined(peer)
-            elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
+            elif (
+                not skipped
+                and contact.addresses
+                and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer
+            ):
                 formation.elsewhere = contact
+            elif late:
+                pass  # it has `LATE_GRACE_S` to join
             else:
                 formation.on_coming(peer, answer.ready_in_s, now=loop_now())
         self._wake()
+
+
+def check_group(group: Group, heaviest: float = math.inf) -> None:
+    """Raise ValueError if no honest organizer would form this group.
+
+    Its shares must be equal, or those of a fastest round by all tickets: a sole reducer could dictate the mean.
+    """
+    group.check()
+    weights = [member.weight for member in group.members]
+    require(
+        bounded_weights(weights, group.terms, heaviest) == weights, "a member counts far more than the others"
+    )
+    trainers = sum(not member.assists for member in group.members)
+    tickets = [Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members]
+    shares = [member.share for member in group.members]
+    require(trainers < 2 or follows(tickets, shares), "its shares do not follow from its tickets")
+
+
+def holds_ticket(group: Group, peer: PeerId, ticket: Ticket) -> bool:
+    """Return True if the peer's entry says what its ticket said; its weight may be bounded."""
+    mine = next(member for member in group.members if member.id == peer)
+    heaviest = max(member.weight for member in group.members)
+    return offer_of(mine) == offer_of(ticket) and (
+        mine.weight == ticket.weight or heaviest == mine.weight < ticket.weight
+    )
 
 
 def loop_now() -> float:

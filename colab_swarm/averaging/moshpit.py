@@ -64,7 +64,7 @@ ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
 
 
 class WaitingPeer(Message, frozen=True):
-    """DHT record, signed, under the peer's own subkey: the peer waits for the meeting ``number``."""
+    """DHT record: the peer waits for the meeting ``number``."""
 
     number: int
     addresses: tuple[str, ...]

@@ -4,18 +4,27 @@
 - A member that sends invalid data (NaN, wrong length, unknown chunk) or is lost is dropped. Its
   valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other chunks.
 - A chunk without contributions has no mean: members keep their local values.
+- A contribution whose root mean square in a chunk is over ``most_rms`` is scaled down to it.
+- With ``clip``, a chunk's mean is `clipped_mean`: outliers and a minority of liars move it little.
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
 
 State, as sets of members: ``_expected`` still owe chunks; ``_delivered[chunk]`` are in its sum.
 """
 
+import math
+import statistics
 from collections.abc import Collection, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
+
+CLIP_STEPS, CONVERGED = 20, 1e-3  # at most, of a mean that moves by clipped distances
+FAR = 4.0
+MOST_RMS = 1e15  # of a row whose inner products are taken in float32
 
 
 class SpanLedger:
@@ -67,6 +76,15 @@ class SpanLedger:
         """Return the members that are missing in at least one mean."""
         return {member for _, missing in self._placed.values() for member in missing}
 
+    def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
+        """Return the chunks whose values lack members, and which: all, where there is no mean."""
+        chunks = (
+            (cut, *self.result(r, i)) for r, cuts in enumerate(self.chunks) for i, cut in enumerate(cuts)
+        )
+        everyone = tuple(range(len(self.chunks)))
+        lacking = ((cut, missing if has_mean else everyone) for cut, has_mean, missing in chunks)
+        return tuple((cut, missing) for cut, missing in lacking if missing)
+
 
 class SpanReducer:
     """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
@@ -74,7 +92,18 @@ class SpanReducer:
     ``sums`` is float32 memory for the span, and holds the means in the end.
     """
 
-    def __init__(self, chunks: Sequence[Span], weights: Sequence[float], sums: Floats) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Span],
+        weights: Sequence[float],
+        sums: Floats,
+        most_rms: float = math.inf,
+        *,
+        clip: bool = False,
+    ) -> None:
+        self._clip, self._most_rms = clip, min(most_rms, MOST_RMS) if clip else most_rms
+        self._rows: dict[int, Floats] = {}  # by chunk: contributions to clip, of all members
+        self._rms: list[list[float]] = [[] for _ in chunks]
         origin = chunks[0].start if chunks else 0
         total = sum(weights) or 1.0
         self._weights = [weight / total for weight in weights]
@@ -96,12 +125,20 @@ class SpanReducer:
             raise ValueError(f"chunk {chunk} of {len(self._sums)} does not exist")
         if len(values) != len(self._sums[chunk]):
             raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self._sums[chunk])} expected")
-        if not all_finite(values):
+        rms = root_mean_square(values)
+        if not math.isfinite(rms):
             raise ValueError(f"chunk {chunk} has values that are not finite")
         if member in self._delivered[chunk]:
             return False
+        self._rms[chunk].append(rms)
         sums, weight = self._sums[chunk], self._weights[member]
-        if self._delivered[chunk]:
+        if rms > self._most_rms:
+            weight *= self._most_rms / rms
+        if self._clip:
+            if chunk not in self._rows:
+                self._rows[chunk] = np.empty((len(self._weights), len(values)), np.float32)
+            np.multiply(values, np.float32(weight / self._weights[member]), out=self._rows[chunk][member])
+        elif self._delivered[chunk]:
             scaled = self._scratch[: len(sums)]
             np.multiply(values, weight, out=scaled)
             np.add(sums, scaled, out=sums)
@@ -119,6 +156,11 @@ class SpanReducer:
         """Return the mean of a finished chunk (a view of ``sums``); None if empty or overflown."""
         assert chunk not in self.unfinished
         return self._sums[chunk] if self._delivered[chunk] and all_finite(self._sums[chunk]) else None
+
+    @property
+    def usual_rms(self) -> float:
+        """The median member's root mean square in the chunk where it is largest; 0 if nothing came."""
+        return max((statistics.median_low(members) for members in self._rms if members), default=0.0)
 
     def missing(self, chunk: int) -> tuple[int, ...]:
         return tuple(sorted(self._everyone - self._delivered[chunk]))
@@ -141,7 +183,51 @@ class SpanReducer:
         if self._expected - delivered:
             return False
         self.unfinished.discard(chunk)
-        if delivered and delivered != self._everyone:
+        if self._clip and delivered:
+            members, rows = sorted(delivered), self._rows.pop(chunk)
+            rows = rows if len(members) == len(rows) else rows[members]
+            clipped_mean(rows, np.array([self._weights[one] for one in members]), out=self._sums[chunk])
+        elif delivered and delivered != self._everyone:
             present = sum(self._weights[member] for member in sorted(delivered))
             np.divide(self._sums[chunk], present, out=self._sums[chunk])
         return True
+
+
+def clipped_mean(rows: Floats, weights: npt.NDArray[np.float64], *, out: Floats) -> None:
+    """Put the weighted mean of ``rows`` (members, values) into ``out``, with no row further off than half of them.
+
+    CenteredClip (Karimireddy 2021; BTARD, section 3): the mean moves towards each row by at most the median distance,
+    and not at all towards one that is `FAR` times as far off, by its weight: few samples are noisier. Distances follow
+    from the rows' inner products, so the values are read only twice.
+    """
+    products = (rows @ rows.T).astype(np.float64)
+    noise = np.sqrt(statistics.median(weights.tolist()) / weights)
+    weights = weights / weights.sum()
+    parts = _clipped(weights, np.sqrt(products.diagonal()), noise)
+    for _ in range(CLIP_STEPS):
+        squares = products.diagonal() - 2 * products @ parts + parts @ products @ parts
+        moves = _clipped(weights, np.sqrt(np.maximum(squares, 0.0)), noise)
+        change = moves - moves.sum() * parts
+        parts += change
+        if np.abs(change).sum() < CONVERGED:
+            break
+    np.dot(parts.astype(np.float32), rows, out=out)
+
+
+def _clipped(
+    weights: npt.NDArray[np.float64], lengths: npt.NDArray[np.float64], noise: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    most = statistics.median_low(lengths.tolist())
+    factors: npt.NDArray[np.float64] = np.divide(
+        most, lengths, out=np.ones_like(lengths), where=lengths > most
+    )
+    near: npt.NDArray[np.float64] = factors * (lengths <= FAR * most * np.maximum(noise, 1.0))
+    return weights * near
+
+
+def root_mean_square(values: Floats) -> float:
+    with np.errstate(over="ignore"):
+        squares = float(np.dot(values, values))
+    if not math.isfinite(squares):  # too large for float32, or not finite
+        squares = float(np.square(values, dtype=np.float64).sum())
+    return math.sqrt(squares / len(values))

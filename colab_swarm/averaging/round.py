@@ -12,52 +12,47 @@ from coordinators before it. An assistant collects no means and recovers a span 
 
 import asyncio
 import logging
+import math
+import random
+import statistics
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from colab_swarm.averaging.audit import Accusation, lies
 from colab_swarm.averaging.exchange import (
     REDUCER_PATIENCE,
     AllReduce,
     AveragingSettings,
     Chunk,
+    RecallSpan,
     ReduceSpan,
     RoundPing,
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.matchmaking import loop_now, wait_until
-from colab_swarm.averaging.reducer import SpanReducer
+from colab_swarm.averaging.matchmaking import SKIPPED_S, loop_now, wait_until
+from colab_swarm.averaging.reducer import SpanReducer, root_mean_square
 from colab_swarm.errors import PeerError, require
-from colab_swarm.events import EventLog, MemberTrace, RoundFinished
-from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
+from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
-
-
-class RecallSpan(Message, frozen=True):
-    """Opens a stream that returns the ``wanted`` chunks of a lost reducer's span, in this order.
-
-    Without a mean the member sends its own values with ``contributions``, else an empty payload.
-    """
-
-    round_id: bytes
-    reducer: int
-    wanted: tuple[int, ...]
-    contributions: bool
 
 
 async def recover(round_: AllReduce, reducer: int) -> None:
     """Get the missing chunks of a lost reducer's span, as far as members can give them."""
     count = len(round_.group.members)
     following = [(reducer + step) % count for step in range(1, count)]
-    # the live reducers, starting after the lost one
-    for coordinator in [m for m in following if round_.member(m).share > 0 and m not in round_.lost]:
+    for coordinator in following:  # the live reducers, starting after the lost one
         if not round_.ledger.lacking(reducer):
             return
+        if not round_.member(coordinator).share or coordinator in round_.lost:
+            continue
         if coordinator == round_.me:
             await _recompute(round_, reducer)
             return
@@ -77,6 +72,12 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
     require(0 <= opening.reducer < len(round_.group.members), f"there is no span {opening.reducer}")
     for index in opening.wanted:
         round_.ledger.chunk(opening.reducer, index)
+    if opening.sent:
+        for index in opening.wanted:
+            codec, payload = round_.sent.get((opening.reducer, index), ("", b""))
+            await stream.send(Chunk(index, codec=codec), payload)
+        await stream.end()
+        return
     if opening.contributions:
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
@@ -118,20 +119,23 @@ async def _recompute(round_: AllReduce, reducer: int) -> None:
 
 async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reducer: int, index: int) -> None:
     received: dict[int, tuple[Chunk, Floats | None]] = {}
-    for member, stream in list(streams.items()):
+
+    async def receive(member: int, stream: Stream) -> None:
         try:
             received[member] = await _receive(round_, stream, reducer, index)
         except (PeerError, TimeoutError, ValueError) as error:
             logger.debug("survivor %s failed: %s", short(stream.peer), error)
             del streams[member]
             stream.reset(str(error))
-    for message, values in received.values():
+
+    await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
+    for _, (message, values) in sorted(received.items()):
         if message.averaged:
             round_.ledger.place(reducer, index, values, message.missing)
             return
     chunk = round_.ledger.chunk(reducer, index)
     weights, sums = [member.weight for member in round_.group.members], np.empty(chunk.numel, np.float32)
-    again = SpanReducer([chunk], weights, sums)
+    again = SpanReducer([chunk], weights, sums, round_.most_rms, clip=round_.group.terms.clip)
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
     contributions[round_.me] = round_.ledger.values[chunk.start : chunk.stop]
     for member, values in sorted(contributions.items()):
@@ -169,6 +173,8 @@ async def _receive(
 __all__ = ["Averager", "AveragingSettings", "RoundResult"]
 
 DRAIN_S = 5.0
+OUTLIER, NORMS = 10.0, 8  # a contribution may be so many times larger than usual in so many rounds
+MIN_PATIENCE_S = 2.0  # a busy notebook stalls its peer
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,7 @@ class RoundResult:
     seconds: float
     exchange_s: float  # the part of them until the last of the other reducers was done or lost
     members: tuple[MemberTrace, ...]  # when each member sent and received
+    gaps: tuple[tuple[Span, tuple[int, ...]], ...] = ()  # `SpanLedger.gaps`
 
     def __repr__(self) -> str:
         peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
@@ -209,6 +216,27 @@ class RoundResult:
             members=self.members,
         )
 
+    def applied(self, mean: Floats, step: int, lineage: bytes, state: str, *, now: float) -> Applied:
+        members = [member.id.hex() for member in self.group.members]
+        return Applied(
+            at=now,
+            step=step,
+            lineage=lineage.hex(),
+            state=state,
+            before=self.group.terms.lineage.hex(),
+            round=self.group.round_id.hex(),
+            weights={m.id.hex(): m.weight for m in self.group.members if m.weight},
+            gaps=tuple((*span, tuple(members[one] for one in lacking)) for span, lacking in self.gaps),
+            numel=len(mean),
+            mean=mean[:: stride(len(mean))].tobytes(),
+        )
+
+
+def contributed(group: Group, values: Floats, weight: float, computed: float, *, now: float) -> Contributed:
+    """Return the event that this peer contributes; ``computed``: samples of its process so far."""
+    sample = values[:: stride(len(values))].tobytes()
+    return Contributed(now, group.terms.step, group.round_id.hex(), weight, computed, sample)
+
 
 class Averager:
     """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
@@ -218,22 +246,30 @@ class Averager:
     """
 
     def __init__(
-        self, peers: Peers, settings: AveragingSettings | None = None, events: EventLog | None = None
+        self,
+        peers: Peers,
+        settings: AveragingSettings | None = None,
+        events: EventLog | None = None,
+        dishonest: LeftOut[PeerId] | None = None,
     ) -> None:
         self._peers = peers
+        self._dishonest = dishonest or LeftOut[PeerId](SKIPPED_S, SKIPPED_S)
         self._events = events or EventLog()
         self._settings = settings or AveragingSettings()
         self._rounds: dict[bytes, AllReduce] = {}
         self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
         self._spare: dict[str, Floats] = {}
+        self._usual: dict[str, Patience] = {}  # how long an exchange takes, by prefix
+        self._norms: dict[str, deque[float]] = {}  # `SpanReducer.usual_rms` of the last rounds, by prefix
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
         peers.serve(RoundPing, self._serve_ping)
+        peers.serve(Accusation, self._serve_accusation, role=Role.REDUCER)
 
     async def close(self) -> None:
-        for kind in (ReduceSpan, RecallSpan, RoundPing):
+        for kind in (ReduceSpan, RecallSpan, RoundPing, Accusation):
             self._peers.unserve(kind)
 
     def holds(self, values: Floats) -> bool:
@@ -241,7 +277,12 @@ class Averager:
         return any(exchange.ledger.values is values for exchange in list(self._rounds.values()))
 
     async def average(
-        self, group: Group, values: Floats, encoding: UploadEncoding | None = None
+        self,
+        group: Group,
+        values: Floats,
+        encoding: UploadEncoding | None = None,
+        *,
+        bounded: bool = False,
     ) -> RoundResult:
         """Replace ``values`` by the group's weighted mean; all members end with the same bits.
 
@@ -249,6 +290,7 @@ class Averager:
             values: float32, contiguous, one-dimensional, ``group.terms.numel`` long. Do not change it
                 before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
+            bounded: scale down contributions that are `OUTLIER` times larger than usual in the last rounds.
 
         The result shows the failures of peers. Raises ValueError if this peer is no member or the
         vector does not fit, RoundRefused if this round was averaged or given up here before.
@@ -257,12 +299,44 @@ class Averager:
         if (*values.shape, values.dtype) != (numel, np.float32) or not values.flags.c_contiguous:
             got = f"{values.dtype}{values.shape}"
             raise ValueError(f"{numel} float32 values are needed in one piece, got {got}")
-        return await self._take_part(group, values, encoding)
+        return await self._take_part(group, values, encoding, bounded=bounded)
 
     async def reduce(self, group: Group) -> RoundResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
-        return await self._take_part(group, np.empty(group.terms.numel, np.float32), collects=False)
+        values = np.empty(group.terms.numel, np.float32)
+        return await self._take_part(group, values, collects=False, bounded=True)
+
+    async def audit(self, group: Group, rng: random.Random) -> None:
+        """Check one mean of a clipped round, at random, so that about one member does so a round."""
+        exchange = self._rounds.get(group.round_id)
+        if exchange is None or not exchange.told or rng.random() * len(group.members) >= 1:
+            return
+        reducer, index = rng.choice(sorted(exchange.told))
+        if await self._judge(exchange, reducer, index):
+            accusation = Accusation(group.round_id, reducer, index)
+            others = [one.id for i, one in enumerate(group.members) if i not in (exchange.me, reducer)]
+            timeout_s = self._settings.dial_timeout_s
+            calls = (self._peers.call(one, accusation, RoundPing, timeout_s=timeout_s) for one in others)
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _judge(self, exchange: AllReduce, reducer: int, index: int) -> bool:
+        if lied := await lies(exchange, reducer, index):
+            self._leave_out(exchange.member(reducer).id)
+        return lied
+
+    def _leave_out(self, reducer: PeerId) -> None:
+        if self._dishonest.fail(reducer, loop_now()):
+            text = "it made up a mean, and is left out for half an hour"
+            self._events.emit(Fault(loop_now(), f"reducer {short(reducer)}", text))
+
+    async def _serve_accusation(self, peer: PeerId, accusation: Accusation) -> RoundPing:
+        exchange, chunk = self._rounds.get(accusation.round_id), (accusation.reducer, accusation.index)
+        if exchange is not None and chunk in exchange.told and peer not in exchange.accusers:
+            exchange.accusers.add(peer)
+            if exchange.group.index_of(peer) is not None:
+                await self._judge(exchange, *chunk)
+        return RoundPing(accusation.round_id)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -276,13 +350,33 @@ class Averager:
         self._spare.pop(prefix, None)
 
     async def _take_part(
-        self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, collects: bool = True
+        self,
+        group: Group,
+        values: Floats,
+        encoding: UploadEncoding | None = None,
+        *,
+        collects: bool = True,
+        bounded: bool,
     ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         spare = self._spare.pop(group.terms.prefix, None) if collects else None
+        norms = self._norms.setdefault(group.terms.prefix, deque(maxlen=NORMS))
+        usual = self._usual.setdefault(
+            group.terms.prefix, Patience(MIN_PATIENCE_S, self._settings.patience_s)
+        )
+        most_rms = math.inf
+        if bounded and norms and not group.terms.clip:  # this peer believes its own gradient
+            most_rms = OUTLIER * max(statistics.median(norms), root_mean_square(values) if collects else 0.0)
         exchange = self._rounds[group.round_id] = AllReduce(
-            self._peers, group, values, self._settings, encoding=encoding, collects=collects, spare=spare
+            self._peers,
+            group,
+            values,
+            replace(self._settings, usual_s=usual.seconds),
+            encoding=encoding,
+            collects=collects,
+            spare=spare,
+            most_rms=most_rms,
         )
         self._begun.set()
         self._begun.clear()
@@ -292,6 +386,8 @@ class Averager:
             if group.terms.prefix in self._finished:
                 self._forget(self._finished[group.terms.prefix])
             self._finished[group.terms.prefix] = exchange
+        for liar in exchange.liars:
+            self._leave_out(group.members[liar].id)
         seconds, incomplete = loop_now() - exchange.began_at, exchange.ledger.incomplete()
         members, spans = enumerate(group.members), group.spans()
         result = RoundResult(
@@ -304,7 +400,12 @@ class Averager:
             seconds=seconds,
             exchange_s=seconds if exchange.exchange_s is None else exchange.exchange_s,
             members=exchange.trace.members(incomplete),
+            gaps=exchange.ledger.gaps(),
         )
+        if len(group.members) > 1:
+            usual.learn(result.exchange_s)
+        if usual_rms := exchange.reducer.usual_rms:
+            norms.append(usual_rms)
         logger.info("%s", result)
         self.on_round(result)
         return result
@@ -339,8 +440,10 @@ class Averager:
             self._spare[exchange.group.terms.prefix] = exchange.sums
 
     @asynccontextmanager
-    async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
-        deadline = loop_now() + self._settings.patience_s
+    async def _round_for(
+        self, round_id: bytes, peer: PeerId, patience_s: float = 0.0
+    ) -> AsyncIterator[tuple[AllReduce, int]]:
+        deadline = loop_now() + patience_s
         while round_id not in self._rounds:
             require(loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)
@@ -359,7 +462,11 @@ class Averager:
 
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:
-            async with self._round_for(opening.round_id, stream.peer) as (exchange, member), stream:
+            patience_s = self._settings.patience_s  # this peer may begin later
+            async with (
+                self._round_for(opening.round_id, stream.peer, patience_s) as (exchange, member),
+                stream,
+            ):
                 require(
                     not exchange.member(member).weight or self._peers.role_of(stream.peer) >= Role.WORKER,
                     "only a worker may contribute: ask for another invitation",

@@ -143,17 +143,35 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     shares reveal more about them, or without measurements. ``flattery`` is how many times more
     optimistic forecasts were for planned shares than for equal ones.
     """
-    equal = equal_shares(tickets)
+    equal, trusted = equal_shares(tickets), _trusted_tickets(tickets)
+    if not any(equal.shares) or trusted is None:
+        return equal
+    as_equals, planned = plan_round(trusted, equal.shares), plan_round(trusted)
+    return planned if planned.averaging_s * flattery < 0.9 * as_equals.averaging_s else as_equals
+
+
+def follows(tickets: Sequence[Ticket], shares: Sequence[float]) -> bool:
+    """Return True if the shares are equal, or those of the plan: others no honest organizer gives.
+
+    As fast as the plan is not enough: of two peers each could reduce alone, and dictate the mean.
+    """
+    given, equal = (np.array(one) / sum(one) for one in (shares, equal_shares(tickets).shares))
+    if np.allclose(given, equal):
+        return True
+    trusted = _trusted_tickets(tickets)
+    return trusted is not None and np.allclose(given, plan_round(trusted).shares, atol=0.01)
+
+
+def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:
+    """Return the tickets with bandwidths that this peer believes; None where none is known."""
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])
     downloads = _trusted(tickets, [ticket.download_bps for ticket in tickets])
     if not any(uploads) or not any(downloads):
-        return equal
-    trusted = [
+        return None
+    return [
         msgspec.structs.replace(ticket, upload_bps=up, download_bps=down)
         for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
     ]
-    as_equals, planned = plan_round(trusted, equal.shares), plan_round(trusted)
-    return planned if planned.averaging_s * flattery < 0.9 * as_equals.averaging_s else as_equals
 
 
 class AdaptiveShares:

@@ -26,6 +26,7 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.progress import ProgressRecord, next_lineage
 from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.sketch import StateSketch
 
 PEERS = 4
 STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
@@ -48,14 +49,16 @@ def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
         members = [GroupMember(one.id, one.addresses, 1.0 + rank, 1.0) for rank, one in enumerate(found)]
         members.sort(key=lambda member: member.id)
         receive_all(gloo)
-        ours, theirs = [], []
+        ours, clipped, theirs = (list[list[dict[str, Any]]]() for _ in range(3))
         for _ in range(rounds + 1):
-            group = Group(os.urandom(16), RoundTerms("", 0, b"bench", numel), tuple(members))
-            ours.append(_run_together(peers, group=msgspec.to_builtins(group)))
+            for clip, results in ((False, ours), (True, clipped)):
+                terms = RoundTerms("", 0, b"bench", numel, clip=clip)
+                group = Group(os.urandom(16), terms, tuple(members))
+                results.append(_run_together(peers, group=msgspec.to_builtins(group)))
             theirs.append(_run_together(gloo))
-    seconds, gloo_s = (
+    seconds, clipped_s, gloo_s = (
         statistics.median(max(one["seconds"] for one in members) for members in found[1:])
-        for found in (ours, theirs)
+        for found in (ours, clipped, theirs)
     )
     right = [all(one["right"] for one in members) for members in ours[1:]]
     note = "4 processes, in turns; only ours is encrypted"
@@ -63,6 +66,7 @@ def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
         ("seconds", seconds, "s", note),
         ("gloo_seconds", gloo_s, "s", note),
         ("vs_gloo", seconds / gloo_s, "times", "lower is better"),
+        ("clipped_vs_plain", clipped_s / seconds, "times", 'robust="clip"; lower is better'),
         ("success", statistics.mean(right), "", f"of {rounds} rounds"),
     )
 
@@ -154,6 +158,9 @@ def _time_steps(work: list[Any], peers: int, numel: int, steps: int) -> tuple[fl
     return statistics.median(step_s), statistics.median(reduced_s), statistics.mean(right)
 
 
+NO_SKETCH = StateSketch(1, b"", ())
+
+
 def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites: str) -> None:
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")
@@ -163,7 +170,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         settings = TrainingSettings(
             "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
         )
-        made = Collaboration(swarm.services, settings, own, numel, b"", no_state)
+        made = Collaboration(swarm.services, settings, own, numel, b"", no_state, lambda: NO_SKETCH)
         await made.start()
         await made.adopt(0, b"same")
         return made

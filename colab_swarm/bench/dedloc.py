@@ -322,14 +322,14 @@ class _Player(Averager):
         self._done = 0
 
     async def average(
-        self, group: Group, values: Floats, encoding: UploadEncoding | None = None
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, bounded: bool = False
     ) -> RoundResult:
         round_ = self._done + group.terms.step % MAX_ROUNDS
         if self._name in self._town.liars:
             values[:] = np.nan
         if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
-        result = await super().average(group, values, encoding)
+        result = await super().average(group, values, encoding, bounded=bounded)
         self.held[round_ + 1] = values.copy()
         return result
 

@@ -1,1 +1,1 @@
-"""Command line: ``colab-swarm demo | backbone | relay | peer | experts | coordinate | volunteer | doctor | bench``."""
+"""Command line: ``colab-swarm demo | chaos | backbone | relay | peer | experts | coordinate | volunteer …``."""

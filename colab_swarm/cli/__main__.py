@@ -192,6 +192,22 @@ def _bench(options: Options) -> None:
     bench(options.rest)
 
 
+def _chaos(options: Options) -> None:
+    """Train under faults; status 1 if a loop raised an exception, or a fork lasted."""
+    from colab_swarm.bench.chaos import chaos, plan
+
+    given: dict[str, Any] = {"minutes": options.minutes, "seed": options.seed}
+    peers, faults = plan(options.peers, options.script, options.mean_s, options.kinds, **given)
+    tell = partial(_report, options, "fault")
+    given |= {"baseline_s": options.baseline_s, "simulated": options.simulate}
+    figures = chaos(peers, faults, tell=lambda text: tell(text, text=text), **given)
+    rounded = {name: f"{fact:.3g}" if isinstance(fact, float) else fact for name, fact in figures.items()}
+    lines = (f"{name:>46}: {fact}" for name, fact in rounded.items())
+    _report(options, "report", "\n".join(lines), **figures)
+    if figures["forks that lasted"] or figures["exceptions in a loop"]:
+        sys.exit(1)
+
+
 def _doctor(options: Options) -> None:
     from colab_swarm.swarm.doctor import doctor
 
@@ -381,6 +397,20 @@ NETWORK: Arguments = {
     **COMMON,
 }
 DEMO: Arguments = {"--steps": ("number of global steps", INT | {"default": 60})}
+CHAOS: Arguments = {
+    "--peers": ("number of peers", INT | {"default": 5}),
+    "--minutes": ("under faults", FLOAT | {"default": 8.0}),
+    "--baseline-s": ("seconds without faults before, for comparison", FLOAT | {"default": 60.0}),
+    "--mean-s": ("mean seconds between random faults", FLOAT | {"default": 15.0}),
+    "--kinds": (
+        "of random faults: kill,freeze,restart; with --simulate also cut,slow",
+        {"default": "kill,freeze,restart"},
+    ),
+    "--seed": ("of the random faults", INT | {"default": 0}),
+    "--script": ("file with faults instead, one a line: SECONDS KIND PEER [SECONDS]", {}),
+    "--simulate": ("simulated peers in virtual time instead of processes", FLAG),
+    "--json-lines": ("print one JSON object per event", FLAG),
+}
 DOCTOR: Arguments = {
     "invite": ("also check this run", {"nargs": "?"}),
     "--size": ("size of the ALBERT to train", {"choices": SIZES}),
@@ -453,6 +483,7 @@ VOLUNTEER: Arguments = {
 }
 COMMANDS: dict[Callable[[Options], None], tuple[str, Arguments]] = {
     _demo: ("train ALBERT-tiny with several processes here; 2 minutes", DEMO),
+    _chaos: ("train a small model here while peers are killed, frozen and restarted; 10 minutes", CHAOS),
     _doctor: ("check whether this machine can take part", DOCTOR),
     _backbone: ("create a run and stay online as a peer that others can reach", BACKBONE),
     _relay: ("join a run and relay for peers that cannot be dialled", RELAY),

@@ -10,10 +10,10 @@ all peers: each record is stored at the few peers whose ids are nearest to its k
     alice wants the records under key K
       queries the 3 nearest peers that she knows  ->  each answers with its records, and with peers nearer still
       queries those                               ->  … until the nearest 3 that are alive have answered
-      merges the answers, subkey by subkey: the newest version of each wins
+      merges the answers, owner by owner: the newest version of each wins
 
-Under a key are **subkeys**, each with its own value, version and expiration. So a hundred peers
-write their progress under one key, each under its own id, and one lookup reads them all.
+Under a key each peer has **one record**, signed, with its own value, version and expiration. So a hundred
+peers publish their progress under one key, and one lookup reads them all.
 
 ## Modules
 
@@ -33,34 +33,35 @@ caching along the path (section 2.5) is left out: progress written each second m
 - **Lookup.** Up to 3 queries at once, without a barrier between rounds. A slow peer frees its place until it answers.
 - **Store.** At the 5 peers nearest to the key; readers hear 3. So a reader sees every write that missed at most two of
   its replicas. Holders store records again every 600 s at the peers that are nearest by then.
-- **Owners.** Only a peer itself writes under the subkey of its id, by its signature. Elsewhere a signed record replaces
-  an unsigned one, and a higher version a lower one, so all holders end with the same record.
+- **Owners.** Only its owner, by its signature, replaces a record: by one of a higher version, so all holders end with
+  the same one.
 
 | limit | value |
 |---|---|
 | one query | 5 s; a silent peer costs less |
 | a record's life | 24 h |
-| a value, a subkey | 32 KiB, 256 bytes |
-| all records under one key | 200,000 bytes (one message) |
+| a value | 32 KiB |
+| all records under one key | 200,000 bytes (one message); beyond that a new record displaces the longest |
+| all records of one owner, at one peer | 2 MiB |
 | all records that a peer holds for others | 64 MiB |
 | lookup of quiet buckets | every 120 s |
 
 ## Failures
 
 A peer that does not answer twice in a row leaves its bucket. One of the lost peers is queried again every 30 s, and
-every 2 s by a peer without any contact. A peer's failure raises nothing: `store` returns how many peers hold the
+every 2 s by a peer without any contact. A peer's failure raises nothing: `publish` returns how many peers hold the
 record, `get` the values found.
 
 **Security.** A holder can drop or hide records, and a member that makes many ids near a key can hold all its replicas.
-So do not store secrets, and trust only signed records. No peer can forge another's signed record or
-bring back an expired one. A malicious member can fill a key up to its limit; therefore revocations
+So do not publish secrets. No peer can forge another's record or bring back an expired one. A member that
+fills a key or a peer displaces its own records first; still, revocations
 also travel from peer to peer (see `colab_swarm.trust`).
 
 Services call `DHT.publish(key, value, ttl_s=…)` and `DHT.published` or `DHT.get`; users rarely do.
 
 ## Measured
 
-On one machine with 8 processes: 0.83 ms to store, 0.56 ms to get, one at a time, and 4,124 operations a second
+On one machine with 8 processes: 0.83 ms to publish, 0.56 ms to get, one at a time, and 4,124 operations a second
 concurrently (hivemind 1.1.12: 26 ms, 19 ms, 53). With 10,000 simulated peers of which 20 % are
 dead, all records are found, in 2 hops (median). `python -m colab_swarm.bench dht` measures again.
 """

@@ -1,4 +1,4 @@
-"""Records: values in the DHT under a key and a subkey, their owners, and their expiration.
+"""Records: values in the DHT under a key, one of each owner, signed, and their expiration.
 
 ``expires_at`` and ``version`` are signed and accepted with a tolerance of `CLOCK_SLACK_S`: a record
 cannot be replayed after its end. A holder counts ``ttl_s`` down on its own clock, so clocks that
@@ -7,46 +7,55 @@ are wrong do no harm.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
+from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
+RoleBy: TypeAlias = Callable[[bytes, bytes, float], Role]
 ID_BYTES = 32
+SHORT_BYTES = 1024  # shorter records count as equally long
 VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 microseconds
 
 
 class Record(Message, frozen=True):
-    """One value under a key and a subkey; only its owner replaces an owned record."""
+    """One owner's value under a key; only its owner replaces it."""
 
-    subkey: bytes  # holds one record; one of 32 bytes is a peer's id: only that peer may write it
     value: bytes  # msgpack
     expires_at: float  # end of its life, the writer's swarm time
     version: int  # the writer's swarm time when it wrote, microseconds; the highest wins
     ttl_s: float  # seconds left when this message was sent; not signed
-    owner: bytes = b""  # Ed25519 public key, or empty
+    owner: bytes  # Ed25519 public key
+    membership: bytes = b""  # proves the owner's role; empty in an open run
     signature: bytes = b""
 
     def signed_bytes(self, key: bytes) -> bytes:
-        parts = key, self.subkey, self.value, self.expires_at, self.version, self.owner
+        parts = key, self.value, self.expires_at, self.version, self.owner, self.membership
         return msgspec.msgpack.encode((b"colab_swarm record", *parts))
 
     @property
-    def rank(self) -> tuple[bool, int, bytes]:
+    def rank(self) -> tuple[int, bytes]:
         """Of two records the one of higher rank stays, at every peer and in any order of arrival."""
-        return bool(self.owner), self.version, self.value
+        return self.version, self.value
 
     @property
     def size_bytes(self) -> int:
-        return len(self.subkey) + len(self.value) + 256
+        return len(self.value) + len(self.membership) + 256
 
+    @property
+    def written_at(self) -> float:
+        """The writer's swarm time, seconds."""
+        return self.version / 1e6
 
-def owner_of(record: Record) -> PeerId | None:
-    return id_of(record.owner) if record.owner else None
+    @property
+    def writer(self) -> PeerId:
+        return id_of(self.owner)
 
 
 class FindNear(Message, frozen=True):
@@ -104,18 +113,24 @@ class DHTSettings:
     retry_s: float = 30.0  # between retries of one of the lost peers
     republish_s: float = 600.0  # until records are stored again at the peers nearest by then
     value_bytes: int = 1 << 15  # limits of one record
-    subkey_bytes: int = 256
     key_bytes: int = 200_000  # limit of all records under one key; they must fit in one message
+    owner_bytes: int = 1 << 21  # limit of all records of one owner at this peer
     total_bytes: int = 1 << 26  # limit of all records that this peer holds for others
     max_ttl_s: float = 24 * 3600.0  # longest life of a record
 
 
 class Storage:
-    """Keys to subkeys to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`."""
+    """Keys to owners to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
 
-    def __init__(self, settings: DHTSettings) -> None:
-        self._settings = settings
+    Where a limit is reached, a new record takes the place of others: under its key that of the longest,
+    at a full peer those of the owner with the most bytes, the oldest first. So an owner that fills a key or a
+    peer loses its own records first, and peers that renew theirs keep them. ``role_by`` is `Peers.role_by`.
+    """
+
+    def __init__(self, settings: DHTSettings, role_by: RoleBy) -> None:
+        self._settings, self._role_by = settings, role_by
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
+        self._owned: dict[bytes, dict[bytes, int]] = {}  # by owner: keys, the oldest first, and bytes there
         self.total_bytes = 0
         self._sweep_at = 0.0
 
@@ -128,34 +143,56 @@ class Storage:
         A record that is held already, or superseded, changes nothing, its life included.
         """
         self._sweep(now)
-        records = self._keys.get(key, {})
-        held, end = records.get(record.subkey, (None, 0.0))
-        freed_bytes = held.size_bytes if held else 0
-        if end <= now:
-            held = None
-        if held is not None and record.rank <= held.rank:
+        held, end = self._keys.get(key, {}).get(record.owner, (None, 0.0))
+        if held is not None and end > now and record.rank <= held.rank:
             return None if record.signed_bytes(key) == held.signed_bytes(key) else "a newer record is held"
-        if fault := self.fault_of(key, record, swarm_time=swarm_time):
+        if self.role_of(record) < Role.REDUCER:
+            return "its owner is no member of the run, or may only watch"
+        if fault := self.fault_of(key, record, swarm_time=swarm_time) or self._crowded(key, record, held):
             return fault
-        if held is not None and held.owner not in (b"", record.owner):
-            return "the subkey belongs to another peer"
-        more_bytes = record.size_bytes - freed_bytes
-        if sum(one.size_bytes for one, _ in records.values()) + more_bytes > self._settings.key_bytes:
-            return f"the key is full: {self._settings.key_bytes} bytes"
-        if self.total_bytes + more_bytes > self._settings.total_bytes:
-            return f"this peer is full: {self._settings.total_bytes} bytes"
-        self._keys.setdefault(key, {})[record.subkey] = (record, now + record.ttl_s)
-        self.total_bytes += more_bytes
+        if held is not None:
+            self._drop(key, record.owner)
+        self._keys.setdefault(key, {})[record.owner] = record, now + record.ttl_s
+        self._owned.setdefault(record.owner, {})[key] = record.size_bytes
+        self.total_bytes += record.size_bytes
         return None
 
+    def _crowded(self, key: bytes, record: Record, held: Record | None) -> str | None:
+        """Make room for a record in place of ``held``; return why there is none, or None."""
+        settings, more_bytes = self._settings, record.size_bytes - (held.size_bytes if held else 0)
+        own_bytes = sum(self._owned.get(record.owner, {}).values()) + more_bytes
+        if own_bytes > settings.owner_bytes:
+            return f"its owner has {settings.owner_bytes} bytes here"
+        others = {owner: one for owner, (one, _) in self._keys.get(key, {}).items() if owner != record.owner}
+        while sum(one.size_bytes for one in others.values()) + record.size_bytes > settings.key_bytes:
+            longest = max(others, key=lambda owner: max(others[owner].size_bytes, SHORT_BYTES))
+            if record.size_bytes > max(others[longest].size_bytes, SHORT_BYTES):
+                return f"the key is full: {settings.key_bytes} bytes"
+            self._drop(key, longest)
+            del others[longest]
+        while self.total_bytes + more_bytes > settings.total_bytes:
+            greedy = max(
+                self._owned, key=lambda owner: sum(self._owned[owner].values()), default=record.owner
+            )
+            if greedy == record.owner or sum(self._owned[greedy].values()) < own_bytes:
+                return f"this peer is full: {settings.total_bytes} bytes"
+            self._drop(next(iter(self._owned[greedy])), greedy)
+        return None
+
+    def _drop(self, key: bytes, owner: bytes) -> None:
+        self.total_bytes -= self._keys[key].pop(owner)[0].size_bytes
+        del self._owned[owner][key]
+        if not self._keys[key]:
+            del self._keys[key]
+        if not self._owned[owner]:
+            del self._owned[owner]
+
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
-        if len(record.value) > self._settings.value_bytes or len(record.subkey) > self._settings.subkey_bytes:
-            return f"{len(record.value)} bytes under a subkey of {len(record.subkey)} are too many"
+        if len(record.value) > self._settings.value_bytes or len(record.membership) > MAX_MEMBERSHIP_BYTES:
+            return f"a value of {len(record.value)} bytes, or its membership, is too long"
         if fault := self._age_fault(record, swarm_time):
             return fault
-        if len(record.subkey) == ID_BYTES and owner_of(record) != record.subkey:
-            return "the subkey is a peer's id, and the record is not that peer's"
-        if record.owner and not _signed(key, record):
+        if not _signed(key, record):
             return "its signature is forged"
         try:
             msgspec.msgpack.decode(record.value)
@@ -163,11 +200,16 @@ class Storage:
             return "its value is not msgpack"  # readers decode without a check
         return None
 
+    def role_of(self, record: Record) -> Role:
+        return self._role_by(record.owner, record.membership, record.written_at)
+
     def _age_fault(self, record: Record, swarm_time: float) -> str | None:
         max_ttl_s = self._settings.max_ttl_s
         left_s = record.expires_at - swarm_time
         if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
             return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
+        if record.expires_at - record.written_at > max_ttl_s + CLOCK_SLACK_S:
+            return "it was written too long before its end"
         if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
             return "its version is from the future: check the writer's clock"
         return None
@@ -183,10 +225,8 @@ class Storage:
             return
         self._sweep_at = now + 5.0
         for key, held in list(self._keys.items()):
-            for subkey in [subkey for subkey, (_, end) in held.items() if end <= now]:
-                self.total_bytes -= held.pop(subkey)[0].size_bytes
-            if not held:
-                del self._keys[key]
+            for owner in [owner for owner, (_, end) in held.items() if end <= now]:
+                self._drop(key, owner)
 
 
 _verified: OrderedDict[bytes, None] = OrderedDict()  # by all peers of this process: a simulation has many

@@ -124,7 +124,7 @@ class Lookup:
         self, target: bytes, seeds: Iterable[Contact], *, width: int, alpha: int, patience_s: float = 1.0
     ) -> None:
         self.target, self.calls = target, 0
-        self.width, self._alpha, self._patience_s = width, alpha, patience_s
+        self.width, self._alpha, self.patience_s = width, alpha, patience_s
         self._candidates: dict[PeerId, _Candidate] = {}
         self._by_distance: list[tuple[int, _Candidate]] = []
         self._add(seeds, hops=1)
@@ -159,11 +159,11 @@ class Lookup:
         if len(window) == self.width:
             return True
         # too few: wait for slow queries, without any answer as long as it takes
-        return not any(not window or now < at + self._patience_s * GRACE for at in self._in_flight())
+        return not any(not window or now < at + self.patience_s * GRACE for at in self._in_flight())
 
     def wake_at(self, now: float) -> float | None:
         """Return when the next query gets slow or hopeless; None if only a reply helps."""
-        limits = [at + self._patience_s * factor for at in self._in_flight() for factor in (1, GRACE)]
+        limits = [at + self.patience_s * factor for at in self._in_flight() for factor in (1, GRACE)]
         return min((at for at in limits if at > now), default=None)
 
     def _in_flight(self) -> list[float]:
@@ -180,28 +180,9 @@ class Lookup:
     def _window(self, now: float) -> list[_Candidate]:
         window: list[_Candidate] = []
         for _, candidate in self._by_distance:
-            slow = candidate.answered is None and now >= candidate.asked_at + self._patience_s
+            slow = candidate.answered is None and now >= candidate.asked_at + self.patience_s
             if candidate.answered is not False and not slow:
                 window.append(candidate)
                 if len(window) == self.width:
                     break
         return window
-
-
-@dataclass
-class Patience:
-    """How long an answer may take before its query is slow: mean plus four deviations (RFC 6298)."""
-
-    _mean_s: float | None = None
-    _deviation_s: float = 0.0
-
-    def learn(self, rtt_s: float) -> None:
-        if self._mean_s is None:
-            self._mean_s, self._deviation_s = rtt_s, rtt_s / 2
-            return
-        self._deviation_s += (abs(rtt_s - self._mean_s) - self._deviation_s) / 4
-        self._mean_s += (rtt_s - self._mean_s) / 8
-
-    @property
-    def seconds(self) -> float:
-        return 1.0 if self._mean_s is None else max(MIN_PATIENCE_S, self._mean_s + 4 * self._deviation_s)

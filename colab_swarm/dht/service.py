@@ -29,12 +29,23 @@ from colab_swarm.dht.records import (
     Storage,
     Stored,
     StoreRecord,
-    owner_of,
 )
-from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
+from colab_swarm.dht.routing import MIN_PATIENCE_S, Lookup, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError, require
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Refusal, Role, short
+from colab_swarm.net.membership import voucher_of
+from colab_swarm.net.peers import (
+    MAX_ADDRESSES,
+    Contact,
+    Message,
+    Patience,
+    PeerId,
+    Peers,
+    R,
+    Refusal,
+    Role,
+    short,
+)
 from colab_swarm.runtime import PauseGate
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
@@ -93,18 +104,19 @@ class BackgroundTasks:
 
 @dataclass(frozen=True)
 class Found:
-    """A value from the DHT; ``expires_at`` in this peer's swarm time, ``owner`` if it is signed."""
+    """A value from the DHT; ``expires_at`` in swarm time, the owner's role and who vouches for it (`voucher_of`)."""
 
     value: Any
     expires_at: float
-    owner: PeerId | None
+    role: Role
+    voucher: bytes
 
 
 @dataclass(frozen=True)
 class Reading:
     """Values found, ``hops`` queries in a row until the first record, and ``calls`` in total."""
 
-    found: dict[bytes, Found]
+    found: dict[PeerId, Found]
     hops: int | None
     calls: int
 
@@ -119,7 +131,10 @@ class DHT:
         self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
         self._peers, self._rng, self._now = peers, rng, asyncio.get_running_loop().time
         self._tasks = BackgroundTasks("upkeep of the DHT", events or EventLog(), rng)
-        self._storage, self._patience = Storage(settings), Patience()
+        self._storage, self._patience = (
+            Storage(settings, peers.role_by),
+            Patience(MIN_PATIENCE_S, settings.timeout_s, 1.0),
+        )
         self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}  # of the last keys
         self._last_version = 0
@@ -135,46 +150,41 @@ class DHT:
         lookup = await self.find_near(self._peers.id, width=width, seeds=self._entries)
         return len(lookup.nearest(width))
 
-    async def store(
-        self, key: str | bytes, value: Any, *, subkey: bytes | None = None, ttl_s: float, signed: bool = False
-    ) -> int:
-        """Store ``value`` as msgpack for ``ttl_s`` seconds; return how many peers hold it.
+    async def publish(self, key: str | bytes, value: Any, *, ttl_s: float) -> int:
+        """Store this peer's ``value`` as msgpack for ``ttl_s`` seconds, signed; return how many peers hold it.
 
-        It replaces an earlier value under the same subkey. A peer's id (32 bytes) is that peer's
-        own subkey and needs ``signed``: no other peer can replace it. Raises `ValueError` if the
-        value is too large, or the subkey belongs to another peer.
+        It replaces this peer's earlier value under the key. Raises `ValueError` if it is too large.
         """
         peers, id, now = self._peers, key_id(key), self._peers.time()
         self._last_version = max(self._last_version + 1, int(now * 1e6))
-        data, owner = msgspec.msgpack.encode(value), peers.public_key if signed else b""
-        record = Record(subkey or b"", data, now + ttl_s, self._last_version, ttl_s, owner)
-        if signed:
-            record = msgspec.structs.replace(record, signature=peers.sign(record.signed_bytes(id)))
+        data = msgspec.msgpack.encode(value)
+        record = Record(data, now + ttl_s, self._last_version, ttl_s, peers.public_key, peers.membership)
+        record = msgspec.structs.replace(record, signature=peers.sign(record.signed_bytes(id)))
         if fault := self._storage.fault_of(id, record, swarm_time=now):
-            raise ValueError(f"cannot store under {key!r}: {fault}")
+            raise ValueError(f"cannot publish under {key!r}: {fault}")
         return await self._store(id, (record,))
 
-    async def get(self, key: str | bytes) -> dict[bytes, Found]:
-        """Return all live values under ``key``, by subkey."""
+    async def get(self, key: str | bytes) -> dict[PeerId, Found]:
+        """Return all live values under ``key``, by the peer that published them."""
         return (await self.read(key)).found
-
-    async def publish(self, key: str, value: Any, *, ttl_s: float) -> int:
-        """Store a value under this peer's own subkey, signed; return how many peers hold it."""
-        return await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
 
     async def published(self, key: str, kind: type[T]) -> dict[PeerId, T]:
         """Return the valid records that peers published, and learn the ``addresses`` in them."""
-        records: dict[PeerId, T] = {}
-        for subkey, found in (await self.get(key)).items():
+        return {peer: record for peer, (record, _) in (await self.found(key, kind)).items()}
+
+    async def found(self, key: str, kind: type[T]) -> dict[PeerId, tuple[T, Found]]:
+        """Do as `published`, with what is known of each record."""
+        records: dict[PeerId, tuple[T, Found]] = {}
+        for peer, found in (await self.get(key)).items():
             try:
                 record = msgspec.convert(found.value, kind, strict=False)
             except (msgspec.ValidationError, ValueError) as error:
-                logger.info("record of %s under %s ignored: %s", subkey.hex()[:8], key, error)
+                logger.info("record of %s under %s ignored: %s", short(peer), key, error)
                 continue
-            contact = Contact(PeerId(subkey), getattr(record, "addresses", ()))
+            contact = Contact(peer, getattr(record, "addresses", ()))
             if is_sound(contact):
                 self._peers.learn(contact)
-                records[contact.id] = record
+                records[contact.id] = record, found
         return records
 
     async def read(self, key: str | bytes) -> Reading:
@@ -187,7 +197,7 @@ class DHT:
         return (await self._gather(id := key_id(key)))[0].get(id, now=self._now())
 
     async def _gather(self, id: bytes) -> tuple[Storage, Lookup, list[PeerId]]:
-        merged, first = Storage(self.settings), list[PeerId]()
+        merged, first = Storage(self.settings, self._peers.role_by), list[PeerId]()
         lookup = self._lookup(id, width=self.settings.read_replicas)
         ask = partial(self._ask, id, merged, first)
         await self._search(lookup, ask)
@@ -204,7 +214,7 @@ class DHT:
         hide all records.
         """
         id, width = key_id(key), self.settings.parallel
-        merged = Storage(self.settings)
+        merged = Storage(self.settings, self._peers.role_by)
         async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
             if "" in await self._put(merged, id, answer.records):
                 return Reading(self._found_in(merged, id), answer.hops, width)
@@ -261,6 +271,7 @@ class DHT:
                 await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for query in [query for query in asked if query.done()]:
                     lookup.on_answer(asked.pop(query), None if query.cancelled() else query.result())
+                lookup.patience_s = self._patience.seconds  # learnt from these answers
         except asyncio.CancelledError:
             for query in asked:
                 query.cancel()
@@ -309,10 +320,15 @@ class DHT:
             first.append(contact.id)
         return contacts
 
-    def _found_in(self, merged: Storage, key: bytes) -> dict[bytes, Found]:
+    def _found_in(self, merged: Storage, key: bytes) -> dict[PeerId, Found]:
         now, decode = self._peers.time(), msgspec.msgpack.decode
         records = merged.get(key, now=self._now())
-        return {one.subkey: Found(decode(one.value), now + one.ttl_s, owner_of(one)) for one in records}
+        return {
+            one.writer: Found(
+                decode(one.value), now + one.ttl_s, merged.role_of(one), voucher_of(one.owner, one.membership)
+            )
+            for one in records
+        }
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
         """Yield our records or, without any, the answers of the ``width`` nearest peers."""

@@ -180,17 +180,17 @@ Announced: TypeAlias = dict[PeerId, dict[int, ExpertInfo]]  # what hosts announc
 
 
 def announced(
-    page: GridPage, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
+    page: GridPage, found: Iterable[tuple[PeerId, Found]], *, now: float, swarm_time: float
 ) -> Announced:
     """Decode the records of a page without those that are invalid; ``now`` is the monotonic clock at ``swarm_time``."""
     by_host: Announced = {}
-    for subkey, record in found:
+    for peer, record in found:
         try:
             row = msgspec.convert(record.value, GridRecord)
         except msgspec.ValidationError:
             continue
-        contact, until = Contact(PeerId(subkey), row.addresses), now + record.expires_at - swarm_time
-        if record.owner == subkey and is_sound(contact):
+        contact, until = Contact(peer, row.addresses), now + record.expires_at - swarm_time
+        if is_sound(contact):
             held = by_host.setdefault(contact.id, {})
             for one in row.places:
                 if (index := page.index_at(one.index)) is not None:

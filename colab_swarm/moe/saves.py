@@ -216,7 +216,7 @@ class SavePlace(Message, frozen=True):
 
 
 class SaveRecord(Message, frozen=True):
-    """An expert's newest save and the last safe one; signed, under its owner's subkey."""
+    """An expert's newest save and the last safe one; published in the DHT."""
 
     saves: Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
 

@@ -1,14 +1,17 @@
 """Addresses to dial, to dial for others, and of visitors."""
 
 import ipaddress
+import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import ifaddr
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId
 
@@ -156,6 +159,30 @@ class VisitLimit:
         self._visits.pop(source, None)
 
 
+class VisitorLogger(logging.LoggerAdapter[logging.Logger]):
+    """For aiohttp's servers: a visitor's bad request is a DEBUG line, and their number one INFO line a minute."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("colab_swarm.http"), {})
+        self._bad, self._told_at = 0, time.monotonic()
+
+    def debug(self, msg: object, *args: object, exc_info: Any = None, **more: Any) -> None:
+        if exc_info is None:
+            super().debug(msg, *args, **more)
+        else:
+            self.exception(msg, *args, exc_info=exc_info, **more)
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+        if not isinstance(exc_info, HttpProcessingError | web.RequestPayloadError | ConnectionError):
+            super().exception(msg, *args, exc_info=exc_info, **more)
+            return
+        self.debug(f"{msg}: %s", *args, exc_info)
+        self._bad += 1
+        if (now := time.monotonic()) - self._told_at >= 60.0:
+            self.info("%d bad requests in the last %.0f s", self._bad, now - self._told_at)
+            self._bad, self._told_at = 0, now
+
+
 def source_of(request: web.BaseRequest) -> str:
     """Return the visitor's network: its IPv4 address, or the /64 of its IPv6 address.
 
@@ -166,6 +193,10 @@ def source_of(request: web.BaseRequest) -> str:
     if is_loopback(host) and "X-Forwarded-For" in request.headers:
         host = request.headers.getall("X-Forwarded-For")[-1].rpartition(",")[2].strip()
         prefix = "forwarded "
+    return f"{prefix}{network_of(host)}"
+
+
+def network_of(host: str) -> str:
+    """Return an IPv4 address, or the /64 of an IPv6 address, which one host can fill; "" for others."""
     ip = ip_of(host)
-    network = ip if ip is None or ip.version == 4 else ipaddress.ip_network((ip, 64), strict=False)
-    return f"{prefix}{network or ''}"
+    return str((ip if ip is None or ip.version == 4 else ipaddress.ip_network((ip, 64), strict=False)) or "")

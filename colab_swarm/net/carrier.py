@@ -216,6 +216,7 @@ class Loopback:
         self.receiver: Receiver
         self.open = True
         self._loop = asyncio.get_running_loop()
+        self.read_at = self._loop.time()
 
     @property
     def backlog_bytes(self) -> int:
@@ -247,6 +248,7 @@ class Loopback:
         """Return at once."""
 
     def _deliver(self, message: memoryview) -> None:
+        self.read_at = self._loop.time()
         if self.open:
             self.receiver.on_message(message)
 

@@ -13,6 +13,7 @@ of I/O; `HandshakeReceiver` runs it over a connection.
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, TypeVar
@@ -30,6 +31,7 @@ from colab_swarm.errors import (
     WrongPeer,
     require,
 )
+from colab_swarm.net.addresses import VisitorLogger, network_of
 from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
@@ -238,16 +240,11 @@ async def dial_any(
     raise kind("; ".join(map(str, failures)))
 
 
-class _Refused(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
-
-
 class Listener:
     """Accepts connections until `close`.
 
-    At most ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``.
+    About ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``. Beyond that
+    the address with the most of them loses its oldest one, so no address takes room from others.
     ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a relay's
     ``on_ticket`` takes connections whose first message starts with `TICKET`.
     """
@@ -261,7 +258,7 @@ class Listener:
         self._receive, self._scratch = receive, scratch
         self._timeout_s, self._max_fresh = settings.handshake_timeout_s, settings.max_handshakes
         self._loop = asyncio.get_running_loop()
-        self._http = web.Server(self._upgrade, access_log=None)
+        self._http = web.Server(self._upgrade, access_log=None, logger=VisitorLogger())
         self._server: asyncio.Server | None = None
         self._fresh: dict[Any, float] = {}
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
@@ -285,8 +282,13 @@ class Listener:
     def _on_connection(self) -> asyncio.BaseProtocol:
         now = self._loop.time()
         self._fresh = {one: at for one, at in self._fresh.items() if self._is_fresh(one, at, now)}
-        if len(self._fresh) >= self._max_fresh:
-            return _Refused()
+        ends = {one: one.transport.get_extra_info("peername") for one in self._fresh if one.transport}
+        hosts = {one: network_of(end[0]) for one, end in ends.items() if end}
+        while len(hosts) >= self._max_fresh:  # several may have come since the last one was counted
+            most, _ = Counter(hosts.values()).most_common(1)[0]
+            oldest = next(one for one, host in hosts.items() if host == most)
+            oldest.transport.abort()
+            del self._fresh[oldest], hosts[oldest]
         connection = self._http()
         self._fresh[connection] = now
         self._loop.call_later(self._timeout_s, self._abort, connection)

@@ -84,7 +84,7 @@ class Link:
         self._sent, self._received = traffic
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
-        self.opened_at = self.heard_at = self.used_at = self._loop.time()
+        self.opened_at = self.used_at = self._loop.time()
         self.rtts_s: deque[float] = deque(maxlen=5)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, Stream] = {}
@@ -302,7 +302,7 @@ class Link:
     def on_message(self, data: memoryview) -> None:
         if self.lost is not None:
             return
-        now = self.heard_at = self._loop.time()
+        now = self._loop.time()
         self._received.count(len(data), now)
         pause_s = self._received.delay(now)
         try:

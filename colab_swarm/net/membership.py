@@ -2,15 +2,18 @@
 
 The authority signs them, or a `Grant` of an invitation's key, which signs them: this admits late
 joiners while the authority is offline. The invitation holds the secret of its own key, so the
-joining peer signs its membership itself. A grant that is not ``offline`` only allows to request one
-from the authority. The holder of an offline invitation can come back under a new key until
-``member_until``, unless the invitation's own key is revoked too. Times are swarm time, with a
+joining peer signs its membership itself. Such a membership says when it was issued, and nobody can
+check that: after ``join_until`` a peer accepts it only from those that it met before, and the
+authority renews no other. A grant that is not ``offline`` only allows to request a membership from
+the authority. The holder of an offline invitation can come back under a new key until
+``join_until``, unless the invitation's own key is revoked too. Times are swarm time, with a
 tolerance of `SLACK_S`.
 """
 
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Annotated, Self, TypeAlias
 
@@ -28,6 +31,7 @@ MAX_USES = 10_000
 MAX_REVOKED = 900  # so many fit in one record of the DHT
 MAX_MEMBERSHIP_BYTES = 2048
 MAX_GUESTS = 64
+MAX_MET = 10_000  # members by invitation that are remembered
 GUEST_S = 60.0  # for a peer without a membership to request one from the authority
 MAX_ANSWER_BYTES = 1 << 20
 AGAIN = "join again with an invitation"
@@ -80,6 +84,9 @@ class Membership(Signed, frozen=True):
     issued_at: Moment
     expires_at: Moment
     grant: Grant | None = None  # under which an invitation signed it; None: the authority did
+    invited_by: Annotated[bytes, msgspec.Meta(max_length=32)] = (
+        b""  # the invitation's key, kept by the authority
+    )
 
     @classmethod
     def decode(cls, data: bytes) -> "Membership":
@@ -139,11 +146,14 @@ class MembershipAdmission:
         self.revoked = Revocations(run_id)  # the newest; `learn` replaces them
         self._revoked_ids: frozenset[bytes] = frozenset()
         self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
+        self._met: dict[bytes, bool] = {}  # public keys seen while their invitation was good
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """Return the role that ``membership`` gives at swarm time ``now``, or raise `NotAdmitted`."""
         try:
             role = self.verify(public_key, membership, now=now)
+            if role < Role.AUTHORITY:
+                self.require_met(self.inspect(public_key, membership), now=now)
         except NotAdmitted as error:
             if self.own != self.authority or error.reason == "revoked":
                 raise
@@ -165,6 +175,16 @@ class MembershipAdmission:
         _require(late_s <= SLACK_S, f"membership ended {in_words(late_s)} ago: {AGAIN}")
         _require(early_s <= SLACK_S, f"membership starts in {in_words(early_s)}: set the clock that is off")
         return found
+
+    def require_met(self, shown: Membership, *, now: float) -> None:
+        """Raise `NotAdmitted` if an invitation signed it, has ended, and was not shown here before."""
+        if shown.grant is None:
+            return
+        late_s, met = now - shown.grant.join_until, self._met.pop(shown.key, False)
+        _require(met or late_s <= SLACK_S, f"its invitation ended {in_words(late_s)} ago: ask for another")
+        self._met[shown.key] = True
+        if len(self._met) > MAX_MET:
+            del self._met[next(iter(self._met))]
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
         """Return the peer's membership, ended or not; raise `NotAdmitted` if it is unsound or revoked."""
@@ -212,8 +232,21 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
+def voucher_of(public_key: bytes, membership: bytes) -> bytes:
+    """Return who vouches for a peer: an invitation's key, its account, or its own key. Peers of one may be one."""
+    with suppress(NotAdmitted):
+        shown = Membership.decode(membership)
+        if shown.grant is not None:
+            return shown.grant.key
+        return shown.name.encode() or shown.invited_by or public_key
+    return public_key
+
+
 class OpenAdmission:
     membership = b""
+
+    def verify(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+        return Role.WORKER
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         return Role.WORKER

@@ -8,6 +8,7 @@ joiner's only peer could make expired records valid again.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import replace
@@ -18,7 +19,15 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable, require
+from colab_swarm.errors import (
+    NotAdmitted,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    PeerUnreachable,
+    WrongPeer,
+    require,
+)
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_local, is_loopback, reachable_addresses, relay_of
 from colab_swarm.net.carrier import (
@@ -36,13 +45,25 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable
 from colab_swarm.net.membership import Admission, OpenAdmission
 from colab_swarm.net.mux import ServiceTable
-from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
+from colab_swarm.net.peers import (
+    Contact,
+    LeftOut,
+    LinkStatistics,
+    M,
+    Message,
+    PeerId,
+    R,
+    Role,
+    Stream,
+    short,
+)
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, dial
 
 __all__ = ["Linker", "Node", "NodeSettings", "SwarmClock"]
 logger = logging.getLogger(__name__)
 MAX_OFFSET_S = 600.0
 CLOSE_TIMEOUT_S = 1.0
+REDIAL_S, MAX_REDIAL_S = 1.0, 30.0  # until an address that did not answer is dialled again
 
 
 class SwarmClock:
@@ -75,6 +96,7 @@ class Linker:
     """A node's links: dials, accepts and closes them.
 
     Attributes:
+        admission: who may link, and this peer's membership.
         addresses: where others can dial this peer, as its handshakes state.
         pinned: peers whose quiet links stay open (relays that hold a place for this peer).
         open_circuit: opens a connection to a peer through a relay; None where circuits are not offered.
@@ -90,7 +112,7 @@ class Linker:
         wall_clock: Callable[[], float],
         make_link: Callable[..., Link] = Link,
     ) -> None:
-        self._identity, self._settings, self._admission = identity, settings, admission
+        self._identity, self._settings, self.admission = identity, settings, admission
         self._events, self._wall_clock, self._loop = events, wall_clock, asyncio.get_running_loop()
         self._awaited: dict[PeerId, asyncio.Future[None]] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}  # a set would be cancelled in any order
@@ -102,6 +124,7 @@ class Linker:
         self._make_link = partial(make_link, services=self.services, settings=settings, events=events)
         self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
         self.metering = Metering(settings, self._loop.time)
+        self._unanswered = LeftOut[str](REDIAL_S, MAX_REDIAL_S)
         self.addresses: tuple[str, ...] = ()
         self.pinned: set[PeerId] = set()
         self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
@@ -168,8 +191,22 @@ class Linker:
         return link
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
-        return await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
+        """Dial an address, but not at once again where no peer answered: any member may name a victim's."""
+        now, path = self._loop.time(), Path(LinkType.DIRECT, address=address)
+        if address.startswith("wss"):
+            path = replace(path, way=LinkType.TUNNEL)
+        held = any(self._unanswered.holds(one, now) for one in (address, f"{peer.hex()} {address}"))
+        require(not held, f"{address} did not answer a moment ago", PeerUnreachable)
+        try:
+            link = await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
+        except PeerUnreachable:
+            self._unanswered.fail(address, self._loop.time())
+            raise
+        except WrongPeer:  # another peer lives there, which others may dial
+            self._unanswered.fail(f"{peer.hex()} {address}", self._loop.time())
+            raise
+        self._unanswered.forgive(address)
+        return link
 
     async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
         """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
@@ -243,8 +280,8 @@ class Linker:
             addresses=self.addresses,
             run_id=self._settings.run_id,
             expected=expected,
-            membership=self._admission.membership,
-            admit=lambda key, membership: self._admission.admit(key, membership, now=self.time()),
+            membership=self.admission.membership,
+            admit=lambda key, membership: self.admission.admit(key, membership, now=self.time()),
         )
         make_link = make_link or partial(self.on_introduced, path, expected is not None)
         return HandshakeReceiver(introduction, wall_clock=self._wall_clock, make_link=make_link)
@@ -261,6 +298,8 @@ class Linker:
         self._require_open()
         contact, (ours, theirs) = remote.contact, carrier.ends
         self.book.replace(contact)
+        for address in contact.addresses:
+            self._unanswered.forgive(address)
         self.clock.observe(contact.id, theirs=remote.time, ours=self._wall_clock(), rtt_s=rtt_s)
         path = replace(path, local=ours, remote=theirs)
         traffic = self.metering.traffic(contact.id, path, dialled=dialled)
@@ -312,8 +351,8 @@ class Linker:
             self.recheck()
             now = self._loop.time()
             for link in self.table:
-                if now - link.heard_at > 3 * settings.keep_alive_s:
-                    link.abort(f"silent for {now - link.heard_at:.0f} s")
+                if now - link.carrier.read_at > 3 * settings.keep_alive_s:
+                    link.abort(f"silent for {now - link.carrier.read_at:.0f} s")
                 elif link.mux.leaving and link.mux.quiet and now - link.used_at > LEAVE_TIMEOUT_S:
                     link.close("no longer needed")
                 elif link.mux.quiet and now - link.used_at > settings.idle_link_s and self._can_redial(link):
@@ -334,7 +373,7 @@ class Linker:
         return max(roles, default=Role.GUEST)
 
     def _admit_again(self, link: Link, membership: bytes) -> Role:
-        role = self._admission.admit(link.remote.public_key, membership, now=self.time())
+        role = self.admission.admit(link.remote.public_key, membership, now=self.time())
         link.remote = replace(link.remote, membership=membership, role=role)
         return role
 
@@ -487,6 +526,19 @@ class Node:
     def role_of(self, peer: PeerId) -> Role:
         known = max((link.remote.role for link in self.linker.table.of(peer)), default=Role.GUEST)
         return Role.AUTHORITY if peer == self.id else known
+
+    @property
+    def membership(self) -> bytes:
+        return self.linker.admission.membership
+
+    def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
+        try:
+            return self.linker.admission.verify(public_key, membership, now=at)
+        except NotAdmitted:
+            return Role.GUEST
+
+    def read_at(self, peer: PeerId) -> float:
+        return max((link.carrier.read_at for link in self.linker.table.of(peer)), default=-math.inf)
 
     def path_to(self, peer: PeerId) -> Path | None:
         return None if (link := self.linker.table.best(peer)) is None else link.remote.path

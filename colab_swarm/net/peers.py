@@ -13,6 +13,7 @@
 
 import asyncio
 import math
+import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -226,6 +227,13 @@ class Peers(Protocol):
     def public_key(self) -> bytes:
         """This peer's Ed25519 public key (32 bytes); its SHA-256 is `id`."""
 
+    @property
+    def membership(self) -> bytes:
+        """What proves this peer's role to others; empty in an open run."""
+
+    def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
+        """Return the role that a membership gave its owner at a swarm time; ``GUEST`` if it gave none."""
+
     def time(self) -> float:
         """Return swarm time: seconds since the epoch, moved by the linked peers' median offset."""
 
@@ -263,6 +271,9 @@ class Peers(Protocol):
     def linked(self) -> frozenset[PeerId]:
         """Peers with an open link now."""
 
+    def read_at(self, peer: PeerId) -> float:
+        """Return the loop time of the last bytes from a linked peer; large messages take long on slow lines."""
+
     def way_to(self, peer: PeerId) -> str:
         """Return the type of link to a peer: ``direct``, ``LAN``, ``relayed by 1a2b3c4d``; empty without a link."""
 
@@ -284,6 +295,31 @@ def short(peer: PeerId) -> str:
     return peer.hex()[:8]
 
 
+class Patience:
+    """How long to wait for what takes its usual time: the median and five median deviations, within bounds.
+
+    A few liars or stalls among the last `REMEMBERED_TIMES` change neither. ``first_s`` holds until
+    something is known; None: ``most_s``.
+    """
+
+    def __init__(self, least_s: float, most_s: float, first_s: float | None = None) -> None:
+        self._least_s, self._most_s = least_s, most_s
+        self._times: deque[float] = deque(maxlen=REMEMBERED_TIMES)
+        self.seconds = most_s if first_s is None else first_s
+
+    def learn(self, seconds: float) -> None:
+        self._times.append(seconds)
+        middle = statistics.median(self._times)
+        deviation = statistics.median(abs(one - middle) for one in self._times)
+        self.seconds = min(max(self._least_s, middle + 5 * max(deviation, middle / 5)), self._most_s)
+
+
+def allowance_s(peers: Peers, peer: PeerId) -> float:
+    """Return how much longer to wait for a peer on a slow line: a few round trips, bounded."""
+    return min(4 * (peers.statistics(peer).rtt_s or 0.0), MOST_ALLOWANCE_S)
+
+
+REMEMBERED_TIMES, MOST_ALLOWANCE_S = 32, 5.0
 MAX_LEFT_OUT = 4096  # entries; beyond that the one that failed longest ago is forgotten
 K = TypeVar("K")
 

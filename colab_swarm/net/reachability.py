@@ -19,7 +19,7 @@ import msgspec
 
 from colab_swarm.errors import PeerError, TunnelError, require
 from colab_swarm.events import EventLog, ReachabilityChanged
-from colab_swarm.net.addresses import VisitLimit, host_of, is_local, may_dial_back
+from colab_swarm.net.addresses import VisitLimit, host_of, ip_of, is_local, may_dial_back
 from colab_swarm.net.carrier import Path
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
@@ -35,6 +35,7 @@ VERIFIERS = 3
 CHECK_EVERY_S = 5.0
 VERIFY_EVERY_S = 300.0
 DIAL_BACK_GAP_S = 1.0  # least time between two dial-backs for the same peer
+DIAL_BACKS = 8  # of one host, however many peers are there, and in all, within a gap
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -196,7 +197,10 @@ class ReachabilityWatch:
         self._trusted, self._tunnel_settings = trusted, tunnel
         self._loop = asyncio.get_running_loop()
         self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
-        self._dial_backs = VisitLimit(1, DIAL_BACK_GAP_S)
+        self._dial_backs, self._targets = (
+            VisitLimit(1, DIAL_BACK_GAP_S),
+            VisitLimit(DIAL_BACKS, DIAL_BACK_GAP_S),
+        )
         self._verified_at = float("-inf")
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
@@ -262,7 +266,11 @@ class ReachabilityWatch:
         rare = self._dial_backs.admit(peer, self._loop.time())
         require(rare, f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago", Refusal)
         seen = path.seen_host
-        tried = [address for address in ask.addresses if may_dial_back(address, seen)][:8]
+        allowed = [address for address in ask.addresses if may_dial_back(address, seen)]
+        now = self._loop.time()
+        tried = [
+            one for one in allowed if self._targets.admit(ip_of(seen), now) and self._targets.admit("", now)
+        ]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
         return DialledBack(seen, tuple(zip(tried, faults, strict=True)))
 

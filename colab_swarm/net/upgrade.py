@@ -40,7 +40,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerUnreachable, require
-from colab_swarm.net.addresses import VisitLimit, ip_of
+from colab_swarm.net.addresses import VisitLimit, ip_of, is_local
 from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
@@ -48,7 +48,7 @@ from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
 from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 
 logger = logging.getLogger(__name__)
-MAX_TARGETS = 8
+MAX_TARGETS = 2  # where the relay sees the other end, and its address in its own network
 PUNCH_S = 4.0  # duration of one attempt
 TALK_TIMEOUT_S = 10.0
 TRIES = 3
@@ -72,6 +72,16 @@ def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
     if not 0 < port < 1 << 16:
         return None
     return socket.AF_INET if ip.version == 4 else socket.AF_INET6
+
+
+def allowed(targets: Sequence[Endpoint], own: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
+    """Leave out private addresses of a peer that is not, as it would have to say, behind our own NAT.
+
+    Otherwise a stranger could have us connect to other machines of our network. ``own`` begins with the
+    address at which the relay sees us.
+    """
+    near = bool(own) and (is_local(own[0][0]) or own[0][0] in [host for host, _ in targets])
+    return tuple(target for target in targets if near or not is_local(target[0]))
 
 
 def plan_tries(
@@ -213,7 +223,7 @@ class Upgrades:
                 return True
             rtt_s = min(link.rtt_s or 0.0, PUNCH_S)
             await stream.send(Upgrade(rtt_s=rtt_s))
-        await self._punch(link.peer, port, answer.endpoints, rtt_s, answering=False)
+        await self._punch(link.peer, port, allowed(answer.endpoints, endpoints), rtt_s, answering=False)
         return False
 
     async def _on_upgrade(self, opening: Upgrade, stream: Stream) -> None:
@@ -230,7 +240,8 @@ class Upgrades:
                 port, endpoints = self._endpoints(link)
                 await stream.send(Upgrade(endpoints))
                 begin, _ = await stream.receive(Upgrade)
-                await self._punch(stream.peer, port, opening.endpoints, begin.rtt_s, answering=True)
+                targets = allowed(opening.endpoints, endpoints)
+                await self._punch(stream.peer, port, targets, begin.rtt_s, answering=True)
         except TimeoutError:
             raise Refusal("the exchange took too long") from None
         finally:

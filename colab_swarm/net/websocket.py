@@ -119,8 +119,10 @@ class WebSocket(asyncio.BufferedProtocol):
         self._fragmented = False
         self._reason = ""
         self._linger: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self.read_at = self._loop.time()
         self.after_read: Callable[[], None] = lambda: None
-        self._closed = asyncio.get_running_loop().create_future()
+        self._closed = self._loop.create_future()
         self._previous = transport.get_protocol()
         transport.set_protocol(self)
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
@@ -162,7 +164,7 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self._control(_CLOSE, (1008).to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2])
             self._transport.close()
-            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
+            self._linger = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def abort(self, reason: str = "") -> None:
         self._reason = self._reason or reason
@@ -185,6 +187,7 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._scratch[held:]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.read_at = self._loop.time()
         data = self._scratch[: len(self._rest) + nbytes]
         self._rest = b""
         at = 0

@@ -14,6 +14,8 @@ from colab_swarm.snapshot import PeerRow
 MAX_LINES = 12
 FAULTS = {
     "crash": "{} crashes",
+    "freeze": "{} freezes for {:.0f} s",
+    "cut": "{} is cut off for {:.0f} s",
     "slow": "{}'s connection becomes {:g} times slower than at first",
     "lose": "{:.1%} of all messages are lost once",
     "latency": "latency becomes {:g} times that at first",

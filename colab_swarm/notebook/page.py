@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from colab_swarm.markup import text
-from colab_swarm.net.addresses import VisitLimit, source_of
+from colab_swarm.net.addresses import VisitLimit, VisitorLogger, source_of
 from colab_swarm.notebook.theme import Document
 
 S = TypeVar("S")
@@ -76,7 +76,7 @@ class StatusPage(Generic[S]):
         """Listen without any other routes; port 0 chooses a free one."""
         app = web.Application(client_max_size=1024)
         app.add_routes(self.routes)
-        self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S)
+        self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S, lingering_time=0.0)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -106,7 +106,7 @@ class StatusPage(Generic[S]):
 
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
     """Serve an application until its runner is cleaned up; return it and the address."""
-    runner = web.AppRunner(app, access_log=None, **options)
+    runner = web.AppRunner(app, access_log=None, logger=VisitorLogger(), **options)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -9,6 +9,7 @@ import base64
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -16,11 +17,12 @@ import msgspec
 
 from colab_swarm.dht.records import Record
 from colab_swarm.dht.service import key_id
+from colab_swarm.errors import NotAdmitted
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, RunId
-from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, short
-from colab_swarm.trust.contributions import KINDS, MAX_AMOUNT, Amount, Kind, by_member, tally_key, tally_of
+from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, Role, short
+from colab_swarm.trust.contributions import KINDS, MAX_AMOUNT, Amount, Kind, tally_key, tally_of
 
 MAX_VOUCHERS = 1000
 MAX_BYTES = 64 << 20
@@ -142,14 +144,17 @@ def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tu
     amounts = {} if tally is None else {row.peer: row.amounts for row in tally.rows}
     if tally is None or peer not in amounts:
         raise ValueError(f"the tally of {short(writer)} does not mention this peer")
-    admission = MembershipAdmission(run_id, authority=authority, own=b"") if authority else None
-    if not by_member(tally, record, admission):
+    if authority:
+        run = MembershipAdmission(run_id, authority=authority, own=b"")
+        with suppress(NotAdmitted):
+            if run.verify(record.owner, record.membership, now=record.written_at) >= Role.REDUCER:
+                return amounts[peer]
         raise ValueError(f"{short(writer)} vouches but was not a member of the run, or only a viewer")
     return amounts[peer]
 
 
 def issue(peers: Peers, run_id: str, name: str, authority: bytes, records: Iterable[Record]) -> Receipt:
-    used = sorted(records, key=lambda record: record.subkey)[:MAX_VOUCHERS]
+    used = sorted(records, key=lambda record: record.writer)[:MAX_VOUCHERS]
     given, vouchers = total(run_id, peers.id, authority, used), tuple(map(msgspec.msgpack.encode, used))
     receipt = Receipt(run_id, plain(name, 64), peers.public_key, peers.time(), given, authority, vouchers)
     return msgspec.structs.replace(receipt, signature=peers.sign(receipt.signed_bytes()))

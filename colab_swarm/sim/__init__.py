@@ -31,7 +31,7 @@ Exactly one thread runs at any moment: the loop's, or one peer's. So a run depen
 | wall clocks that are off | other processes on the machine |
 | roles: calls above a peer's ``role=`` are refused | admission: every peer is admitted |
 | compute time: ``samples_per_s`` of each peer | the speed of your machine: gradients are real, not their time |
-| crash, partition, slow connection, churn | Byzantine peers: script them in your training function |
+| crash, freeze, partition, slow connection, churn | Byzantine peers: script them in your training function |
 
 | profile | one-way latency | bandwidth |
 |---|---|---|
@@ -43,12 +43,17 @@ Exactly one thread runs at any moment: the loop's, or one peer's. So a run depen
 ## Failures
 
 `network.at(12.0)`, `network.now()` and `network.when(predicate, nth=3)` (just before the third matching message is
-delivered) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`, `latency`, `bandwidth`. Each fault
-that happened is in `network.fired`: a test of a fault asserts that it fired.
+delivered) take: `crash`, `restart`, `freeze`, `cut`, `partition`, `heal`, `slow`, `skew`, `lose`, `latency`,
+`bandwidth`. Each fault that happened is in `network.fired`: a test of a fault asserts that it fired.
 
 A crashed peer's links break, and other peers notice after a moment. A partition leaves links
 silent, as a cut cable does; they break after 30 s, when keep-alive would notice. A lost message
 costs 0.2 s, or a round trip if that is longer.
+
+## Histories
+
+With ``swarm.events.detailed = True`` a peer records what it contributes, applies and loads, in the file of
+``swarm.record(path)`` too. `check` finds what is wrong in the histories of all peers (`colab_swarm.sim.histories`).
 
 ## How to use it
 
@@ -58,8 +63,8 @@ costs 0.2 s, or a round trip if that is longer.
         simulation.run(train)                    # train(swarm) is an ordinary function, run for each peer
 
 Peers are called alice, bob, carol, dave, erin, frank, grace, heidi. With `churn=ChurnProfile(mean_session_s,
-mean_absence_s)` they come and go. Tests use `SimNetwork` (`colab_swarm.sim.network`) and `run_virtual`
-(`colab_swarm.sim.runtime`) directly.
+mean_absence_s)` they come and go. `colab_swarm.bench.chaos` adds random faults, or those of a script.
+Tests use `SimNetwork` (`colab_swarm.sim.network`) and `run_virtual` (`colab_swarm.sim.runtime`) directly.
 
 ## Limits
 
@@ -68,6 +73,7 @@ units and tunnels need real peers. Figures of a simulation are predictions: adap
 example, gain 1.81 times in simulation where the linear program predicts 1.92.
 """
 
+from colab_swarm.sim.histories import History, Violation, check
 from colab_swarm.sim.network import ScriptedFault, SimNetwork, SimPeers
 from colab_swarm.sim.profiles import (
     DEDLOC16,
@@ -90,12 +96,15 @@ __all__ = [
     "PROFILES",
     "ChurnEvent",
     "ChurnProfile",
+    "History",
     "HostProfile",
     "NetworkProfile",
     "ScriptedFault",
     "SimNetwork",
     "SimPeers",
+    "Violation",
     "VirtualTimeLoop",
+    "check",
     "run_virtual",
     "virtual_time",
 ]

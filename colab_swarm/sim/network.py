@@ -22,7 +22,7 @@ from typing import Any
 from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer, require
 from colab_swarm.events import EventLog
 from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
-from colab_swarm.net.identity import Identity
+from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.mux import Handler, ServiceTable
@@ -117,6 +117,7 @@ class SimCarrier(Loopback):
 
     def _arrive(self) -> None:
         if self._travelling:  # else the connection was cut
+            self.other.read_at = self._loop.time()
             size_bytes, last_bit_at = self._travelling.popleft()
             slowness = self.far.slowness / self._network.width
             _, passed_at = self.far.download.transfer(size_bytes, self._loop.time(), slowness=slowness)
@@ -244,7 +245,7 @@ class SimPeers(Node):
     linker: SimLinker
 
     def __init__(self, network: "SimNetwork", name: str, *, host: HostProfile, role: Role) -> None:
-        self.name, self.role, self.up, self.slowness = name, role, True, 1.0
+        self.name, self.role, self.up, self.slowness, self._network = name, role, True, 1.0, network
         self.upload, self.download = Pipe(host.upload_bps), Pipe(host.download_bps)
         self._down_callbacks: list[Callable[[], object]] = []
         identity = Identity(hashlib.sha256(f"{network.seed} {name}".encode()).digest())
@@ -252,6 +253,10 @@ class SimPeers(Node):
 
     def __repr__(self) -> str:
         return f"SimPeers({self.name}, {'up' if self.up else 'down'}, {len(self.linked())} links)"
+
+    def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
+        writer = self._network.by_id.get(id_of(public_key))
+        return super().role_by(public_key, membership, at) if writer is None else writer.role
 
     def limit(self, rate_bps: float | None) -> None:
         for pipe in (self.upload, self.download):
@@ -271,6 +276,7 @@ class SimPeers(Node):
 
     def crash(self) -> None:
         if self.up:
+            self._network.forget_silence(self.name)
             self.kill(f"{self.name} crashed")
             for callback in self._down_callbacks:
                 callback()
@@ -308,8 +314,16 @@ class Script:
         self._schedule("partition", *groups)
 
     def heal(self) -> None:
-        """End the partition."""
+        """End the partition and all cuts."""
         self._schedule("heal")
+
+    def cut(self, peer: str, seconds: float) -> None:
+        """Let nothing pass between the peer and all others for so long."""
+        self._schedule("cut", peer, seconds)
+
+    def freeze(self, peer: str, seconds: float) -> None:
+        """Stop the peer's process for so long: as `cut`, and it computes nothing; its timers run on."""
+        self._schedule("freeze", peer, seconds)
 
     def slow(self, peer: str, factor: float) -> None:
         """Make the peer's connection ``factor`` times slower than its profile, in rate and latency."""
@@ -356,6 +370,8 @@ class SimNetwork:
         self.by_id: dict[PeerId, SimPeers] = {}
         self.by_address: dict[str, SimPeers] = {}
         self._groups: tuple[frozenset[str], ...] = ()
+        self._silent_until: dict[str, float] = {}
+        self._frozen_until: dict[str, float] = {}
         self._skews: dict[str, float] = {}
 
     def peer(
@@ -456,34 +472,54 @@ class SimNetwork:
             case "restart", peer:
                 self.by_name[peer].up = True
             case "partition", *groups:
-                self._groups = tuple(map(frozenset, groups))
-                self.loop.call_later(SILENCE_S, self._break_silent, self._groups)
+                now = self._groups = tuple(map(frozenset, groups))
+                self._break_later(lambda *ends: self._groups is now and self.separated(*ends))
             case ("heal",):
-                self._heal()
+                self._groups = ()
+                self._resume()
+            case (("cut" | "freeze"), peer, seconds):
+                self._silence(peer, seconds, frozen=name == "freeze")
             case "slow", peer, factor:
                 self.by_name[peer].slowness = factor
             case "skew", peer, seconds:
                 self._set_clock(peer, seconds)
-            case "lose", rate:
-                self.loss = rate
-            case "latency", factor:
-                self.latency_factor = factor
-            case "bandwidth", factor:
-                self.width = factor
+            case (("lose" | "latency" | "bandwidth"), number):
+                setattr(self, {"lose": "loss", "latency": "latency_factor"}.get(name, "width"), number)
 
-    def _heal(self) -> None:
-        self._groups = ()
+    def _silence(self, peer: str, seconds: float, *, frozen: bool) -> None:
+        until = self._silent_until[peer] = self.loop.time() + seconds
+        if frozen:
+            self._frozen_until[peer] = until
+        self._break_later(
+            lambda *ends: peer in ends and self._silent_until.get(peer) == until > self.loop.time()
+        )
+        self.loop.call_at(until + 1e-6, self._resume)  # a loop calls what is due within its resolution
+
+    def forget_silence(self, name: str) -> None:
+        """A new process is not frozen or cut off."""
+        self._silent_until.pop(name, None)
+        self._frozen_until.pop(name, None)
+
+    def frozen_s(self, name: str) -> float:
+        """Return for how long the peer computes nothing yet."""
+        return max(0.0, self._frozen_until.get(name, 0.0) - self.loop.time())
+
+    def _resume(self) -> None:
         for carrier in self._carriers():
             carrier.resume()
 
-    def _break_silent(self, groups: tuple[frozenset[str], ...]) -> None:
-        if self._groups is groups:
+    def _break_later(self, silent: Callable[..., bool]) -> None:
+        """Break the connections that are ``silent(one, other)`` when the keep-alive would notice."""
+
+        def break_silent() -> None:
             for carrier in self._carriers():
                 near, far = carrier.near.name, carrier.far.name
-                if carrier.open and self.separated(near, far):
+                if carrier.open and silent(near, far):
                     reason = f"{near} and {far} hear nothing of each other"
                     carrier.abort(reason)
                     carrier.receiver.on_lost(reason)
+
+        self.loop.call_later(SILENCE_S, break_silent)
 
     def _carriers(self) -> list[SimCarrier]:
         """Return both ends of every connection that one of them still uses."""
@@ -500,6 +536,8 @@ class SimNetwork:
                 one.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
 
     def separated(self, one: str, other: str) -> bool:
+        if any(self._silent_until.get(name, 0.0) > self.loop.time() for name in (one, other)):
+            return True
         if not self._groups:
             return False
         sides = [next((group for group in self._groups if name in group), None) for name in (one, other)]

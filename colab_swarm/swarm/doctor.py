@@ -263,7 +263,7 @@ def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]
     prefix = f"{swarm.run_id}/{MODEL}" if own is None else own.prefix
     with contextlib.suppress(PeerError):  # then only those are known to train who were read before
         if newest is None:
-            records, _ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
+            records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
         else:
             swarm.runtime.call(newest.collaboration.refresh())
     if newest is not None:

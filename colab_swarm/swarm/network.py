@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from colab_swarm.averaging.matchmaking import PrefixRouter
+from colab_swarm.averaging.matchmaking import PrefixRouter, loop_now, wait_until
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
-from colab_swarm.events import EventLog, Fault, PeerLeft
+from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PUBLISH_EVERY_S = 60.0
-SAVE_EVERY_S = 15.0  # a killed peer finds back through the peers saved last
+SAVE_EVERY_S, SAVE_NEW_S = 15.0, 1.0  # and after a new link: a killed peer finds back through saved peers
+DIALS = 16  # at once, of the saved peers
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
 MAX_RELAYS = 64
 
@@ -165,8 +166,12 @@ class NetworkSession:
         return entries
 
     async def _keep_saving(self, store: PeerStore) -> None:
+        met = asyncio.Event()
+        self._services.events.listen(lambda event: met.set() if isinstance(event, PeerJoined) else None)
         while True:
-            await asyncio.sleep(SAVE_EVERY_S)
+            await wait_until(loop_now() + SAVE_EVERY_S, met)
+            await asyncio.sleep(SAVE_NEW_S)  # until its addresses are known
+            met.clear()
             try:
                 await self._save(store)
             except StateError as error:
@@ -271,8 +276,7 @@ class NetworkSession:
 
     async def announced(self, what: str) -> dict[PeerId, Found]:
         """Return what peers of the run published by `announce`, not checked, by peer."""
-        found = await self._services.dht.get(f"{self.access.run_id}/{what}")
-        return {PeerId(subkey): record for subkey, record in found.items() if record.owner == subkey}
+        return await self._services.dht.get(f"{self.access.run_id}/{what}")
 
     async def relays(self) -> list[Contact]:
         contacts = []
@@ -301,8 +305,14 @@ async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    tries = [asyncio.ensure_future(node.linker.link_to(one.id, 15.0)) for one in entries]
-    reasons = []
+    """Link to the first of the entries that answers, `DIALS` at once in their order; `JoinError` if none does."""
+    free, reasons = asyncio.Semaphore(DIALS), []
+
+    async def dial(contact: Contact) -> None:
+        async with free:
+            await node.linker.link_to(contact.id, 15.0)
+
+    tries = [asyncio.create_task(dial(one)) for one in entries]
     try:
         for done in asyncio.as_completed(tries):
             try:
@@ -327,7 +337,8 @@ def assemble(
 ) -> PeerServices:
     SpeedTests(peers)
     dht = DHT(peers, DHTSettings(), rng, events)
-    router, averager = PrefixRouter(peers), Averager(peers, events=events)
+    router = PrefixRouter(peers, events)
+    averager = Averager(peers, events=events, dishonest=router.dishonest)
     return PeerServices(peers, dht, events, rng, run_id, router=router, averager=averager, pace=pace)
 
 

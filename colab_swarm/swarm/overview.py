@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
+from colab_swarm.events import Applied, Contributed, Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
@@ -76,7 +76,7 @@ class Overview:
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
         self._names: dict[str, str] = {}  # by short id
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
-        self._trainers: Background[Records] | None = None
+        self._trainers: Background[tuple[*Records, object]] | None = None
         self._joined_at = runtime.time()
         if contributions is not None:
             read, prefix = contributions.read, f"{services.run_id}/{MODEL}"
@@ -99,9 +99,9 @@ class Overview:
             dropped = any(member.dropped for member in event.members)
             if not (event.spans_lost or event.kept_local or dropped):
                 return
-        if not isinstance(event, StepFinished):
+        if not isinstance(event, StepFinished | Applied | Contributed):
             self._events = (*self._events[1 - LOG_LINES :], event)
-        elif event.loss is not None:
+        elif isinstance(event, StepFinished) and event.loss is not None:
             old = self._losses if len(self._losses) < 1000 else (self._losses[0], *self._losses[2:])
             self._losses = (*old, (event.step, event.loss))
 
@@ -161,7 +161,12 @@ class Overview:
     def _records(self, now: float) -> Records:
         if (trained := self._trained()) is not None:
             return dict(trained.progress.records), dict(trained.progress.assistants)
-        return (None if self._trainers is None else self._trainers.look(now)) or ({}, {})
+        records, assistants, _ = (None if self._trainers is None else self._trainers.look(now)) or (
+            {},
+            {},
+            {},
+        )
+        return records, assistants
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)

@@ -33,7 +33,7 @@ from colab_swarm.trust.contributions import TallyRow
 
 STALE_S = 180.0  # without a heartbeat
 VERSION = 1
-MAX_CONTACTS = 16
+MAX_CONTACTS = 64  # the linked ones first, then those met last
 
 
 class Occupant(msgspec.Struct, frozen=True):
@@ -58,7 +58,8 @@ class Occupant(msgspec.Struct, frozen=True):
 def _start_of(pid: int) -> str:
     """When a local process started; empty if it is dead, or where that is unknown (macOS, Windows)."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else rest[18]  # a zombie was killed: its parent has not noticed yet
     return ""
 
 

@@ -111,7 +111,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         contacts = [swarm.contact for swarm in self.swarms.values()]
         entries = [contact for contact in contacts if contact.addresses][:4]
         rng = random.Random(f"{name} {self._seed}")
-        services = assemble(peers, RUN_ID, EventLog(), rng, lambda samples: samples / self.speed_of(name))
+        services = assemble(peers, RUN_ID, EventLog(), rng, partial(self._pace, name))
         try:
             await find_others(services, entries)
         except BaseException:  # a cancelled task included: the name must be free for the next try
@@ -130,6 +130,9 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._tasks.pop(name).cancel()
         self._crashed[name] = replace(self._peer(name), role="crashed", samples=0.0)
         self.swarms.pop(name).kill()
+
+    def _pace(self, name: str, samples: float) -> float:
+        return samples / self.speed_of(name) + self.network.frozen_s(name)
 
     def speed_of(self, name: str) -> float:
         return self._speeds.get(name, self._samples_per_s)

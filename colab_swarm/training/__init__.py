@@ -20,7 +20,7 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 
 | type | where | content |
 |---|---|---|
-| `ProgressRecord` | DHT, signed, own subkey | step, lineage, samples, speed, syncing, paused or idle, addresses, loss |
+| `ProgressRecord` | DHT | step, lineage, samples, speed, syncing, paused or idle, addresses, loss |
 | `AssistantRecord` | DHT, signed | this peer reduces and passes on the state for these collaborations |
 | `DescribeState` -> `Manifest` | call | step and lineage of the state, its layout, digests of its chunks |
 | `FetchState` -> `StateChunk` … | stream | chunks of the snapshot with this root |
@@ -77,6 +77,7 @@ All peers start with equal parameters: build the model from the same seed. Optio
 | `compression="onebit"`, `"topk:0.01"` | an eighth, or a twentieth, of a byte a value; only with error feedback |
 | `overlap=True` | compute during a round; the update comes exactly one step late |
 | `local_steps=8` or `"auto"` | every peer takes steps alone, then the swarm averages the parameters (DiLoCo) |
+| `robust="clip"` | a minority of wrong gradients does little harm; the mean is no longer exact (CenteredClip) |
 | `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits, takes local steps |
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are

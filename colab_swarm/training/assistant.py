@@ -18,7 +18,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.progress import WATCHING, AssistantRecord, Progress, assistants_key
-from colab_swarm.training.settings import ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
+from colab_swarm.training.settings import HEAVIEST, ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ IDLE_S = 900.0
 MAX_ROUNDS = 4  # of one collaboration at once
 UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4  # two rounds', and a reserve; a larger model is refused
-MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
+MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0, heaviest=HEAVIEST)
 
 
 async def _nothing_stored(_prefix: str) -> Snapshot | None:
@@ -134,7 +134,12 @@ class _Part:
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._matchmaker = Matchmaker(
-            services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
+            services.router,
+            prefix,
+            expected=self._expected,
+            on_called=self._on_called,
+            believed_s=self._progress.believed_s,
+            settings=MATCHMAKING,
         )
         self._mirror = Mirror(services.router, prefix, partial(stored, prefix), self._donors)
         self._stop_listening = services.peers.on_lost(self._on_lost)

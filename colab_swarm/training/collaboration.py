@@ -17,15 +17,16 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.exchange import RoundPing, UploadEncoding
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker, loop_now, wait_until
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.round import RoundResult, contributed
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import PeerError, PeerTimeout, StateError, require
-from colab_swarm.events import BatchDropped, Fault, Notice, PeerLeft, PeerSilent, StateReceived, StepFinished
-from colab_swarm.net.peers import PeerId
+from colab_swarm.errors import PeerError, StateError, require
+from colab_swarm.events import BatchDropped, Fault, Loaded, Notice, PeerLeft, StateReceived, StepFinished
+from colab_swarm.markup import count
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import (
@@ -38,6 +39,7 @@ from colab_swarm.training.progress import (
     progress_key,
 )
 from colab_swarm.training.settings import (
+    HEAVIEST,
     ROUND_TIMEOUT_S,
     CommunicationPlan,
     LinkBandwidth,
@@ -45,14 +47,15 @@ from colab_swarm.training.settings import (
     TrafficBudgetPolicy,
     TrainingSettings,
 )
-from colab_swarm.training.state import StateSharing
+from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch
+from colab_swarm.training.state import DonorsSilent, StateSharing
 
 logger = logging.getLogger(__name__)
 
-LATE_S, ANSWER_S = 2.0, 2.0  # look for silent peers after this; a healthy one answers within that
+STATE_PER_VALUE, SMALL_STATE = 64, 64 << 20  # bytes that a state may take: parameters and optimizer
 ATTEMPTS, BRANCHES = 5, 4  # downloads per branch, and branches: of trainers that died together
 MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
-PAUSE_S = 1.0
+PAUSE_S, SLOW_S = 1.0, 5.0  # between two attempts; an attempt that takes longer is told of
 PATIENCE_S = 30.0  # donors may fail for this long, or `ATTEMPTS` times, before others are tried
 
 CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]  # a state, and the means since, in order
@@ -66,7 +69,7 @@ class Collaboration:
     """One trainer's part in the swarm; ``own`` is its first record.
 
     It averages vectors of ``numel`` values with the layout ``schema``. ``snapshot()`` copies the
-    current training state off the event loop; it may raise `StateError`.
+    current training state off the event loop; it may raise `StateError`. So does ``sketch()``.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Collaboration:
         numel: int,
         schema: bytes,
         snapshot: Callable[[], Snapshot],
+        sketch: Callable[[], StateSketch],
     ) -> None:
         self.services, self._settings = services, settings
         peers, local, patience_s = services.peers, settings.local_steps != 1, settings.matchmaking_timeout_s
@@ -84,17 +88,19 @@ class Collaboration:
         self.plan: CommunicationPlan | None = None  # with a traffic budget
         budget = settings.budget
         self._policy = None if budget is None else TrafficBudgetPolicy(settings, budget, peers.id)
-        self._numel, self._schema = numel, schema
+        self._numel, self._schema, self._limit_bytes = numel, schema, STATE_PER_VALUE * numel + SMALL_STATE
         self._bandwidth, self._shares = LinkBandwidth(peers, budget), AdaptiveShares()
         self._matchmaker = Matchmaker(
             services.router,
             settings.prefix,
             expected=self._expected,
             on_called=self._on_called,
+            believed_s=self.progress.believed_s,
             stands=self.progress.stands,
             strategy=self._shares,
-            settings=GroupFormationSettings(window_s=patience_s, slack_s=patience_s),
+            settings=GroupFormationSettings(patience_s, patience_s, heaviest=HEAVIEST),
         )
+        self._matchmaker.own = self._terms
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._throughput = ThroughputEstimator(loop_now())
         self._called: tuple[int, bytes] | None = None
@@ -103,7 +109,10 @@ class Collaboration:
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
         self._settling: asyncio.Task[None] | None = None
         self._steps_alone = 0  # since the last round
+        self._computed = 0.0  # samples
         self._reported: set[str] = set()  # refusals
+        self._snapshot, self._sketch, self._check = snapshot, sketch, StateCheck()
+        self._deviant = False  # this peer's state is not that of most others
         self._stop_listening = peers.on_lost(self._on_lost)
 
     async def start(self) -> None:
@@ -161,8 +170,38 @@ class Collaboration:
     async def refresh(self) -> Branch:
         """Read the peers' records now, and return the swarm's branch."""
         await self.progress.refresh(self.services.dht, self.services.peers)
+        if donors := self._check.judge(*self.progress.sketches(), now=loop_now()):
+            text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"
+            self.services.events.emit(Fault(loop_now(), "this peer's state", text))
+            self.progress.distrust(donors, now=loop_now())
+            self._deviant = True
+            self._update(syncing=True)
+        self._publish_sketch()
         self._wake_if_due()
         return self.progress.branch()
+
+    async def _take_sketch(self) -> None:
+        sketch = await asyncio.to_thread(self._sketch)
+        if sketch.step % SKETCH_STEPS == 0:  # else the trainer went on
+            self._check.on_sketch(sketch)
+            self._publish_sketch()
+
+    def _publish_sketch(self) -> None:
+        if (sketch := self._check.published) != self.progress.own.sketch:
+            self._update(sketch=sketch)
+            self._moved.set()
+
+    async def _state(self) -> str:
+        """Return a digest for the history; with local steps no two states are equal."""
+        with suppress(StateError):
+            if self._settings.local_steps == 1:
+                return (await asyncio.to_thread(self._snapshot)).manifest.root.hex()
+        return ""
+
+    async def on_loaded(self) -> None:
+        own, events = self.progress.own, self.services.events
+        if events.detailed:
+            events.emit(Loaded(loop_now(), own.step, own.lineage.hex(), await self._state()))
 
     def _wake_if_due(self) -> None:
         if self.progress.batch_full(loop_now()) or self.progress.behind:
@@ -184,8 +223,10 @@ class Collaboration:
         if dropped is not None:
             self.services.events.emit(BatchDropped(loop_now(), dropped))
         else:
+            self._computed += samples
             speed, loss = self._throughput.samples_per_s, own.loss if loss is None else loss
-            self._update(samples=own.samples + samples, samples_per_s=speed, loss=loss)
+            batch_s = self._throughput.batch_s
+            self._update(samples=own.samples + samples, samples_per_s=speed, loss=loss, batch_s=batch_s)
         return self._due()
 
     def _due(self) -> Due:
@@ -288,9 +329,16 @@ class Collaboration:
         self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
         self._moved.set()
         step, members = self.progress.own.step, result.group.members
-        self.progress.on_round((member.id for member in members), step, lineage, now=loop_now())
-        counted = sum(member.weight for member in members if member.id in result.contributors)
+        weights = {member.id: member.weight for member in members if member.id in result.contributors}
+        everyone = [member.id for member in members]
+        self.progress.on_round(everyone, step, lineage, weights=weights, now=loop_now())
+        counted = sum(weights.values())
         self.services.events.emit(StepFinished(loop_now(), step, counted, self.progress.own.loss))
+        if self.services.events.detailed:
+            state = await self._state()
+            self.services.events.emit(result.applied(mean, step, lineage, state, now=loop_now()))
+        if step % SKETCH_STEPS == 0:
+            self._tasks.spawn(self._take_sketch())
 
     async def settled(self) -> None:
         """Wait until an update that an interrupt does not stop is applied and recorded."""
@@ -305,7 +353,11 @@ class Collaboration:
         self._called = None
         if encoding is not None and self.plan is not None:
             encoding = replace(encoding, precision=self.plan.precision)
-        result = await self.services.averager.average(group, values, encoding)
+        if weight and self.services.events.detailed:
+            self.services.events.emit(contributed(group, values, weight, self._computed, now=loop_now()))
+        result = await self.services.averager.average(group, values, encoding, bounded=True)
+        if group.terms.clip:
+            self._tasks.spawn(self.services.averager.audit(group, self.services.rng))
         self._bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
@@ -314,38 +366,28 @@ class Collaboration:
         self._update_plan(result)
         return result
 
-    async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
-        settings, deadline = self._settings, loop_now() + ROUND_TIMEOUT_S
+    def _terms(self, step: int, lineage: bytes) -> RoundTerms:
+        settings, clip = self._settings, self._settings.robust == "clip"
         codecs = settings.compression, settings.mean_compression
-        terms = RoundTerms(settings.prefix, own.step, own.lineage, self._numel, self._schema, *codecs)
+        return RoundTerms(settings.prefix, step, lineage, self._numel, self._schema, *codecs, clip)
+
+    async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
+        deadline = loop_now() + ROUND_TIMEOUT_S
         willing = (self.plan is None or self.plan.reduces) and not own.syncing
         reduces = bool(self.services.peers.contact.addresses) and willing
-        ticket = Ticket(terms, weight, reduces, *self._bandwidth.known())
+        ticket = Ticket(self._terms(own.step, own.lineage), weight, reduces, *self._bandwidth.known())
         candidates = await self._expected(own.step, own.lineage)
-        watch = asyncio.create_task(self._watch(candidates))
+        awaited = self.progress.waiting(own.step, own.lineage) & self.services.peers.linked()
         try:
-            return await self._matchmaker.join(ticket, candidates, deadline)
+            return await self._matchmaker.join(ticket, candidates, deadline, awaited=awaited)
         except RoundRefused as refused:
             refusal = str(refused)
-            if refused.reason == "invalid" and refusal not in self._reported:  # for good
-                self._reported.add(refusal)
-                text = f"{refusal}; all peers of a run take the same model, compression and mean_compression"
+            why = refusal.partition(": ")[2]  # after the organizer's name
+            if refused.reason == "invalid" and why not in self._reported:  # for good
+                self._reported.add(why)
+                text = f"{refusal}; all peers of a run take the same model, compression, mean_compression and robust"
                 self.services.events.emit(Fault(loop_now(), "rounds, which this peer is kept out of", text))
             raise
-        finally:
-            watch.cancel()
-
-    async def _watch(self, candidates: Sequence[PeerId]) -> None:
-        await asyncio.sleep(LATE_S)
-        linked = self.services.peers.linked()
-        await asyncio.gather(*(self._ping(peer) for peer in candidates if peer in linked))
-
-    async def _ping(self, peer: PeerId) -> None:
-        with suppress(PeerError):  # a lost link has an event of its own
-            try:
-                await self.services.peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S)
-            except PeerTimeout:
-                self.services.events.emit(PeerSilent(loop_now(), peer.hex(), ANSWER_S))
 
     def _update_plan(self, result: RoundResult) -> None:
         if self._policy is None or len(result.group.members) < 2:
@@ -363,8 +405,10 @@ class Collaboration:
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         # By their records, the last round or a call: a record may be late.
         expected = self.progress.participants(step, lineage) | self.progress.assistants.keys()
-        absent = {peer for peer, record in self.progress.records.items() if record.absent}
-        return sorted((expected | self._matchmaker.likely(step, lineage)) - absent)
+        # This peer does not follow those who are ahead: they would say that the step is done.
+        records = self.progress.records
+        others = {peer for peer, record in records.items() if record.absent or record.step > step}
+        return sorted((expected | self._matchmaker.likely(step, lineage)) - others)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own, step, lineage = self.progress.own, terms.step, terms.lineage
@@ -388,14 +432,17 @@ class Collaboration:
         self._update(syncing=True, samples=0.0, idle=False)
         await self._exchange()
         branch, own = self.progress.branch(), self.progress.own
-        if (branch.step, branch.lineage) == (own.step, own.lineage):
+        if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._deviant:
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
         capacity = max(1, MAX_REPLAY_BYTES // (4 * self._numel))
         try:
             caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
+            self._deviant = False
             if caught_up is None:
                 self._update(syncing=False)
+            else:
+                self._check.on_loaded(caught_up[0].donors)
             return caught_up
         except StateError:
             self.progress.trust_all()  # the next attempt tries all peers
@@ -428,16 +475,20 @@ class Collaboration:
         self.progress.leap(step, lineage, syncing=syncing)
         self._moved.set()
 
+    async def distrust(self, donors: Sequence[PeerId]) -> None:
+        """Take the vote of peers that gave a state which does not load."""
+        self.progress.distrust(donors, now=loop_now())
+
     async def download(self, donors: list[PeerId]) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
         started = loop_now()
         self.services.rng.shuffle(donors)
         try:
-            snapshot = await self._states.download(donors)
+            snapshot = await self._states.download(donors, self._limit_bytes)
         except StateError:
             if not self.progress.assistants:
                 raise
-            snapshot = await self._states.download(list(self.progress.assistants))
+            snapshot = await self._states.download(list(self.progress.assistants), self._limit_bytes)
         manifest, now = snapshot.manifest, loop_now()
         names = tuple(donor.hex() for donor in snapshot.donors)
         self.services.events.emit(
@@ -467,33 +518,52 @@ class CatchUp:
             await asyncio.gather(follower, return_exceptions=True)
 
     async def _run(self) -> CaughtUp | None:
-        collaboration = self._collaboration
+        collaboration, progress = self._collaboration, self._collaboration.progress
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
         failures, since = 0, math.inf  # of one branch's donors
-        for attempt in range(BRANCHES * ATTEMPTS):
+        attempts = silent = 0
+        while attempts - silent < BRANCHES * ATTEMPTS:
             branch, root = await collaboration.refresh(), b""
-            if not (donors := sorted(branch.peers - {collaboration.progress.me})):
+            if not (donors := sorted(branch.peers - {progress.me})):
                 if self._has_state or not reasons:
                     return None
-                break
+                if not progress.donors_remain:
+                    break
+                progress.trust_all()  # they were silent, and may answer again
+                await asyncio.sleep(PAUSE_S)
+                continue
             since = min(since, loop_now())
             try:
-                snapshot = await collaboration.download(donors)
+                snapshot = await self._download(branch.step, donors)
                 root = snapshot.manifest.root
                 async with self._between_rounds:
                     return await self._complete(snapshot)
             except StateError as error:
                 reasons[str(error)] = None
+                silent += isinstance(error, DonorsSilent) and not self._has_state
             if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
                 failures += 1
                 if failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:
                     # A false claim, such as step 10^9, must not hide the other peers forever.
-                    collaboration.progress.distrust(donors, now=loop_now())
+                    progress.distrust(donors, now=loop_now())
                     failures, since = 0, math.inf
             outdated = root or outdated
-            await asyncio.sleep(PAUSE_S * (attempt % ATTEMPTS))
+            await asyncio.sleep(PAUSE_S * (attempts % ATTEMPTS))
+            attempts += 1
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:
+        loop = asyncio.get_running_loop()
+        telling = loop.call_later(SLOW_S, self._tell_slow, step, len(donors))
+        try:
+            return await self._collaboration.download(donors)
+        finally:
+            telling.cancel()
+
+    def _tell_slow(self, step: int, donors: int) -> None:
+        text = f"waiting for the state of step {step}: {count(donors, 'donor')} slow or frozen"
+        self._collaboration.services.events.emit(Notice(loop_now(), text))
 
     async def _complete(self, snapshot: Snapshot) -> CaughtUp:
         step, lineage = snapshot.manifest.step, snapshot.manifest.subject

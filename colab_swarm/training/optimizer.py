@@ -77,7 +77,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
             if not resumed or self.collaboration.progress.behind:
-                self._synchronize()
+                self._synchronize(tries=3)
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
                 self.close()
@@ -103,7 +103,7 @@ class SwarmOptimizer(WrappedOptimizer):
             replica.step, replica.lineage, 0.0, 0.0, syncing, reduces=False, name=name, local_steps=steps
         )
         collaboration = Collaboration(
-            self._services, settings, own, replica.numel, replica.schema, replica.snapshot
+            self._services, settings, own, replica.numel, replica.schema, replica.snapshot, replica.sketch
         )
         try:
             await collaboration.start()
@@ -135,7 +135,7 @@ class SwarmOptimizer(WrappedOptimizer):
         global step advanced, else None. Delayed updates: the first call after its end returns it;
         the model gets the parameters when the next begins.
 
-        Raises `StateError` if this peer fell behind and no peer could give it the state, and
+        A peer that fell behind tries again at the next call if no peer gave it the state. Raises
         `RuntimeError` if this peer has left, as you closed it or its session ends.
         """
         self._refuse_closure(closure)
@@ -267,7 +267,11 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _act(self, due: Due) -> RoundResult | None:
         if due == "catching up":
-            self._synchronize()
+            try:
+                self._synchronize()
+            except StateError as error:
+                logger.warning("this peer is behind, and will try again: %s", error)
+                self._services.events.emit(Fault(self._runtime.time(), "catching up", str(error)))
         elif due == "a local step":
             uninterrupted(self._gathered.step)
         elif due == "a round" and self._replica.rule.delayed:
@@ -312,9 +316,14 @@ class SwarmOptimizer(WrappedOptimizer):
             self._gathered.on_returned(values, weight)
         return result
 
-    def _synchronize(self) -> None:
-        if (caught_up := self._runtime.call(self.collaboration.catch_up())) is not None:
-            uninterrupted(lambda: self._catch_up(*caught_up))
+    def _synchronize(self, *, tries: int = 1) -> None:
+        while (caught_up := self._runtime.call(self.collaboration.catch_up())) is not None:
+            tries -= 1
+            try:
+                return uninterrupted(partial(self._catch_up, *caught_up))
+            except StateError:  # the donors' fault, if there are others; else it is another model
+                if not (tries and self.collaboration.progress.branch().peers):
+                    raise
 
     def _catch_up(self, snapshot: Snapshot, means: Iterable[Floats]) -> None:
         try:
@@ -322,6 +331,10 @@ class SwarmOptimizer(WrappedOptimizer):
             for mean in means:
                 self._replica.apply(mean)
             self._gathered.forget()
+            self._runtime.call(self.collaboration.on_loaded())
+        except StateError:
+            self._runtime.call(self.collaboration.distrust(snapshot.donors))
+            raise
         finally:
             self._recover()  # at once: by its record this peer has caught up already
 

@@ -16,6 +16,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 import asyncio
 import math
 import statistics
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -24,16 +25,21 @@ import msgspec
 from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP
-from colab_swarm.dht.service import DHT
-from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers
+from colab_swarm.dht.service import DHT, Found
+from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Role
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
 EXTRAPOLATE_S = 3.0
 DISTRUST_S = 300.0
+KNOWN_ROUNDS, SEEN_S = 3, 6 * 3600.0  # so many common rounds give a peer its vote, for so long
+RECENT_S = 600.0  # a peer with a vote and no common round for so long has left
+TIE = 0.01  # weight of all votes that decide ties only
 LAST_RECORD_S = 10.0  # a record this soon after its writer's link broke was written before
 READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
+MIN_PROMISE_S, SLOWER = 2.0, 8.0  # a peer may take so many times longer than half of the others
 LATE_BATCHES = 3.0  # a trainer silent for so many micro-batches joins no round soon
 MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
 IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
@@ -49,7 +55,7 @@ Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 
 
 class ProgressRecord(Message, frozen=True):
-    """A peer's progress, published in the DHT, signed, under its own subkey."""
+    """A peer's progress, published in the DHT."""
 
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # updates applied to its parameters
     lineage: Annotated[
@@ -69,6 +75,8 @@ class ProgressRecord(Message, frozen=True):
     download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
     idle: bool = False  # it has finished no micro-batch for long; counts like paused
+    batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
+    sketch: StateSketch | None = None  # of its state a few steps ago
 
     @property
     def absent(self) -> bool:
@@ -77,7 +85,7 @@ class ProgressRecord(Message, frozen=True):
 
 
 class AssistantRecord(Message, frozen=True):
-    """A peer that reduces, and passes on the state, for a run's collaborations; signed, under its own subkey."""
+    """A peer that reduces, and passes on the state, for a run's collaborations; published in the DHT."""
 
     name: str  # for people
     addresses: tuple[str, ...]  # where it can be dialled
@@ -96,11 +104,20 @@ def assistants_key(prefix: str) -> str:
 
 async def read_participants(
     dht: DHT, prefix: str
-) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord]]:
-    return await asyncio.gather(
-        dht.published(progress_key(prefix), ProgressRecord),
+) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord], dict[PeerId, Found]]:
+    """Return the records of trainers and of assistants, and each trainer's role and voucher.
+
+    The record of a peer that may only reduce counts as a trainer's while no worker trains.
+    """
+    found, assistants = await asyncio.gather(
+        dht.found(progress_key(prefix), ProgressRecord),
         dht.published(assistants_key(prefix), AssistantRecord),
     )
+    training = any(one.role >= Role.WORKER and not record.syncing for record, one in found.values())
+    least = Role.WORKER if training else Role.REDUCER
+    found = {peer: one for peer, one in found.items() if one[1].role >= least}
+    standing = {peer: one for peer, (_, one) in found.items()}
+    return {peer: record for peer, (record, _) in found.items()}, assistants, standing
 
 
 WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
@@ -140,6 +157,13 @@ class Progress:
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
         self._no_vote: Container[PeerId] = ()  # those of them at the last reading
+        self._seen: dict[
+            PeerId, tuple[int, float]
+        ] = {}  # rounds in which a peer's contribution counted, last when
+        self._standing: Mapping[PeerId, Found] = {}  # roles and vouchers
+        self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
+        self._step_at: dict[PeerId, tuple[int, float]] = {}  # a peer's step, and when it was not there yet
+        self._kept: dict[PeerId, float] = {}  # the part of its announced samples that a peer contributed
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -147,8 +171,8 @@ class Progress:
 
     async def refresh(self, dht: DHT, peers: Peers) -> None:
         """Read all records; raises `PeerError` if they cannot be read now."""
-        trainers, assistants = await read_participants(dht, self.prefix)
-        self.on_records(trainers, linked=peers.linked(), now=asyncio.get_running_loop().time())
+        records, assistants, self._standing = await read_participants(dht, self.prefix)
+        self.on_records(records, linked=peers.linked(), now=asyncio.get_running_loop().time())
         lost = self._lost_assistants
         alive = {
             peer: record
@@ -168,6 +192,9 @@ class Progress:
         A lost peer counts again when it is ``linked`` or, after `LAST_RECORD_S`, has a new record.
         """
         self._no_vote = self._distrusted.ends(now)
+        self._seen = {peer: one for peer, one in self._seen.items() if now - one[1] < SEEN_S}
+        self._step_at = {peer: one for peer, one in self._step_at.items() if peer in records}
+        self._kept = {peer: one for peer, one in self._kept.items() if peer in records}
         self._lost = {
             peer: (records.get(peer), since)
             for peer, (last, since) in self._lost.items()
@@ -183,14 +210,45 @@ class Progress:
         }
         fresh |= {peer: learnt for peer, (learnt, _) in self._learnt.items()}
         self._updated_at |= {peer: now for peer, r in fresh.items() if r != self._others.get(peer)}
+        for peer, r in fresh.items():
+            if self._step_at.get(peer, (None, now))[0] != r.step:
+                self._step_at[peer] = r.step, self._read_at
+        self._read_at = now
+        speeds = [r.samples_per_s for r in (self.own, *fresh.values()) if r.samples_per_s]
+        batches_s = [r.batch_s for r in (self.own, *fresh.values()) if r.batch_s]
+        self._usual_speed = statistics.median_low(speeds or [math.inf])
+        self._usual_batch_s = statistics.median_low(batches_s or [0.0])
         self._others = fresh
 
-    def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
+    def on_round(
+        self,
+        members: Iterable[PeerId],
+        step: int,
+        lineage: bytes,
+        *,
+        weights: Mapping[PeerId, float] | None = None,
+        now: float,
+    ) -> None:
+        """Take the result of a round: its ``members`` have applied the mean of those with ``weights``."""
+        weights = weights or {}
+        for peer, r in self._others.items() if weights else ():
+            announced = min(r.samples, self._believed_samples(peer, r, now))
+            if announced and r.step == step - 1:
+                kept = min(1.0, weights.get(peer, 0.0) / announced)
+                self._kept[peer] = (self._kept.get(peer, 1.0) + kept) / 2
+        # Rounds of a minority give no votes: it would be the majority in its own eyes, and a fork would last.
+        recent = {peer for peer in self._known(self._seen) if now - self._seen[peer][1] < RECENT_S}
+        trainers = {peer for peer, r in self._others.items() if not (r.absent or r.syncing)}
+        votes = self._votes(sorted({self.me, *recent, *trainers}))
+        counts = 2 * sum(votes.get(peer, 0.0) for peer in sorted({self.me, *weights})) > sum(votes.values())
+        for peer in weights:
+            self._seen[peer] = self._seen.get(peer, (0, now))[0] + counts, now
         for peer in members:
             known = self._others.get(peer)
             if known is not None and not known.syncing and known.step < step:
                 learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
-                self._others[peer], self._updated_at[peer] = learnt, now
+                self._others[peer] = learnt
+                self._updated_at[peer], self._step_at[peer] = now, (step, now)
                 self._learnt[peer] = (learnt, READS_OF_GRACE)
 
     def on_lost(self, peer: PeerId, *, now: float) -> bool:
@@ -208,6 +266,11 @@ class Progress:
         for peer in peers:
             self._distrusted.fail(peer, now)
         self._no_vote = self._distrusted.ends(now)
+
+    @property
+    def donors_remain(self) -> bool:
+        """True if some other peer has a state, by a live record, even if it is silent or lost now."""
+        return any(peer != self.me and not r.syncing for peer, r in self._read.items())
 
     def trust_all(self) -> None:
         self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), ()
@@ -227,13 +290,46 @@ class Progress:
         trainers = {peer: r for peer, r in records if not r.syncing and peer not in self._no_vote}
         if not trainers:
             return Branch(self.own.step, self.own.lineage, frozenset())
-        active = [r for r in trainers.values() if not r.absent] or list(trainers.values())
-        voters = [r for r in active if r.reduces] or active
-        # The highest step that half of them have reached; of equal lineages the first.
-        step = statistics.median_high(r.step for r in voters)
-        lineage = statistics.mode(r.lineage for r in voters if r.step == step)
+        active = {peer: r for peer, r in trainers.items() if not r.absent} or trainers
+        voters = {peer: r for peer, r in active.items() if r.reduces} or active
+        votes = self._votes(voters)
+        # The highest step that half of the votes have reached; of equally strong lineages the first.
+        at, half, reached = sorted(voters, key=lambda peer: -voters[peer].step), sum(votes.values()) / 2, 0.0
+        for peer in at:
+            step = voters[peer].step
+            if (reached := reached + votes[peer]) >= half and reached:
+                break
+        lineages: dict[bytes, float] = {}
+        for peer, r in voters.items():
+            if r.step == step:
+                lineages[r.lineage] = lineages.get(r.lineage, 0.0) + votes[peer]
+        lineage = max(lineages, key=lambda one: lineages[one])
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
         return Branch(step, lineage, frozenset(on_it))
+
+    def _votes(self, voters: Iterable[PeerId]) -> dict[PeerId, float]:
+        """Return the weight of each vote: all for whom one invitation vouches share one, as a member may be many.
+
+        A peer that averaged with some of them counts only these, and the others where their votes are equal: it
+        cannot tell members from their copies. What it saw of their work does not weigh: after a partition both
+        sides would follow themselves.
+        """
+        known, vouchers = self._known(voters), {peer: self._voucher(peer) for peer in voters}
+        counted = known | {self.me} if known else {*voters}
+        sizes, among = (
+            Counter(vouchers.values()),
+            Counter(vouchers[peer] for peer in voters if peer in counted),
+        )
+        return {
+            peer: (peer in counted) / (among[voucher] or 1) + TIE / sizes[voucher] / len(sizes)
+            for peer, voucher in vouchers.items()
+        }
+
+    def _voucher(self, peer: PeerId) -> bytes:
+        return self._standing[peer].voucher if peer in self._standing else peer
+
+    def _known(self, peers: Iterable[PeerId]) -> set[PeerId]:
+        return {peer for peer in peers if self._seen.get(peer, (0, 0.0))[0] >= KNOWN_ROUNDS} - {self.me}
 
     @property
     def behind(self) -> bool:
@@ -243,6 +339,15 @@ class Progress:
             return self.own.lineage != branch.lineage
         # A peer that is further ahead took steps without the branch: no other peer would follow.
         return self.own.step != branch.step + 1 or self._before not in (branch.lineage, None)
+
+    def sketches(self) -> tuple[dict[PeerId, StateSketch], dict[PeerId, float]]:
+        """Return the other trainers' sketches and votes; the authority outvotes all others."""
+        voters = {peer: r for peer, r in self._others.items() if r.sketch and peer not in self._no_vote}
+        votes = self._votes(voters)
+        for peer in voters:
+            if peer in self._standing and self._standing[peer].role >= Role.AUTHORITY:
+                votes[peer] += len(voters)
+        return {peer: r.sketch for peer, r in voters.items() if r.sketch}, votes
 
     def stands(self, step: int, lineage: bytes) -> bool:
         """Return True if the swarm follows, or may still follow, the group that this peer had at a step."""
@@ -255,18 +360,40 @@ class Progress:
         active = ((peer, r) for peer, r in self.records.items() if not r.absent)
         return {peer for peer, r in active if r.syncing or (r.step, r.lineage) == (step, lineage)}
 
+    def waiting(self, step: int, lineage: bytes) -> set[PeerId]:
+        """Return the other trainers at a step and lineage that compute."""
+        others = ((peer, r) for peer, r in self._others.items() if not (r.absent or r.syncing))
+        return {peer for peer, r in others if (r.step, r.lineage) == (step, lineage)}
+
     def samples(self, now: float) -> float:
         """Return the samples of all peers on the own branch for the next step."""
         own, others = self.own, list(self._others.items())  # a copy: panels call this too
         return sum(
             (
-                r.samples
-                + min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S) * r.samples_per_s
+                self._believed_samples(peer, r, now) * self._kept.get(peer, 1.0)
                 for peer, r in others
                 if not (r.syncing or r.absent) and (r.step, r.lineage) == (own.step, own.lineage)
             ),
             0.0 if own.syncing else own.samples,
         )
+
+    def believed_s(self) -> float:
+        """Return how far off a peer may promise to come: several times as long as half of the micro-batches take."""
+        return max(MIN_PROMISE_S, SLOWER * self._usual_batch_s)
+
+    def _believed_samples(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
+        """Return a peer's samples now: as it says, but no more than it could compute since its last step."""
+        usual = SLOWER * self._usual_speed
+        speed = min(r.samples_per_s or usual, usual)
+        told = (
+            r.samples + min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S) * r.samples_per_s
+        )
+        computed_s = (
+            now
+            - self._step_at.get(peer, (0, -math.inf))[1]
+            + 2 * min(r.batch_s, SLOWER * self._usual_batch_s)
+        )
+        return min(told, speed * computed_s) if math.isfinite(speed) else told
 
     def samples_per_s(self) -> float:
         return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))
@@ -292,7 +419,7 @@ class Progress:
 
 class ThroughputEstimator:
     def __init__(self, now: float) -> None:
-        self.samples_per_s = self._batch_s = 0.0  # moving averages; 0 until known
+        self.samples_per_s = self.batch_s = 0.0  # moving averages; 0 until known
         self._computing_since: float | None = None
         self.active_at = now  # the trainer's last sign of work
 
@@ -307,7 +434,7 @@ class ThroughputEstimator:
         if self._computing_since is not None:
             took_s = max(now - self._computing_since, 1e-6)
             speed = samples / took_s
-            self._batch_s = took_s if not self._batch_s else 0.7 * self._batch_s + 0.3 * took_s
+            self.batch_s = took_s if not self.batch_s else 0.7 * self.batch_s + 0.3 * took_s
             self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
         self.work(now)
 
@@ -315,10 +442,10 @@ class ThroughputEstimator:
         """Return when the micro-batch will be done; None if it is overdue by more than ``patience_s``."""
         if self._computing_since is None:
             return 0.0
-        ready_in_s = self._computing_since + self._batch_s - now
-        late = ready_in_s < -max(LATE_BATCHES * self._batch_s, patience_s)
+        ready_in_s = self._computing_since + self.batch_s - now
+        late = ready_in_s < -max(LATE_BATCHES * self.batch_s, patience_s)
         return None if late else max(0.0, ready_in_s)
 
     def idle(self, now: float) -> bool:
-        least_s = IDLE_S if self._batch_s else UNKNOWN_IDLE_S
-        return now - self.active_at > max(IDLE_BATCHES * self._batch_s, least_s)
+        least_s = IDLE_S if self.batch_s else UNKNOWN_IDLE_S
+        return now - self.active_at > max(IDLE_BATCHES * self.batch_s, least_s)

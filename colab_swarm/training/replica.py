@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,11 +24,14 @@ from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
+from colab_swarm.training.sketch import PROJECTIONS, StateSketch
 
 T = TypeVar("T")
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of the swarm's steps after local ones (DiLoCo, section 3)
+MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
+SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of so many values
 SMALL_VALUES = 1 << 16  # smaller tensors, such as biases, are at the front of a flat vector
 
 
@@ -74,8 +78,9 @@ class Replica:
         """Take one global step with the averaged gradient (flat, float32); returns the new lineage."""
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
-            set_gradients(self.parameters, mean)
-            self._update(self._optimizer, self.parameters, clip=not self.rule.local)
+            if mean.min() > -MOST_GRADIENT and mean.max() < MOST_GRADIENT:
+                set_gradients(self.parameters, mean)
+                self._update(self._optimizer, self.parameters, clip=not self.rule.local)
             if self.rule.scheduler is not None:
                 self.rule.scheduler.step()
             self.step, self.lineage = self.step + 1, lineage
@@ -171,6 +176,20 @@ class Replica:
             layout, blob = pack(self.state())
         return Snapshot.of(lineage, step, layout, blob)
 
+    @torch.no_grad()
+    def sketch(self) -> StateSketch:
+        """Return a sketch of parameters and optimizer state. Thread-safe; it holds up an update for a moment."""
+        with self.lock:
+            kinds = {"": [*self.parameters]}
+            for parameter in self.parameters:
+                for kind, value in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                        kinds.setdefault(kind, []).append(value)
+            values = [
+                value for _, tensors in sorted(kinds.items()) for value in _project(tensors, self.lineage)
+            ]
+            return StateSketch(self.step, self.lineage, tuple(values))
+
     def load_snapshot(self, snapshot: Snapshot) -> None:
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
@@ -225,6 +244,19 @@ def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().to("cpu", copy=True).requires_grad_()
+
+
+def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
+    """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
+    blocks = [block for tensor in tensors for block in torch.split(tensor.flatten(), SIGNS)]
+    count = (SIGNS + len(blocks)) * PROJECTIONS
+    bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
+    signs = torch.from_numpy(2 * bits.astype(np.float32) - 1).view(-1, PROJECTIONS)
+    sums = torch.zeros(PROJECTIONS)
+    for block, sign in zip(blocks, signs[SIGNS:], strict=True):
+        sums += sign * (block.float() @ signs[: len(block)].to(block.device)).cpu()
+    norm = math.hypot(*(float(tensor.norm(dtype=torch.float32)) for tensor in tensors))
+    return [norm, *(sums / (norm or 1.0)).tolist()]
 
 
 def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from colab_swarm.training.progress import MAX_LOCAL_STEPS
 ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
 ROUND_PART = 0.5  # longest round at the budget's speed, as a part of the computing time
 SAVING = "int8"
+HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
@@ -169,6 +170,8 @@ class TrainingSettings:
             computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload).
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
+        robust: "clip" averages by CenteredClip (BTARD, section 3): up to a third of the contributions may be wrong at
+            will. The mean is then not exact: peers with little or other data count for less.
         matchmaking_timeout_s: how long a round waits for slow peers.
     """
 
@@ -180,6 +183,7 @@ class TrainingSettings:
     error_feedback: bool = False
     overlap: bool = False
     local_steps: int | Literal["auto"] = 1
+    robust: Literal["", "clip"] = ""
     matchmaking_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -191,6 +195,9 @@ class TrainingSettings:
         require(
             steps == "auto" or (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS),
             f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'",
+        )
+        require(
+            self.robust in ("", "clip"), f"robust={self.robust!r}: pass 'clip', or nothing for the exact mean"
         )
         require(
             steps == 1 or (not self.overlap and (not self.error_feedback)),

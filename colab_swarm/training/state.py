@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
-from colab_swarm.errors import PeerError, StateError, require
+from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
+    MAX_STATE_BYTES,
     ChunkDownload,
     FetchChunks,
     Manifest,
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = CHUNK_TIMEOUT_S / 3  # of a mirror for a donor; a late joiner waits for two
 REMEMBERED = 4
+OTHERS_S = 2.0  # for the other donors, after the first answer
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
@@ -80,6 +82,10 @@ class CheckpointFolder(StepFiles):
     def latest(self) -> Any:
         """Return the state in the newest readable checkpoint, or None; skips damaged ones with a warning."""
         return self.newest(load_checkpoint)
+
+
+class DonorsSilent(StateError):
+    """No donor answered in time: they are slow, frozen or gone. None refused."""
 
 
 class DescribeState(Message, frozen=True):
@@ -143,24 +149,33 @@ class StateSharing:
             raise Refusal("that snapshot is gone")
         await send_chunks(ask, stream, held.read)
 
-    async def download(self, donors: Sequence[PeerId]) -> Snapshot:
+    async def download(self, donors: Sequence[PeerId], limit_bytes: int = MAX_STATE_BYTES) -> Snapshot:
         """See `download_state`; after a failure, the next call goes on where this one stopped."""
-        return await download_state(self._peers, self._prefix, donors, self._begun)
+        return await download_state(self._peers, self._prefix, donors, limit_bytes, self._begun)
 
 
 async def download_state(
-    peers: Peers, prefix: str, donors: Sequence[PeerId], begun: dict[bytes, ChunkDownload] | None = None
+    peers: Peers,
+    prefix: str,
+    donors: Sequence[PeerId],
+    limit_bytes: int = MAX_STATE_BYTES,
+    begun: dict[bytes, ChunkDownload] | None = None,
 ) -> Snapshot:
-    """Fetch the state of the first donor that answers, from all donors that hold the same state.
+    """Fetch the state that most donors hold, from all of these.
 
     ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
-    `StateError` if no donor had a state, or all were lost before it was complete.
+    `StateError` if no donor had a state, all were lost before it was complete, or it is over
+    ``limit_bytes``; `DonorsSilent` if all are silent.
     """
     manifest, holders, refusals = await agree_on_state(
-        peers, DescribeState(prefix), donors, limit=4, timeout_s=CHUNK_TIMEOUT_S
+        peers, DescribeState(prefix), donors, limit=4, timeout_s=CHUNK_TIMEOUT_S, limit_bytes=limit_bytes
     )
     if manifest is None:
-        raise StateError(f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}")
+        silent = all(
+            isinstance(error, PeerTimeout | PeerUnreachable | PeerLost) for error in refusals.values()
+        )
+        text = f"none of {len(donors)} donors gave its state: {_told(refusals) or 'no donors'}"
+        raise DonorsSilent(text) if silent else StateError(text)
     root, begun = manifest.root, {} if begun is None else begun
     download = begun.get(root) or ChunkDownload(
         peers, manifest, lambda chunks: FetchState(chunks, prefix, root)
@@ -173,25 +188,47 @@ async def download_state(
 
 
 async def agree_on_state(
-    peers: Peers, ask: DescribeState, donors: Sequence[PeerId], *, limit: int, timeout_s: float
-) -> tuple[Manifest | None, list[PeerId], list[str]]:
-    """Return the first donor's manifest, at most ``limit`` that hold it, and all refusals."""
-    manifest: Manifest | None = None
-    holders: list[PeerId] = []
-    refusals: list[str] = []
-    for donor in donors:
-        if len(holders) == limit:
-            break
+    peers: Peers,
+    ask: DescribeState,
+    donors: Sequence[PeerId],
+    *,
+    limit: int,
+    timeout_s: float,
+    limit_bytes: int = MAX_STATE_BYTES,
+) -> tuple[Manifest | None, list[PeerId], dict[PeerId, PeerError]]:
+    """Return the manifest that most of ``limit`` donors give, those that hold it, and all refusals.
+
+    They are asked at once: a moment later each would have another step. Of equally many the first.
+    """
+    holders: dict[Manifest, list[PeerId]] = {}
+    refusals: dict[PeerId, PeerError] = {}
+
+    async def describe(donor: PeerId) -> None:
         try:
             answer = await peers.call(donor, ask, Manifest, timeout_s=timeout_s)
+            require(answer.size_bytes <= limit_bytes, f"{answer.size_bytes:,} bytes are too many", PeerError)
+            holders.setdefault(answer, []).append(donor)
         except PeerError as error:
-            refusals.append(f"{short(donor)}: {error}")
-            continue
-        if manifest is None or answer == manifest:
-            manifest = answer
-            holders.append(donor)
-            ask = msgspec.structs.replace(ask, step=manifest.step)
-    return manifest, holders, refusals
+            refusals[donor] = error
+
+    for begin in range(0, len(donors), limit):
+        pending = {asyncio.create_task(describe(donor)) for donor in donors[begin : begin + limit]}
+        try:
+            while pending and not holders:
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if pending:  # a silent donor holds up the others' answers no longer than this
+                await asyncio.wait(pending, timeout=OTHERS_S)
+        finally:
+            for task in pending:
+                task.cancel()
+        if holders:
+            manifest = max(holders, key=lambda one: len(holders[one]))
+            return manifest, holders[manifest], refusals
+    return None, [], refusals
+
+
+def _told(refusals: Mapping[PeerId, PeerError]) -> str:
+    return "; ".join(f"{short(donor)}: {error}" for donor, error in refusals.items())
 
 
 def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], bytes]:
@@ -249,7 +286,7 @@ class Mirror(StateSharing):
             self._peers, ask, donors, limit=2, timeout_s=PATIENCE_S
         )
         if manifest is None:
-            raise Refusal(f"no trainer linked to this assistant gave its state: {'; '.join(refusals)[:500]}")
+            raise Refusal(f"no trainer linked to this assistant gave its state: {_told(refusals)[:500]}")
         self._held.pop(root := manifest.root, None)
         self._held[root] = holders
         while len(self._held) > REMEMBERED:

@@ -60,9 +60,36 @@ run.
 - A removed peer can come back under a new key with an invitation of unlimited use, until the invitation ends. Use
   counted ones (`uses=1`) or an allowlist, or revoke the invitation itself: pass its text to `swarm.remove_peer`.
 - Members that credit each other look like members that worked: the leaderboard gives thanks, not money.
-- Peers are protected from outsiders and from broken peers, not from members who send plausible but false
-  gradients.
 - The organizer of an allowlist sees the Hugging Face tokens of those who join: use a read-only token.
+
+## Security
+
+Promised while most votes are honest. In each of the named tests the attack is made, and held.
+
+| attack | bound | tests |
+|---|---|---|
+| an organizer is silent | another takes over in seconds; it is asked ever more rarely | `attacks/test_organizers` |
+| groups of one, a sole reducer | groups must follow from all tickets | `attacks/test_organizers` |
+| broken promises, bad tickets | one usual wait; none | `attacks/test_organizers` |
+| a viewer acts as a worker | roles are proven in records, and on both sides of calls | `attacks/test_members` |
+| identities of one invitation | they share one vote | `attacks/test_members` |
+| a donor gives another state | sketches show it; it is loaded again elsewhere | `training/test_sketch` |
+| huge values, weights, counts | by what is usual; within that the mean is exact | `attacks/test_members` |
+| a minority's wrong gradients | ``robust="clip"``: loss within 10 % | `training/test_robust` |
+| a reducer makes up a mean | ``robust="clip"``: random recomputation | `averaging/test_audit` |
+| a back-dated membership | an ended invitation needs a fresh signature | `attacks/test_members` |
+| strangers' connections, garbage | by address; the oldest half-open goes first | `attacks/test_strangers` |
+| victims dialled through peers | only where the caller was seen; by target | `attacks/test_strangers` |
+| records without end | one for each owner and key; bytes by owner | `attacks/test_strangers` |
+| mutated messages, huge manifests | refused; nothing grows | `attacks/test_messages` |
+
+Not promised:
+
+- A majority of votes may lead the swarm anywhere. In an open run votes cost nothing.
+- Without ``robust`` a member's gradient counts as it is, within the bounds. With it, a minority that pulls one
+  way within the spread of honest gradients biases the mean by about its share of that spread.
+- Members see the model, and what averages tell of others' data.
+- A new member may waste a few seconds of some rounds before nobody waits for it.
 
 A peer that is not admitted gets four lines: what was refused, why, what to do, whom to ask
 (`colab_swarm.errors.NotAdmitted`, `InviteError`, `JoinError`).

@@ -4,10 +4,9 @@ An invitation that admits offline lets a peer sign its own membership at once. T
 as soon as it is reached, so that the invitation can be revoked without removing the peers that used it.
 A membership is renewed from half of its life on, so that the authority may be away for the other half.
 
-The authority stores its signed list of revocations in the DHT under its own subkey, which no other
-peer can write. Every peer reads it each 20 s and asks one linked peer for the newest list; a peer
-that learns of a newer list sends it to all its links. So the list spreads even where the DHT fails:
-a malicious member can stuff its key, and its records end after a day.
+The authority publishes its signed list of revocations in the DHT, where no other peer can replace it.
+Every peer reads it each 20 s and asks one linked peer for the newest list; a peer that learns of a newer
+list sends it to all its links. So the list spreads even where the DHT fails, and after its record's end.
 """
 
 import asyncio
@@ -275,7 +274,7 @@ class Trust:
         self._node, self._events, self._rng, linker = node, events, rng, node.linker
         self._tasks: list[asyncio.Task[None]] = []
         admission, clock, readmit = access.admission, linker.clock, linker.readmit
-        self.contributions = Contributions(node, dht, access.run_id, admission, linker.metering.relayed_bytes)
+        self.contributions = Contributions(node, dht, access.run_id, linker.metering.relayed_bytes)
         self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
         self._member: RunMember | None = None

@@ -181,7 +181,9 @@ class Authority:
             why = f"this invitation was for {count(proof.grant.uses, 'peer')}, and all have joined"
             raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
         end = now + member_s(self._allow)
-        unsigned = Membership(proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS], now, end)
+        invited_by = proof.invited_by if proof.grant is None else proof.grant.key
+        known = proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS]
+        unsigned = Membership(*known, now, end, invited_by=invited_by)
         membership = unsigned.signed(self._peers.sign).encode()
         self._readmit(peer, membership)
         logger.info("%s %s is a %s until %.0f", short(peer), name, proof.role.name.lower(), end)
@@ -192,11 +194,9 @@ class Authority:
             proof = Membership.decode(shown)
             require(id_of(proof.key) == peer, "it shows the membership of another peer", NotAdmitted)
             self._admission.inspect(proof.key, shown)
-            grant = proof.grant
-            until = proof.expires_at + (GRACE_S if grant is None else 0.0)
-            if grant is not None and not grant.offline:
-                until = grant.join_until
-            late_s = self._peers.time() - until
+            now = self._peers.time()
+            self._admission.require_met(proof, now=now)
+            late_s = now - proof.expires_at - (GRACE_S if proof.grant is None else 0.0)
             ended = f"the membership it shows ended {in_words(late_s)} ago"
             require(late_s <= SLACK_S, ended, NotAdmitted)
         except NotAdmitted as error:

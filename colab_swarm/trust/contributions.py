@@ -13,20 +13,19 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
 
 from colab_swarm.averaging.group import Group, Span
-from colab_swarm.dht.records import Record, owner_of
+from colab_swarm.dht.records import Record
 from colab_swarm.dht.service import DHT
-from colab_swarm.errors import NotAdmitted, PeerError, require
+from colab_swarm.errors import PeerError, require
 from colab_swarm.markup import count, facts, plain, size
 from colab_swarm.net.identity import id_of
-from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role, short
+from colab_swarm.net.membership import Key
+from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, short
 
 logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
@@ -49,10 +48,9 @@ class TallyRow(Message, frozen=True):
 
 
 class ContributionTally(Message, frozen=True):
-    """What a peer saw others contribute; ``key`` and ``membership`` identify the writer."""
+    """What a peer saw others contribute; ``key`` is the writer's."""
 
     key: Key
-    membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
     rows: Annotated[tuple[TallyRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
@@ -149,17 +147,16 @@ def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
 
 
 class Contributions:
-    """Publishes this peer's ledger in the DHT and reads all others'; in a closed run, of members only."""
+    """Publishes this peer's ledger in the DHT and reads all others'."""
 
     def __init__(
         self,
         peers: Peers,
         dht: DHT,
         run_id: str,
-        admission: MembershipAdmission | None = None,
         relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict,
     ) -> None:
-        self._peers, self._dht, self._run_id, self._admission = peers, dht, run_id, admission
+        self._peers, self._dht, self._run_id = peers, dht, run_id
         self._relayed_bytes, self._loop = relayed_bytes, asyncio.get_running_loop()
         self._published: tuple[TallyRow, ...] = ()
         self._published_at = float("-inf")
@@ -188,7 +185,7 @@ class Contributions:
     async def resume(self) -> None:
         """Continue from the tally that this peer published, or saved, before it was restarted."""
         records = await self._dht.records(self._key)
-        found = [tally for one in records if one.subkey == self._peers.id and (tally := tally_of(one))]
+        found = [tally for one in records if one.writer == self._peers.id and (tally := tally_of(one))]
         self._resumed = True
         self.ledger.resume(merged(self.saved, *(tally.rows for tally in found)))
 
@@ -218,24 +215,12 @@ class Contributions:
             for key, records in zip(keys, found, strict=True)
             for record in records
             if (tally := tally_of(record)) is not None
-            and self._peers.id != record.subkey == id_of(tally.key)
-            and key == tally_key(self._run_id, PeerId(record.subkey))
-            and by_member(tally, record, self._admission)
+            and self._peers.id != record.writer == id_of(tally.key)
+            and key == tally_key(self._run_id, record.writer)
         ]
 
     def _own_tally(self) -> ContributionTally:
-        membership = b"" if self._admission is None else self._admission.membership
-        return ContributionTally(self._peers.public_key, membership, self.ledger.rows())
-
-
-def by_member(tally: ContributionTally, record: Record, admission: MembershipAdmission | None) -> bool:
-    """Return True if the writer was a member when it wrote the tally, or if the run is open."""
-    if admission is None:
-        return True
-    with suppress(NotAdmitted):
-        written_at = record.expires_at - RECORD_S
-        return admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
-    return False
+        return ContributionTally(self._peers.public_key, self.ledger.rows())
 
 
 def tally_key(run_id: str, writer: PeerId) -> str:
@@ -248,7 +233,7 @@ def tally_of(record: Record) -> ContributionTally | None:
         tally = msgspec.msgpack.decode(record.value, type=ContributionTally)
     except UNDECODABLE:
         return None
-    return tally if id_of(tally.key) == owner_of(record) else None
+    return tally if id_of(tally.key) == record.writer else None
 
 
 class Leaderboard(tuple[Contribution, ...]):

@@ -184,6 +184,8 @@ class RequestGate:
             raise NotAdmitted(f"your clock is {abs(now - request.at):.0f} s off: set your clock")
         if self._admission is not None:
             role = self._admission.verify(request.key, request.membership, now=now)
+            if role < Role.AUTHORITY:
+                self._admission.require_met(self._admission.inspect(request.key, request.membership), now=now)
             if role < Role.WORKER:
                 raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
         while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:

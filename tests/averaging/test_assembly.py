@@ -12,7 +12,7 @@ from colab_swarm.averaging.group import Group, JoinEta, RoundRefused, RoundTerms
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.moshpit import QUICK, WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.dht.service import DHT, DHTSettings, Found
-from colab_swarm.net.peers import Peers
+from colab_swarm.net.peers import PeerId, Peers, Role
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 
 NAMES = ("alice", "bob", "carol", "dave")
@@ -94,11 +94,11 @@ class Garbage(DHT):
     def __init__(self, peers: Peers, value: Any) -> None:
         self._peers, self._value = peers, value
 
-    async def store(self, *_: object, **__: object) -> int:
+    async def publish(self, *_: object, **__: object) -> int:
         return 0
 
-    async def get(self, key: str) -> dict[bytes, Found]:
-        return {subkey: Found(self._value, 1e12, None) for subkey in (b"", b"x" * 32, b"y" * 256)}
+    async def get(self, key: str) -> dict[PeerId, Found]:
+        return {PeerId(b"x" * 32): Found(self._value, 1e12, Role.WORKER, b"")}
 
 
 anything = st.recursive(
@@ -125,7 +125,7 @@ async def test_an_absurd_number_does_not_move_the_meeting() -> None:
     mallory = place.peers[2]
     for number in (-1, 0, 1 << 60):
         record = WaitingPeer(number, mallory.contact.addresses)
-        await place.dhts[2].store("run/meeting", record, subkey=mallory.id, ttl_s=60, signed=True)
+        await place.dhts[2].publish("run/meeting", record, ttl_s=60)
         await place.meet_all(2)
 
 

@@ -104,7 +104,9 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *({"round_id": b"short"}, {"terms": msgspec.structs.replace(TERMS, codec="zip")}, {"members": ()}),
+        {"seed": b"short"},
+        {"terms": msgspec.structs.replace(TERMS, codec="zip")},
+        {"members": ()},
         {"members": (GroupMember(BOB, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         {"members": (GroupMember(ALICE, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         *({"members": (GroupMember(ALICE, (), *one),)} for one in ((-1, 1), (1, -1))),

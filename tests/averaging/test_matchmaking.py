@@ -1,14 +1,33 @@
 """Peers find one group, whatever they know and whichever fails."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 
 from colab_swarm.averaging import group as module
-from colab_swarm.averaging.group import Group, Joined, JoinEta, JoinRound, RoundRefused, Ticket, rank
-from colab_swarm.averaging.matchmaking import REFUSALS_S, REMEMBERED_S, SKIPPED_S, Matchmaker, PrefixRouter
+from colab_swarm.averaging.group import (
+    Group,
+    GroupMember,
+    Joined,
+    JoinEta,
+    JoinRound,
+    RoundRefused,
+    Ticket,
+    rank,
+)
+from colab_swarm.averaging.matchmaking import (
+    FORMING,
+    REFUSALS_S,
+    REMEMBERED_S,
+    SKIPPED_S,
+    Matchmaker,
+    PrefixRouter,
+    check_group,
+    holds_ticket,
+)
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
@@ -31,11 +50,14 @@ class Trainer:
         self.ready_in_s: float | None = 0.0  # what it answers when called
         self.ticket = TICKET
         self.followed = True
+        self.believed_s = float("inf")
+        self.awaited: list[PeerId] = []
         self.matchmaker = Matchmaker(
             PrefixRouter(peers),
             "run",
             expected=self._expected,
             on_called=self._on_called,
+            believed_s=lambda: self.believed_s,
             stands=lambda step, lineage: self.followed,
         )
 
@@ -48,7 +70,7 @@ class Trainer:
     async def join(self, *, after_s: float = 0.0, timeout_s: float = 30.0) -> Group:
         await asyncio.sleep(after_s)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        return await self.matchmaker.join(self.ticket, self.candidates, deadline)
+        return await self.matchmaker.join(self.ticket, self.candidates, deadline, awaited=self.awaited)
 
 
 class Town:
@@ -78,13 +100,13 @@ def answered(message: Message) -> bool:
 def lie(trainer: Trainer, answer: Joined) -> list[JoinRound]:
     """Let it answer every ticket so; return these."""
 
-    async def take(_peer: PeerId, message: JoinRound) -> Joined:
+    async def take(message: JoinRound, stream: Stream) -> None:
         taken.append(message)
-        return answer
+        await stream.send(answer)
 
     taken: list[JoinRound] = []
     trainer.peers.unserve(JoinRound)
-    trainer.peers.serve(JoinRound, take)
+    trainer.peers.serve_stream(JoinRound, take)
     return taken
 
 
@@ -449,3 +471,100 @@ async def test_a_prefix_that_no_message_can_carry_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="over 512 characters"):
         router.serve("a" * 513, Ask, answering("a"), Role.VIEWER)
     router.serve("a" * 512, Ask, answering("a"), Role.VIEWER)
+
+
+@pytest.mark.parametrize("heartbeats", [False, True])
+async def test_an_organizer_that_never_answers_holds_up_one_round_for_seconds(heartbeats: bool) -> None:
+    liar, *honest = Town(4).trainers
+
+    async def keep_silent(message: JoinRound, stream: Stream) -> None:
+        asked.append(stream.peer)
+        while True:
+            await asyncio.sleep(0.5)
+            if heartbeats:
+                await stream.send(FORMING)
+
+    asked: list[PeerId] = []
+    liar.peers.unserve(JoinRound)
+    liar.peers.serve_stream(JoinRound, keep_silent)
+    for trainer in honest:
+        trainer.believed_s = 2.0
+    for limit_s in (10.0, 0.6):
+        began = asyncio.get_running_loop().time()
+        await one_group(*(trainer.join() for trainer in honest), size=3)
+        assert asyncio.get_running_loop().time() - began < limit_s
+    assert sorted(asked) == sorted(trainer.peers.id for trainer in honest)  # once each: it is not asked again
+
+
+@pytest.mark.parametrize(("promise_s", "limits_s"), [(1e9, (0.1, 0.1)), (1.9, (3.0, 0.6))])
+async def test_a_broken_promise_holds_up_one_round_and_one_beyond_belief_none(
+    promise_s: float, limits_s: tuple[float, ...]
+) -> None:
+    first, liar, *others = Town(4).trainers
+    liar.ready_in_s, first.believed_s = promise_s, 2.0
+    for limit_s in limits_s:
+        began = asyncio.get_running_loop().time()
+        await one_group(*(trainer.join() for trainer in (first, *others)), size=3)
+        assert asyncio.get_running_loop().time() - began < limit_s
+
+
+async def test_a_peer_that_once_came_late_still_organizes() -> None:
+    first, *others = Town(4).trainers
+    others[0].matchmaker._late.fail(
+        first.peers.id, now=0.0
+    )  # two organizers would share the others among them
+    await one_group(*(trainer.join() for trainer in (*others, first)), size=4)
+
+
+async def test_a_group_without_the_others_that_wait_is_refused() -> None:
+    liar, *honest = Town(3).trainers
+
+    async def part(message: JoinRound, stream: Stream) -> None:
+        parted.append(stream.peer)
+        ticket, contact = message.ticket, message.contact
+        member = GroupMember(contact.id, contact.addresses, ticket.weight, 1.0)
+        await stream.send(Joined(Group(bytes(16), ticket.terms, (member,))))
+
+    parted: list[PeerId] = []
+    liar.peers.unserve(JoinRound)
+    liar.peers.serve_stream(JoinRound, part)
+    for one, other in (honest, reversed(honest)):
+        one.awaited = [other.peers.id]
+    assert [await refusal(trainer.join()) for trainer in honest] == ["unreachable"] * 2
+    assert len(parted) == 2
+    await one_group(*(trainer.join() for trainer in honest), size=2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"weight": 5.0}, {"weight": 11.0}, {"reduces": False}, {"upload_bps": 1.0}, {"assists": True}]
+)
+def test_a_group_holds_each_members_ticket_but_for_a_bound_on_its_weight(change: dict[str, object]) -> None:
+    ids = sorted(bytes([i]) * 32 for i in range(3))
+    members = tuple(GroupMember(PeerId(one), (), 10.0, 1.0) for one in ids)
+    assert holds_ticket(Group(bytes(16), TERMS, members), members[0].id, TICKET)
+    changed = (msgspec.structs.replace(members[0], **change), *members[1:])
+    assert not holds_ticket(Group(bytes(16), TERMS, changed), members[0].id, TICKET)
+    heavy = msgspec.structs.replace(TICKET, weight=160.0)
+    assert holds_ticket(Group(bytes(16), TERMS, members), members[0].id, heavy)
+
+
+@pytest.mark.parametrize(
+    ("shares", "upload_bps", "weight", "fault"),
+    [
+        ((1, 1, 1), (None, None, None), 10.0, None),
+        ((0, 0, 1), (None, None, None), 10.0, "shares"),  # a sole reducer dictates the mean
+        ((0.01, 0.01, 1), (1e6, 1e6, 1e6), 10.0, "shares"),
+        ((0, 0, 1), (1e6, 1e6, 16e6), 10.0, None),  # as the linear program says
+        ((1, 1, 1), (1e6, 1e6, 16e6), 10.0, None),
+        ((1, 1, 1), (None, None, None), 1e8, "far more"),
+    ],
+)
+def test_a_group_is_dishonest_where_shares_or_weights_do_not_follow_from_its_tickets(
+    shares: tuple[float, ...], upload_bps: tuple[float | None, ...], weight: float, fault: str | None
+) -> None:
+    members = tuple(
+        GroupMember(PeerId(bytes([i]) * 32), (), 10.0 if i else weight, share, True, bps, bps)
+        for i, (share, bps) in enumerate(zip(shares, upload_bps, strict=True))
+    )
+    with pytest.raises(ValueError, match=fault) if fault else contextlib.nullcontext():
+        check_group(Group(bytes(16), TERMS, members), heaviest=16.0)

@@ -16,6 +16,7 @@ from colab_swarm.averaging.round import DRAIN_S, Averager, AveragingSettings, Re
 from colab_swarm.errors import PeerLost
 from colab_swarm.net.peers import Message, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
+from colab_swarm.sim.network import SILENCE_S
 from colab_swarm.tensors.codecs import Floats
 from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, vector
 
@@ -87,7 +88,9 @@ def test_without_any_weight_everyone_keeps_its_own_and_says_so() -> None:
     outcome = run_round(weights=[0, 0, 0, 0])
     for name, values in outcome.vectors.items():
         np.testing.assert_array_equal(values, outcome.contributions[name])
-        assert outcome.results[name].kept_local == ((0, 200_000),)
+        result = outcome.results[name]
+        assert result.kept_local == ((0, 200_000),)
+        assert sum(span.numel for span, lacking in result.gaps if lacking == (0, 1, 2, 3)) == 200_000
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
@@ -126,6 +129,11 @@ def test_a_member_may_vanish_at_any_phase(phase: str, codec: str) -> None:
     tolerance = 1e-6 if codec == "float32" else 0.05
     assert (np.minimum(abs(values - with_bob), abs(values - without_bob)) <= tolerance).all()
     for name, result in outcome.results.items():
+        told = with_bob.copy()
+        for span, (lost,) in result.gaps:
+            told[slice(*span)] = without_bob[slice(*span)]
+            assert result.group.members[lost].id not in result.contributors
+        assert (abs(values - told) <= tolerance).all()
         assert result.kept_local == () and outcome.seconds[name] < EXTRA_S
         if phase == "at the first stream to it":
             assert result.spans_lost == (outcome.spans["bob"],)
@@ -176,6 +184,20 @@ def test_a_silent_reducer_is_given_up_and_its_span_recovered() -> None:
         assert result.kept_local == () and result.received_bytes >= 4 * (200_000 + own)
         counted.append(result.sent_bytes >= 4 * (200_000 + own))
     assert counted.count(True) >= 2, "but for the coordinator, a survivor sends its contribution again"
+
+
+def test_several_silent_survivors_hold_up_a_recovery_no_longer_than_one() -> None:
+    def script(network: SimNetwork) -> None:
+        network.when(contribution, receiver="bob", nth=2).partition(
+            {"bob"}, {"carol"}, {"dave"}, {"alice", "erin"}
+        )
+
+    outcome = run_round(5, script=script)
+    assert [fault.name for fault in outcome.fired] == ["partition"]
+    for result in outcome.results.values():
+        assert len(result.spans_lost) >= 3
+        assert result.seconds < SILENCE_S + 1.5 * SETTINGS.dial_timeout_s  # virtual
+    np.testing.assert_array_equal(outcome.vectors["alice"], outcome.vectors["erin"])
 
 
 @pytest.mark.parametrize(

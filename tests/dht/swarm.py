@@ -45,4 +45,4 @@ def holders(members: list[Member], key: str) -> list[Member]:
 
 def forged(owner: SimPeers) -> Record:
     at, value = owner.time() + 60, msgspec.msgpack.encode("false")
-    return Record(owner.id, value, at, int(at * 1e6), 60.0, owner.public_key, bytes(64))
+    return Record(value, at, int(at * 1e6), 60.0, owner.public_key, b"", bytes(64))

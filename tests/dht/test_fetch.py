@@ -11,9 +11,9 @@ from tests.dht.swarm import Member, forged, holders, swarm
 
 async def test_every_peer_fetches_a_stored_value() -> None:
     _, members = await swarm(40)
-    await members[1].dht.store("key", 7, ttl_s=60)
+    await members[1].dht.publish("key", 7, ttl_s=60)
     readings = [await member.dht.fetch("key") for member in members]
-    assert [reading.found[b""].value for reading in readings] == [7] * 40
+    assert [reading.found[members[1].peers.id].value for reading in readings] == [7] * 40
     assert {0, 1} <= {reading.hops for reading in readings}
 
 
@@ -25,7 +25,7 @@ async def test_a_key_without_holders_is_not_found() -> None:
 
 async def test_silent_peers_delay_nothing() -> None:
     network, members = await swarm(30, profile=HOME)
-    await members[0].dht.store("key", 7, ttl_s=600)
+    await members[0].dht.publish("key", 7, ttl_s=600)
     reader = next(member for member in members if member not in holders(members, "key"))
     nearest = [contact.id for contact in reader.dht.table.nearest(key_id("key"), 2)]
     silent = {member.peers.name for member in members if member.peers.id in nearest}
@@ -39,7 +39,7 @@ async def test_silent_peers_delay_nothing() -> None:
 async def test_a_forged_answer_is_skipped() -> None:
     _, members = await swarm(8)
     alice = members[0]
-    await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
+    await alice.dht.publish("key", "true", ttl_s=60)
     lies = []
     readers = [member for member in members if member not in holders(members, "key")]
 

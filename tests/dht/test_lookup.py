@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.routing import GRACE, Lookup, Patience, distance
+from colab_swarm.dht.routing import GRACE, Lookup, distance
 from colab_swarm.net.peers import Contact, PeerId
 
 TARGET = bytes(32)
@@ -99,14 +99,3 @@ def test_it_finds_the_nearest_living_whatever_dies(seed: int, peers: int, dead_s
             search.on_answer(contact.id, None if contact.id in dead else everyone)
     alive = sorted((c for c in everyone if c.id not in dead), key=lambda c: distance(c.id, TARGET))
     assert search.nearest(3) == alive[:3]
-
-
-def test_patience_follows_the_answer_times() -> None:
-    patience = Patience()
-    assert patience.seconds == 1.0
-    for _ in range(50):
-        patience.learn(2.0)
-    assert 2.0 <= patience.seconds < 2.1
-    for _ in range(200):
-        patience.learn(0.001)
-    assert patience.seconds == 0.2

@@ -29,15 +29,15 @@ async def refusal(asker: Member, asked: Member, message: FindNear | Fetch) -> st
 async def test_a_peer_alone_stores_and_gets() -> None:
     _, (alice,) = await swarm(1)
     for value in (2, 1):  # within a microsecond
-        assert await alice.dht.store("key", value, ttl_s=60) == 1
-    assert [await read(alice, key) for key in ("key", "none")] == [{b"": 1}, {}]
+        assert await alice.dht.publish("key", value, ttl_s=60) == 1
+    assert [await read(alice, key) for key in ("key", "none")] == [{alice.peers.id: 1}, {}]
 
 
 async def test_every_peer_sees_all_progress_within_a_second() -> None:
     _, members = await swarm(profile=HOME)
     for step in range(5):
         for member in members:
-            await member.dht.store("progress", step, subkey=member.peers.id, ttl_s=30, signed=True)
+            await member.dht.publish("progress", step, ttl_s=30)
         began = virtual_time()
         progress = [await read(member, "progress") for member in members]
         assert virtual_time() - began < 8
@@ -46,33 +46,22 @@ async def test_every_peer_sees_all_progress_within_a_second() -> None:
 
 async def test_a_value_is_gone_after_its_life() -> None:
     _, members = await swarm()
-    await members[0].dht.store("key", 1, ttl_s=10)
+    await members[0].dht.publish("key", 1, ttl_s=10)
     await asyncio.sleep(9)
     before = await read(members[3], "key")
     await asyncio.sleep(1)
-    assert (before, await read(members[3], "key")) == ({b"": 1}, {})
+    assert (before, await read(members[3], "key")) == ({members[0].peers.id: 1}, {})
 
 
-async def test_only_the_owner_changes_a_signed_value() -> None:
-    _, (alice, bob, *_) = await swarm()
-    await alice.dht.store("key", "hers", subkey=b"x", ttl_s=60, signed=True)
-    assert await bob.dht.store("key", "his", subkey=b"x", ttl_s=60) == 0
-    found = (await bob.dht.get("key"))[b"x"]
-    left_s = found.expires_at - bob.peers.time()
-    assert (found.value, found.owner) == ("hers", alice.peers.id) and 59 < left_s <= 60
-
-
-async def test_writing_under_the_id_of_another_peer_is_a_mistake() -> None:
-    _, (alice, bob, *_) = await swarm()
-    with pytest.raises(ValueError, match="not that peer's"):
-        await bob.dht.store("key", 1, subkey=alice.peers.id, ttl_s=60, signed=True)
-    with pytest.raises(ValueError, match="too many"):
-        await bob.dht.store("key", bytes(1 << 16), ttl_s=60)
+async def test_a_value_that_is_too_large_is_a_mistake() -> None:
+    _, (alice, *_) = await swarm(1)
+    with pytest.raises(ValueError, match="too long"):
+        await alice.dht.publish("key", bytes(1 << 16), ttl_s=60)
 
 
 async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
     _, (alice, bob, carol) = await swarm(3)
-    await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
+    await alice.dht.publish("key", "true", ttl_s=60)
     lies = []
 
     async def lie(caller: PeerId, message: FindNear) -> FoundNear:
@@ -87,13 +76,13 @@ async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
 
 async def test_values_survive_the_crash_of_all_but_one_replica() -> None:
     network, members = await swarm(40)
-    await members[0].dht.store("key", 7, ttl_s=600)
+    await members[0].dht.publish("key", 7, ttl_s=600)
     first, *others = holders(members, "key")
     assert len(others) >= 4
     for member in others:
         network.now().crash(member.peers.name)
     reader = next(member for member in members if member.peers.up and member is not first)
-    assert (await read(reader, "key"), len(network.fired)) == ({b"": 7}, len(others))
+    assert (await read(reader, "key"), len(network.fired)) == ({members[0].peers.id: 7}, len(others))
 
 
 async def test_a_key_stored_lately_needs_no_lookup_and_is_found_though_the_nearest_peers_lost_it() -> None:
@@ -101,31 +90,43 @@ async def test_a_key_stored_lately_needs_no_lookup_and_is_found_though_the_neare
     took_s = []
     for value in (6, 7):
         began = virtual_time()
-        await members[0].dht.store("key", value, ttl_s=600)
+        await members[0].dht.publish("key", value, ttl_s=600)
         took_s.append(virtual_time() - began)
     assert took_s[1] < 0.8 * took_s[0]
     nearest_first = sorted(holders(members, "key"), key=lambda m: distance(m.peers.id, key_id("key")))
     for member in nearest_first[:3]:
-        member.dht._storage = Storage(DHTSettings())
+        member.dht._storage = Storage(DHTSettings(), member.peers.role_by)
     reader = next(member for member in members if member not in nearest_first)
-    assert await read(reader, "key") == {b"": 7}
+    assert await read(reader, "key") == {members[0].peers.id: 7}
 
 
 async def test_silent_peers_cost_less_than_their_timeout() -> None:
     network, members = await swarm(30, profile=HOME)
-    await members[0].dht.store("key", 7, ttl_s=600)
+    await members[0].dht.publish("key", 7, ttl_s=600)
     silent = {member.peers.name for member in members[20:]}
     network.now().partition(silent, {member.peers.name for member in members[:20]})
     began = virtual_time()
-    assert await read(members[5], "key") == {b"": 7} and virtual_time() - began < 2
+    assert await read(members[5], "key") == {members[0].peers.id: 7} and virtual_time() - began < 2
     assert [fault.name for fault in network.fired] == ["partition"]
+
+
+async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
+    network, (alice, bob, carol) = await swarm(3)
+    network.now().skew("bob", 300.0)
+    for value, member in ((1, alice), (2, bob), (3, bob), (4, alice)):
+        await member.dht.publish(f"by {member.peers.name}", value, ttl_s=20)
+    read_by = [await read(member, key) for member in (bob, carol) for key in ("by alice", "by bob")]
+    assert (read_by, [fault.name for fault in network.fired]) == (
+        [{alice.peers.id: 4}, {bob.peers.id: 3}] * 2,
+        ["skew"],
+    )
 
 
 async def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
     network, members = await swarm(6)
     client = await join(network, "client", members[0].peers, listen=False)
-    assert await client.dht.store("key", 1, ttl_s=60) == 5
-    assert await read(client, "key") == {b"": 1}
+    assert await client.dht.publish("key", 1, ttl_s=60) == 5
+    assert await read(client, "key") == {client.peers.id: 1}
     assert not any(client.peers.id in member.dht.table for member in members)
 
 
@@ -180,7 +181,8 @@ async def test_a_key_of_a_wrong_length_is_refused() -> None:
 @pytest.mark.ordeal
 async def test_records_follow_the_peers_that_come_and_go() -> None:
     network, members = await swarm(6, upkeep=True)
-    await members[0].dht.store("key", 7, ttl_s=50_000)
+    await members[0].dht.publish("key", 7, ttl_s=50_000)
+    owner = members[0].peers.id
     for generation in range(4):
         joined = [await join(network, f"{generation} {i}", members[-1].peers) for i in range(6)]
         for member in joined:
@@ -191,13 +193,13 @@ async def test_records_follow_the_peers_that_come_and_go() -> None:
             await member.dht.stop()
         members = joined
         await asyncio.sleep(1500)
-    assert (await read(members[0], "key"), len(network.fired)) == ({b"": 7}, 24)
+    assert (await read(members[0], "key"), len(network.fired)) == ({owner: 7}, 24)
 
 
 @pytest.mark.parametrize("upkeep", [True, False])
 async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
     network, members = await swarm(3, upkeep=upkeep)
-    await members[0].dht.store("key", 7, ttl_s=600)
+    await members[0].dht.publish("key", 7, ttl_s=600)
     dave = await join(network, "dave", members[0].peers)
     await asyncio.sleep(1)
     assert holders([dave], "key") == [dave] * upkeep
@@ -234,7 +236,7 @@ async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
     network.now().partition({"bob"}, {member.peers.name for member in members} - {"bob"})
     for i in range(4):
         for member in members:
-            await member.dht.store("key", i, ttl_s=60)
+            await member.dht.publish("key", i, ttl_s=60)
         await asyncio.sleep(60)
     apart = {len(member.dht.table) for member in members}
     network.now().heal()
@@ -258,7 +260,7 @@ async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
     network.now().crash(members.pop(0).peers.name)  # through alice all of them joined
     for _ in range(10):
         for member in members:
-            await member.dht.store("key", 1, ttl_s=60)
+            await member.dht.publish("key", 1, ttl_s=60)
             await member.dht.find_peer(PeerId(bytes(32)))
         await asyncio.sleep(60)
     apart = {len(member.dht.table) for member in members}
@@ -274,12 +276,3 @@ async def test_bootstrap_returns_how_many_answered() -> None:
     dht = DHT(new, DHTSettings(), random.Random(0))
     none = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))])
     assert (none, await dht.bootstrap([new.contact, members[2].peers.contact])) == (0, 4)
-
-
-async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
-    network, (alice, bob, carol) = await swarm(3)
-    network.now().skew("bob", 300.0)
-    for value, member in ((1, alice), (2, bob), (3, bob), (4, alice)):
-        await member.dht.store(f"by {member.peers.name}", value, ttl_s=20)
-    read_by = [await read(member, key) for member in (bob, carol) for key in ("by alice", "by bob")]
-    assert (read_by, [fault.name for fault in network.fired]) == ([{b"": 4}, {b"": 3}] * 2, ["skew"])

@@ -11,23 +11,28 @@ from hypothesis import strategies as st
 from colab_swarm.dht import records
 from colab_swarm.dht.records import DHTSettings, Fetch, Fetched, Record, Storage, Stored, StoreRecord
 from colab_swarm.net.identity import Identity, verify
-from colab_swarm.net.peers import UNDECODABLE
+from colab_swarm.net.peers import UNDECODABLE, Role
 
 KEY = bytes(32)
 WALL = 1.75e9
-ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
+ALICE, BOB, CAROL = (Identity(letter * 32) for letter in (b"a", b"b", b"c"))
 
 
 def record(
-    value: bytes = b"v", subkey: bytes = b"", at: float = 0, ttl_s: float = 60, **other: Any
+    value: bytes = b"v", by: Identity = ALICE, at: float = 0, ttl_s: float = 60, key: bytes = KEY
 ) -> Record:
-    encoded = msgspec.msgpack.encode(value)
-    return Record(subkey, encoded, WALL + at + ttl_s, int((WALL + at) * 1e6), ttl_s, **other)
-
-
-def signed(by: Identity, value: bytes = b"v", subkey: bytes = b"", at: float = 0, key: bytes = KEY) -> Record:
-    unsigned = record(value, subkey=subkey, at=at, owner=by.public_key)
+    version = int((WALL + at) * 1e6)
+    unsigned = Record(msgspec.msgpack.encode(value), WALL + at + ttl_s, version, ttl_s, by.public_key)
     return msgspec.structs.replace(unsigned, signature=by.sign(unsigned.signed_bytes(key)))
+
+
+def resigned(**change: object) -> Record:
+    changed = msgspec.structs.replace(record(), **change)
+    return msgspec.structs.replace(changed, signature=ALICE.sign(changed.signed_bytes(KEY)))
+
+
+def storage_of(role: Role = Role.WORKER, **limits: int) -> Storage:
+    return Storage(DHTSettings(**limits), lambda key, membership, at: role)
 
 
 def put(storage: Storage, new: Record, *, now: float = 0.0) -> str | None:
@@ -42,6 +47,9 @@ def check_storage(storage: Storage) -> None:
         sizes[key] = sum(record.size_bytes for record, _ in held.values())
         assert 0 < sizes[key] <= storage._settings.key_bytes
     assert storage.total_bytes == sum(sizes.values()) <= storage._settings.total_bytes
+    owned = {owner: sum(keys.values()) for owner, keys in storage._owned.items()}
+    assert sum(owned.values()) == storage.total_bytes and all(owned.values())
+    assert all(size <= storage._settings.owner_bytes for size in owned.values())
 
 
 def values(storage: Storage, *, now: float = 0.0) -> set[bytes]:
@@ -50,13 +58,19 @@ def values(storage: Storage, *, now: float = 0.0) -> set[bytes]:
 
 @pytest.fixture
 def storage() -> Storage:
-    return Storage(DHTSettings())
+    return storage_of()
 
 
 def test_the_latest_version_wins_in_any_order(storage: Storage) -> None:
     assert put(storage, record(b"new", at=2)) is None
     assert put(storage, record(b"old", at=1)) == "a newer record is held"
     assert put(storage, record(b"newest", at=3)) is None and values(storage) == {b"newest"}
+
+
+def test_owners_have_their_records_side_by_side(storage: Storage) -> None:
+    put(storage, record(b"1", ALICE))
+    put(storage, record(b"2", BOB, at=1))
+    assert put(storage, record(b"3", BOB, at=2)) is None and values(storage) == {b"1", b"3"}
 
 
 def test_a_record_ends_on_time_and_its_ttl_counts_down(storage: Storage) -> None:
@@ -67,7 +81,7 @@ def test_a_record_ends_on_time_and_its_ttl_counts_down(storage: Storage) -> None
 
 def test_an_ended_record_is_neither_found_nor_in_the_way_before_it_is_removed(storage: Storage) -> None:
     put(storage, record(b"new", at=2, ttl_s=1))
-    put(storage, signed(ALICE, b"hers", subkey=b"a"))
+    put(storage, record(b"hers", BOB))
     assert put(storage, record(b"old", at=1), now=0.9) == "a newer record is held"
     assert values(storage, now=0.9) == {b"new", b"hers"} and values(storage, now=1.0) == {b"hers"}
     assert put(storage, record(b"old", at=1), now=1.0) is None
@@ -88,28 +102,14 @@ def test_storing_the_same_record_again_is_fine_and_changes_nothing(storage: Stor
     assert put(storage, again) is None and values(storage, now=11.0) == set()
 
 
-def test_only_the_owner_replaces_an_owned_record(storage: Storage) -> None:
-    assert put(storage, signed(ALICE, b"hers")) is None
-    assert put(storage, signed(BOB, b"his", at=1)) == "the subkey belongs to another peer"
-    assert put(storage, record(b"unsigned", at=1)) == "a newer record is held"
-    assert put(storage, signed(ALICE, b"hers again", at=2)) is None
-    assert values(storage) == {b"hers again"}
+def test_what_may_only_watch_publishes_nothing() -> None:
+    storage = storage_of(Role.VIEWER)
+    assert "may only watch" in str(put(storage, record())) and values(storage) == set()
 
 
-def test_an_owner_takes_over_an_unsigned_record(storage: Storage) -> None:
-    put(storage, record(b"squatter", at=5))
-    assert put(storage, signed(ALICE, b"hers")) is None and values(storage) == {b"hers"}
-
-
-def test_a_peers_id_as_subkey_is_that_peers_own(storage: Storage) -> None:
-    for intruder in (record(subkey=ALICE.id), signed(BOB, subkey=ALICE.id)):
-        assert "is not that peer's" in str(put(storage, intruder))
-    assert put(storage, signed(ALICE, subkey=ALICE.id)) is None
-
-
-@pytest.mark.parametrize("field", ["value", "subkey", "expires_at", "version", "signature"])
+@pytest.mark.parametrize("field", ["value", "expires_at", "version", "membership", "signature"])
 def test_a_forged_record_is_refused(storage: Storage, field: str) -> None:
-    good = signed(ALICE)
+    good = record()
     forged = {"expires_at": good.expires_at + 1, "version": good.version + 1}.get(field, bytes(64))
     refusal = put(storage, msgspec.structs.replace(good, **{field: forged}))
     assert refusal == "its signature is forged" and values(storage) == set()
@@ -123,16 +123,16 @@ def test_a_good_signature_is_checked_once_and_a_forged_one_each_time(monkeypatch
         return verify(key, signature, data)
 
     monkeypatch.setattr(records, "verify", check)
-    good = signed(ALICE, b"checked once", at=7)
+    good = record(b"checked once", at=7)
     forged = msgspec.structs.replace(good, signature=bytes(64))
     for _ in range(2):  # two peers of one process
-        storage = Storage(DHTSettings())
+        storage = storage_of()
         assert put(storage, forged) == "its signature is forged" and put(storage, good) is None
     assert checked == [forged.signature, good.signature, forged.signature]
 
 
 def test_a_signature_holds_for_its_key_only(storage: Storage) -> None:
-    assert put(storage, signed(ALICE, key=b"k" * 32)) == "its signature is forged"
+    assert put(storage, record(key=b"k" * 32)) == "its signature is forged"
 
 
 @pytest.mark.parametrize("skew_s", [-300.0, 300.0, records.CLOCK_SLACK_S])
@@ -150,12 +150,11 @@ def test_a_writer_whose_clock_is_five_minutes_off_is_heard(storage: Storage, ske
         record(at=-records.CLOCK_SLACK_S - 61),
         record(at=2 * records.CLOCK_SLACK_S),
         record(bytes((1 << 15) - 2)),
-        record(subkey=bytes(257)),
-        msgspec.structs.replace(record(), value=b"\xa1\xff"),
-        msgspec.structs.replace(record(), value=b"\x91" * 30_000),
-        Record(b"", b"", math.inf, 0, 60.0),
-        Record(b"", b"", math.nan, 0, 60.0),
-        Record(b"", b"", WALL + 60, 1 << 63, 60.0),
+        resigned(value=b"\xa1\xff"),
+        resigned(value=b"\x91" * 30_000),
+        Record(b"", math.inf, 0, 60.0, b""),
+        Record(b"", math.nan, 0, 60.0, b""),
+        Record(b"", WALL + 60, 1 << 63, 60.0, b""),
     ],
 )
 def test_a_record_out_of_bounds_is_refused(storage: Storage, bad: Record) -> None:
@@ -163,38 +162,62 @@ def test_a_record_out_of_bounds_is_refused(storage: Storage, bad: Record) -> Non
 
 
 def test_a_record_of_the_largest_size_and_life_is_held(storage: Storage) -> None:
-    assert put(storage, record(bytes((1 << 15) - 3), subkey=bytes(256), ttl_s=86_400.0)) is None
+    assert put(storage, record(bytes((1 << 15) - 3), ttl_s=86_400.0)) is None
 
 
 def test_a_replayed_record_is_refused_after_its_end(storage: Storage) -> None:
-    replayed = signed(ALICE)
+    replayed = record()
     assert put(storage, replayed, now=60 + records.CLOCK_SLACK_S + 1) is not None
 
 
-def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None:
-    room_bytes = 2 * record(subkey=b"a").size_bytes
-    for limit, text in (("key_bytes", "key is full"), ("total_bytes", "peer is full")):
-        storage = Storage(DHTSettings(**{limit: room_bytes}))
-        assert put(storage, record(subkey=b"a")) is None and put(storage, record(subkey=b"b")) is None
-        assert text in str(put(storage, record(subkey=b"c")))
-        assert put(storage, record(b"w", subkey=b"a", at=1)) is None
+def test_in_a_full_key_a_new_record_takes_the_place_of_the_oldest_of_the_long_ones() -> None:
+    storage = storage_of(key_bytes=3 * 300)
+    for by in (ALICE, BOB, CAROL):
+        assert put(storage, record(by.public_key[:1], by)) is None
+    put(storage, record(ALICE.public_key[:1], ALICE, at=1))  # renewed
+    assert put(storage, record(b"new", Identity(b"d" * 32))) is None
+    assert values(storage) == {ALICE.public_key[:1], CAROL.public_key[:1], b"new"}
+    assert "key is full" in str(put(storage, record(bytes(2000), Identity(b"e" * 32))))
+
+
+def test_a_stuffed_key_loses_the_longest_records_first() -> None:
+    storage = storage_of(key_bytes=8 * 4096)
+    for i in range(8):
+        put(storage, record(bytes(3700), Identity(bytes([i]) * 32)))
+    for i in range(20):
+        assert put(storage, record(b"%d" % i, Identity(bytes([100 + i]) * 32))) is None
+    assert {b"%d" % i for i in range(20)} <= values(storage)
+
+
+def test_one_owner_fills_neither_a_peer_nor_more_than_its_part() -> None:
+    storage, keys = storage_of(owner_bytes=900, total_bytes=1500), [bytes([i]) * 32 for i in range(9)]
+
+    def store(by: Identity, key: bytes) -> str | None:
+        refusal = storage.put(key, record(by=by, key=key), now=0.0, swarm_time=WALL)
+        check_storage(storage)
+        return refusal
+
+    assert [store(ALICE, key) for key in keys[:3]] == [None] * 3
+    assert "its owner has 900 bytes" in str(store(ALICE, keys[3]))
+    assert [store(BOB, key) for key in keys[4:7]] == [None] * 3  # the third in place of alice's oldest
+    assert not storage.get(keys[0], now=0.0) and storage.get(keys[1], now=0.0)
+    assert store(CAROL, keys[8]) is None and len([*storage]) == 5
 
 
 def test_many_updates_of_one_record_take_no_more_room(storage: Storage) -> None:
     for i in range(500):
         put(storage, record(at=i / 1000))
     assert storage.total_bytes == record().size_bytes == len(record().value) + 256
-    assert record(subkey=b"abc").size_bytes == record().size_bytes + 3
 
 
 wild_records = st.builds(
     Record,
-    subkey=st.binary(max_size=40),
     value=st.binary(max_size=40),
     expires_at=st.floats() | st.floats(WALL - 1000, WALL + 1000),
     version=st.integers(-(1 << 63), 1 << 63) | st.just(int(WALL * 1e6)),
     ttl_s=st.floats() | st.floats(0, 1000),
-    owner=st.just(b"") | st.binary(max_size=40) | st.just(ALICE.public_key),
+    owner=st.binary(max_size=40) | st.just(ALICE.public_key),
+    membership=st.binary(max_size=40),
     signature=st.binary(max_size=70),
 )
 
@@ -203,7 +226,7 @@ wild_records = st.builds(
 @settings(max_examples=100)
 @given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
 def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> None:
-    storage = Storage(DHTSettings(total_bytes=1500))
+    storage = storage_of(total_bytes=1500)
     for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
         put(storage, new, now=now)
     assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()

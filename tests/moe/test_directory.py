@@ -200,8 +200,7 @@ async def test_invalid_records_do_no_harm() -> None:
     await announce(alice, "ffn.1.2")
     for key in ("run/experts/ffn/4x8/1/0", "run/experts/ffn/4x8/2/0"):
         for junk in (7, [["ws://" + "x" * 900], []], [[], [[1 << 40, -5, None, "?"]]]):
-            await mallory.dht.store(key, junk, subkey=mallory.peers.id, ttl_s=60, signed=True)
-            await mallory.dht.store(key, junk, subkey=b"1", ttl_s=60)
+            await mallory.dht.publish(key, junk, ttl_s=60)
     assert uids(await bob.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.2"]]
 
 

@@ -13,7 +13,7 @@ from colab_swarm.dht.records import DHTSettings
 from colab_swarm.dht.service import Found
 from colab_swarm.moe import grid as grids
 from colab_swarm.moe.grid import ExpertPlace, Grid, GridPage, GridRecord, Index, Mask, announced, beam_search
-from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId, Role
 from colab_swarm.tensors.codecs import Floats
 
 
@@ -42,16 +42,20 @@ GRID = Grid("ffn", (4, 300))
 ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
 
 
-def received(record: Any, owner: PeerId | None = ALICE) -> Found:
+def found(value: Any) -> Found:
+    return Found(value, 1060.0, Role.WORKER, b"")
+
+
+def received(record: Any) -> Found:
     """Return a record as the DHT does at swarm time 1000, one minute before it expires."""
-    return Found(msgspec.msgpack.decode(msgspec.msgpack.encode(record)), 1060.0, owner)
+    return found(msgspec.msgpack.decode(msgspec.msgpack.encode(record)))
 
 
 PREFIXES, PLACES = GridPage(GRID, 1, 0), GridPage(GRID, 2, 3)
 
 
-def read(page: GridPage, found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
-    decoded = announced(page, found.items(), now=5.0, swarm_time=1000.0)
+def read(page: GridPage, told: dict[PeerId, Found]) -> dict[PeerId, list[int]]:
+    decoded = announced(page, told.items(), now=5.0, swarm_time=1000.0)
     assert all(one.until == 65.0 for held in decoded.values() for one in held.values())
     return {host: [*held] for host, held in decoded.items()}
 
@@ -65,23 +69,15 @@ def test_a_row_describes_its_experts() -> None:
     assert seven.claim == (123, ALICE)
 
 
-ROW = GridRecord((), (ExpertPlace(1, 2, 3, ()),))
-
-
 @pytest.mark.parametrize(
-    ("subkey", "record", "owner"),
+    "record",
     [
-        *((ALICE, ROW, BOB), (ALICE, ROW, None), (b"", ROW, ALICE), (ALICE, [[], [7]], ALICE)),
-        *((ALICE, None, ALICE), (ALICE, [[], [[-1, 2, 3, []]]], ALICE)),
-        *((ALICE, [[], [[grids.PAGE, 2, 3, []]]], ALICE), (ALICE, [[], [[1, 2, -2, []]]], ALICE)),
-        *((ALICE, [[], [[1, 2, 3, [1] * 9]]], ALICE), (ALICE, [["a" * 1000], []], ALICE)),
-        (ALICE, [["a"] * 17, []], ALICE),
+        *([[], [7]], None, [[], [[-1, 2, 3, []]]], [[], [[grids.PAGE, 2, 3, []]]], [[], [[1, 2, -2, []]]]),
+        *([[], [[1, 2, 3, [1] * 9]]], [["a" * 1000], []], [["a"] * 17, []]),
     ],
 )
-def test_records_that_are_invalid_or_not_the_hosts_own_are_dropped(
-    subkey: bytes, record: Any, owner: PeerId | None
-) -> None:
-    assert read(PLACES, {subkey: received(record, owner)}) == {}
+def test_records_that_are_invalid_are_dropped(record: Any) -> None:
+    assert read(PLACES, {ALICE: received(record)}) == {}
 
 
 def test_indices_beyond_the_grid_are_dropped() -> None:
@@ -96,9 +92,9 @@ VALUES = st.recursive(
 
 @settings(max_examples=50)
 @given(VALUES, st.sampled_from([PREFIXES, PLACES]), st.binary(max_size=40))
-def test_no_strangers_record_does_harm(value: Any, page: GridPage, subkey: bytes) -> None:
-    found = {subkey: Found(value, 1060.0, PeerId(subkey)), ALICE: Found(value, 1060.0, ALICE)}
-    announced(page, found.items(), now=5.0, swarm_time=1000.0)
+def test_no_strangers_record_does_harm(value: Any, page: GridPage, peer: bytes) -> None:
+    told = {PeerId(peer): found(value), ALICE: found(value)}
+    announced(page, told.items(), now=5.0, swarm_time=1000.0)
 
 
 def test_a_wide_row_has_several_keys_and_small_rows_share_one() -> None:
@@ -233,6 +229,6 @@ def test_an_empty_grid_or_batch_gives_an_empty_result() -> None:
 def test_a_branch_lists_prefixes_and_is_empty_after_its_host_left() -> None:
     found = {
         ALICE: received(GridRecord((), tuple(map(ExpertPlace, (0, 3))))),
-        BOB: received(GridRecord((), tuple(map(ExpertPlace, ()))), BOB),
+        BOB: received(GridRecord((), tuple(map(ExpertPlace, ())))),
     }
     assert read(PREFIXES, found) == {ALICE: [0, 3], BOB: []}

@@ -126,7 +126,8 @@ async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scen
 
 async def test_a_save_whose_record_no_peer_stores_is_reported(scene: Scene) -> None:
     await scene.open("alice")
-    scene.members["alice"].services.dht._storage = Storage(DHTSettings(total_bytes=0))
+    alice = scene.members["alice"].services
+    alice.dht._storage = Storage(DHTSettings(total_bytes=0), alice.peers.role_by)
     assert "no peer stored the record" in str((await scene.save(saved())).fault)
 
 

@@ -28,8 +28,8 @@ ALICE, BOB, CAROL, AUTHORITY = (Identity(bytes([n]) * 32) for n in (1, 2, 3, 4))
 def tally(writer: Identity, samples: float, *, run: str = RUN, role: Role = Role.WORKER) -> Record:
     member = Membership(RUN, role, writer.public_key, "", NOW - 60, NOW + 60).signed(AUTHORITY.sign)
     rows = (TallyRow(ALICE.id, (samples, 1e6, 0.0, 2.0, 0.0)),)
-    value = msgspec.msgpack.encode(ContributionTally(writer.public_key, member.encode(), rows))
-    record = Record(writer.id, value, NOW + RECORD_S, int(NOW * 1e6), RECORD_S, writer.public_key)
+    value = msgspec.msgpack.encode(ContributionTally(writer.public_key, rows))
+    record = Record(value, NOW + RECORD_S, int(NOW * 1e6), RECORD_S, writer.public_key, member.encode())
     key = key_id(tally_key(run, writer.id))
     return msgspec.structs.replace(record, signature=writer.sign(record.signed_bytes(key)))
 
@@ -81,8 +81,8 @@ def test_a_stranger_and_another_authority_are_refused() -> None:
     eve = Identity(bytes([9]) * 32)
     own = Membership(RUN, Role.WORKER, eve.public_key, "", NOW, NOW + 60).signed(eve.sign)
     credit = TallyRow(ALICE.id, (9.0, 0, 0, 0, 0))
-    value = msgspec.msgpack.encode(ContributionTally(eve.public_key, own.encode(), (credit,)))
-    record = Record(eve.id, value, NOW + RECORD_S, 1, 1.0, eve.public_key)
+    value = msgspec.msgpack.encode(ContributionTally(eve.public_key, (credit,)))
+    record = Record(value, NOW + RECORD_S, 1, 1.0, eve.public_key, own.encode())
     signature = eve.sign(record.signed_bytes(key_id(tally_key(RUN, eve.id))))
     with pytest.raises(ValueError, match="was not a member of the run"):
         receipt(msgspec.structs.replace(record, signature=signature), given={}).verify()

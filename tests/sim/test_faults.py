@@ -93,6 +93,28 @@ async def test_a_long_partition_breaks_the_links_across_it_only() -> None:
     assert (alice.linked(), bob.linked()) == ({carol.id}, {dave.id})
 
 
+async def test_a_frozen_peer_answers_when_it_thaws_and_its_links_stay() -> None:
+    network, alice, bob = pair()
+    await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+    network.now().freeze("bob", 20.0)
+    with pytest.raises(PeerTimeout):
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+    assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
+    assert virtual_time() == pytest.approx(20.9, abs=0.2) and alice.linked() == {bob.id}
+    assert [fault.name for fault in network.fired] == ["freeze"]
+
+
+async def test_links_of_a_peer_that_is_frozen_for_long_break() -> None:
+    network, alice, bob = pair()
+    await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+    network.now().freeze("bob", 10.0)
+    network.at(5.0).freeze("bob", 60.0)  # again, and for longer
+    await asyncio.sleep(20)
+    assert alice.linked() == {bob.id}
+    await asyncio.sleep(30)
+    assert not alice.linked()
+
+
 async def test_a_dial_into_a_partition_times_out_and_succeeds_after_it() -> None:
     network, alice, bob = pair()
     network.now().partition({"alice"}, {"bob"})
@@ -200,3 +222,25 @@ def test_a_crash_between_two_runs_of_the_loop_is_noted_in_the_next_one() -> None
     runtime.call(asyncio.sleep(1))
     assert sorted(lost) == sorted([alice.id, bob.id])
     runtime.close()
+
+
+async def test_a_peer_that_is_cut_off_is_silent_to_all_for_its_time() -> None:
+    network, alice, bob = pair()
+    await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+    network.now().cut("bob", 20.0)
+    with pytest.raises(PeerTimeout):
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+    assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
+    assert virtual_time() >= 20.0 and [fault.name for fault in network.fired] == ["cut"]
+    assert network.frozen_s("bob") == 0.0
+
+
+async def test_cuts_overlap_and_each_ends_at_its_own_time() -> None:
+    network, alice, bob = pair()
+    await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+    began = virtual_time()
+    network.now().cut("bob", 10.0)
+    network.at(began + 6.0).freeze("alice", 8.0)
+    assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
+    assert began + 14.0 <= virtual_time() < began + 15.0
+    assert [fault.name for fault in network.fired] == ["cut", "freeze"]

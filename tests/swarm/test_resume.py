@@ -1,6 +1,7 @@
 """Coming back: the same peer, its line in the ledger, its progress; whatever ended the session."""
 
 import asyncio
+import random
 import signal
 import socket
 import subprocess
@@ -15,10 +16,12 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.errors import JoinError, StateError
+from colab_swarm.errors import JoinError, PeerTimeout, StateError
 from colab_swarm.events import Notice
 from colab_swarm.invite import Invite
 from colab_swarm.net.membership import SLACK_S
+from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.sim import run_virtual
 from colab_swarm.swarm import network
 from colab_swarm.swarm.joining import resume
 from colab_swarm.swarm.saved import read_saved
@@ -121,6 +124,74 @@ def test_a_member_that_reaches_no_peer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(JoinError, match="Ask for a new invitation"):
         resume(tmp_path / "bob")
     assert not (tmp_path / "bob" / "in-use.json").exists()
+
+
+@pytest.mark.parametrize("stays", range(4))
+def test_all_but_one_come_back_in_any_order(stays: int, tmp_path: Path) -> None:
+    names = ["alice", "bob", "carol", "dave"]
+    swarms = {"alice": cs.create("test-run", state_dir=tmp_path / "alice")}
+    invitation = swarms["alice"].invite()  # names alice only
+    for name in names[1:]:
+        swarms[name] = cs.join(invitation, peer_name=name, state_dir=tmp_path / name)
+    left = names[:stays] + names[stays + 1 :]
+    random.Random(stays).shuffle(left)
+    ids = {name: swarm.id for name, swarm in swarms.items()}
+    try:
+        wait(lambda: all(len(swarm.services.peers.linked()) == 3 for swarm in swarms.values()))
+        for name in left:
+            swarms.pop(name).leave()
+        for name in reversed(left):
+            swarms[name] = resume(tmp_path / name)
+            assert ids[names[stays]] in swarms[name].services.peers.linked()
+    finally:
+        for swarm in swarms.values():
+            swarm.leave()
+
+
+def test_a_peer_that_was_just_met_is_saved_at_once(
+    alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "SAVE_EVERY_S", 3600.0)
+
+    def known() -> set[PeerId]:
+        saved = read_saved(tmp_path / "bob")
+        return set() if saved is None else {contact.id for contact in saved.contacts}
+
+    with cs.join(alice.invite(), peer_name="bob", state_dir=tmp_path / "bob"):
+        assert known() == {alice.id}
+        with cs.join(alice.invite(), peer_name="carol") as carol:
+            wait(lambda: carol.id in known())
+
+
+class Dialled:
+    """A linker that reaches one of many peers; the others stay silent, each for its whole time limit."""
+
+    def __init__(self, living: PeerId | None) -> None:
+        self.linker, self._living = self, living
+        self.dialled: list[PeerId] = []
+        self.open = self.most = 0
+
+    async def link_to(self, peer: PeerId, timeout_s: float) -> None:
+        self.dialled.append(peer)
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            if peer != self._living:
+                await asyncio.sleep(timeout_s)
+                raise PeerTimeout(f"no link to {peer.hex()[:8]}")
+        finally:
+            self.open -= 1
+
+
+def test_a_peer_enters_through_the_last_living_one_of_many_that_it_knew() -> None:
+    known = [Contact(PeerId(bytes([number]) * 32), (f"ws://203.0.113.{number}:1",)) for number in range(64)]
+    node = Dialled(known[-1].id)
+    run_virtual(network.enter(node, known))
+    assert node.dialled == [contact.id for contact in known] and node.most == network.DIALS and node.open == 0
+    dead = Dialled(None)
+    with pytest.raises(JoinError, match=r"no peer could be reached: .*; "):
+        run_virtual(network.enter(dead, known))
+    assert len(dead.dialled) == len(known)
 
 
 def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> None:

@@ -212,3 +212,15 @@ def test_of_two_tallies_the_larger_amounts_count_once() -> None:
     on_disk = TallyRow(alice, (10.0, 0.0, 3.0, 0.0, 0.0))
     published = (TallyRow(alice, (12.0, 0.0, 1.0, 0.0, 0.0)), TallyRow(bob, (1.0, 0.0, 0.0, 0.0, 0.0)))
     assert merged((on_disk,), published) == (TallyRow(alice, (12.0, 0.0, 3.0, 0.0, 0.0)), published[1])
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the state of a process is read there")
+def test_a_killed_process_that_its_parent_has_not_noticed_holds_no_folder(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        began = module._start_of(process.pid)
+        occupant = module.Occupant(socket.gethostname(), process.pid, began, time.time())
+        assert began and occupant.holds_against(module.Occupant.here())
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert Path(f"/proc/{process.pid}/stat").exists()
+        assert not occupant.holds_against(module.Occupant.here())

@@ -1,6 +1,7 @@
 """Catching up: beside a scripted collaboration, and beside a swarm that trains on."""
 
 import asyncio
+import re
 
 import msgspec
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import StateError
-from colab_swarm.events import RoundFinished
+from colab_swarm.events import Notice, RoundFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.swarm.swarm import Swarm
@@ -126,3 +127,75 @@ def test_a_record_that_differs_from_the_state_is_put_right_before_the_next_batch
             assert (own.step, own.lineage, own.syncing) == (1, optimizer.lineage, False)
 
         sim.run(train)
+
+
+@pytest.mark.parametrize("frozen_s", [15.0, 45.0])
+def test_a_late_joiner_waits_with_a_visible_reason_while_all_donors_are_frozen(frozen_s: float) -> None:
+    """The second time longer than keep-alive, so that their links break."""
+    with cs.simulate(2, seed=2, samples_per_s=10.0) as sim:
+        sim.network.at(8.0).freeze("alice", frozen_s)
+        sim.network.at(8.0).freeze("bob", frozen_s)
+        sim.join("carol", at=5.0)
+
+        def train(swarm: Swarm) -> tuple[int, float]:
+            if swarm.name == "carol":
+                swarm.runtime.call(asyncio.sleep(4.0))
+            optimizer, entered_at = join_training(swarm, net := model()), sim.time
+            began = optimizer.global_step
+            while sim.time < 8.0 + frozen_s + 40.0:
+                take(optimizer, net, optimizer.global_step, slice(0, 2))
+            return began, entered_at
+
+        results = sim.run(train)
+        lineages = {swarm.optimizers["model"].lineage for swarm in sim.swarms.values()}
+        told = [one.text for one in sim.swarms["carol"].events.recent(Notice) if isinstance(one, Notice)]
+    assert [(fault.name, fault.at) for fault in sim.network.fired] == [("freeze", 8.0)] * 2
+    began, entered_at = results["carol"]
+    assert began > 0 and entered_at >= 8.0 + frozen_s and len(lineages) == 1
+    assert any(
+        re.fullmatch(r"waiting for the state of step \d+: [12] donors? slow or frozen", text) for text in told
+    )
+
+
+def test_a_late_joiner_whose_donors_are_gone_for_good_is_told_so() -> None:
+    with cs.simulate(1, seed=2, samples_per_s=10.0) as sim:
+        sim.network.at(8.0).crash("alice")
+        sim.join("carol", at=5.0)
+
+        def train(swarm: Swarm) -> None:
+            if swarm.name == "carol":
+                swarm.runtime.call(asyncio.sleep(4.0))
+                with pytest.raises(StateError, match="could not catch up with the swarm"):
+                    join_training(swarm, model())
+                return
+            optimizer = join_training(swarm, net := model())
+            while True:
+                take(optimizer, net, optimizer.global_step)
+
+        sim.run(train, seconds=400.0)
+        assert "carol" in sim.results and [fault.name for fault in sim.network.fired] == ["crash"]
+
+
+def test_a_donor_whose_state_does_not_load_sends_the_late_joiner_to_another() -> None:
+    garbage: list[str] = []
+    with cs.simulate(2, seed=1, samples_per_s=10.0) as sim:
+        sim.join("carol", at=6.0)
+
+        def train(swarm: Swarm) -> tuple[int, bytes]:
+            optimizer = join_training(swarm, net := model())
+            began = optimizer.global_step
+            if swarm.name == "alice":
+                sharing, given = optimizer.collaboration._states, optimizer._replica.snapshot
+
+                async def spoil() -> Snapshot:
+                    garbage.append(swarm.name)
+                    true = given().manifest
+                    return Snapshot.of(true.subject, true.step, b"", np.zeros(8, np.uint8))
+
+                sharing._provide = spoil
+            while optimizer.global_step < 12:
+                take(optimizer, net, optimizer.global_step, slice(0, 2))
+            return began, optimizer.lineage
+
+        results = sim.run(train)
+    assert garbage and results["carol"][0] > 0 and len({lineage for _, lineage in results.values()}) == 1

@@ -1,5 +1,7 @@
 """Delayed parameter updates: rounds and updates run while the peers compute on, exactly one step late."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -69,10 +71,10 @@ def test_rounds_hide_behind_computing() -> None:
 def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = iter([True])
 
-    async def refuse_once(matchmaker: Matchmaker, *args: object) -> Group:
+    async def refuse_once(*args: Any, **rest: Any) -> Group:
         if next(refusals, False):
             raise RoundRefused("unreachable", "scripted")
-        return await join(matchmaker, *args)
+        return await join(*args, **rest)
 
     def train(swarm: Swarm) -> tuple[torch.Tensor, int]:
         optimizer = toy.join_training(swarm, net := toy.model(), overlap=True)

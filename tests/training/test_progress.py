@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training import progress as module
-from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, AssistantRecord, Progress, ProgressRecord
+from colab_swarm.training.progress import (
+    DISTRUST_S,
+    LAST_RECORD_S,
+    RECENT_S,
+    AssistantRecord,
+    Progress,
+    ProgressRecord,
+)
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -87,6 +94,40 @@ def test_one_step_ahead_on_the_same_path_waits_for_the_branch_and_two_are_behind
     assert not client.behind  # the lineage before is forgotten
 
 
+def average(swarm: Progress, *peers: PeerId, now: float = 0.0) -> None:
+    for step in range(1, 4):
+        swarm.on_round(peers, step, b"same", weights=dict.fromkeys(peers, 1.0), now=now)
+
+
+def test_rounds_of_a_minority_give_no_votes_until_the_others_have_left() -> None:
+    split = {BOB: record(5, b"old"), CAROL: record(5, b"old"), DAVE: record(9, b"new")}
+    swarm = progress(record(9, b"new"), {BOB: record(), CAROL: record()})
+    average(swarm, ALICE, BOB, CAROL)
+    swarm.on_records({DAVE: record()}, now=1.0)  # bob and carol are cut off
+    average(swarm, ALICE, DAVE, now=1.0)
+    swarm.on_records(split, now=2.0)
+    assert swarm.branch().peers == {BOB, CAROL} and swarm.behind
+    swarm.on_records({DAVE: record()}, now=RECENT_S)
+    average(swarm, ALICE, DAVE, now=RECENT_S)
+    swarm.on_records(split, now=RECENT_S)
+    assert swarm.branch().peers == {ALICE, DAVE}
+
+
+def test_two_late_joiners_that_average_alone_do_not_outvote_the_others() -> None:
+    swarm = progress(record(9, b"new"), {peer: record(5, b"old") for peer in (BOB, CAROL)} | {DAVE: record()})
+    average(swarm, ALICE, DAVE)
+    assert swarm.branch().peers == {BOB, CAROL}
+
+
+def test_peers_without_a_vote_decide_a_tie() -> None:
+    swarm = progress(record(9, b"new"), {BOB: record()})
+    average(swarm, ALICE, BOB)
+    swarm.on_records({BOB: record(5, b"old")}, now=1.0)
+    assert swarm.branch().peers == {ALICE}
+    swarm.on_records({peer: record(5, b"old") for peer in (BOB, CAROL)}, now=1.0)
+    assert swarm.branch().peers == {BOB, CAROL}
+
+
 def test_samples_of_another_step_or_of_a_syncing_peer_do_not_count() -> None:
     others = {BOB: record(0, samples=40), CAROL: record(1, samples=1000)}
     others[DAVE] = record(0, samples=9, syncing=True)
@@ -106,8 +147,8 @@ def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> N
         swarm.on_records(old, now=0.0)
     assert swarm.records[BOB].step == 0
     swarm.on_round([BOB], 1, b"new", now=0.0)
-    swarm.on_records({BOB: record(1, b"new", samples=5)}, now=0.0)
-    assert swarm.samples(0.0) == 5
+    swarm.on_records({BOB: record(1, b"new", samples=5)}, now=5.0)
+    assert swarm.samples(5.0) == 5
 
 
 def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
@@ -183,6 +224,7 @@ async def test_a_lost_assistant_counts_again_by_a_newer_record_of_this_collabora
     async def read(told_at: float, *addresses: str, only: str = "") -> set[PeerId]:
         found = {AssistantRecord: {BOB: AssistantRecord("bob", addresses, only, told_at)}}
         dht = SimpleNamespace(published=lambda key, kind: asyncio.sleep(0, found.get(kind, {})))
+        dht.found = dht.published
         await swarm.refresh(dht, SimpleNamespace(linked=set))  # type: ignore[arg-type]
         return {*swarm.assistants}
 

@@ -28,7 +28,7 @@ def test_a_peer_with_another_codec_gets_one_event() -> None:
 
     with cs.simulate(3, network="lan", seed=1, samples_per_s=10.0) as simulation:
         faults = simulation.run(train, seconds=300)
-    advice = "all peers of a run take the same model, compression and mean_compression"
+    advice = "all peers of a run take the same model, compression, mean_compression and robust"
     told = [texts for texts in faults.values() if any("compression" in text for text in texts)]
     assert told and all(len(texts) == 1 and advice in texts[0] for texts in told)
 

@@ -1,7 +1,6 @@
 """The contribution ledger: nothing is lost, nothing invented, nobody credits itself."""
 
 import asyncio
-import random
 from collections.abc import Sequence
 from hashlib import sha256
 
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.dht.records import Record
 from colab_swarm.errors import PeerError
-from colab_swarm.net.identity import Identity, id_of
-from colab_swarm.net.membership import Membership, MembershipAdmission
+from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.trust import contributions as module
 from colab_swarm.trust.contributions import MAX_ROWS, Contribution, ContributionLedger, Contributions
@@ -41,7 +39,7 @@ def tallies(round_: Group) -> list[module.ContributionTally]:
     for key in KEYS[: len(everybody)]:
         ledger = ContributionLedger(id_of(key))
         ledger.on_round(round_, everybody)
-        written.append(module.ContributionTally(key, b"", ledger.rows()))
+        written.append(module.ContributionTally(key, ledger.rows()))
     return written
 
 
@@ -83,7 +81,7 @@ def test_no_peer_credits_itself() -> None:
     ledger.credit(peer(0), "units", 5)
     assert ledger.rows() == ()
     own, row = module.TallyRow(peer(0), (9.0,) * 5), module.TallyRow(peer(1), (1.0, 0, 0, 0, 0))
-    forged = module.ContributionTally(KEYS[0], b"", (own, row, row))  # and no other twice
+    forged = module.ContributionTally(KEYS[0], (own, row, row))  # and no other twice
     assert module.leaderboard([forged]) == (Contribution(peer(1), samples=1.0),)
 
 
@@ -100,7 +98,7 @@ def test_the_two_ends_of_a_circuit_credit_its_relay_with_what_it_carried() -> No
         for ledger in ends:
             ledger.on_relayed({peer(2): total})
     shown = zip(KEYS, ends, strict=False)
-    tallied = [module.ContributionTally(key, b"", ledger.rows()) for key, ledger in shown]
+    tallied = [module.ContributionTally(key, ledger.rows()) for key, ledger in shown]
     assert module.leaderboard(tallied) == (Contribution(peer(2), relayed_bytes=5000.0),)
 
 
@@ -125,23 +123,19 @@ VALUES = st.recursive(
 )
 
 
-@given(
-    st.binary(max_size=40)
-    | (VALUES | st.tuples(st.just(KEYS[0]), st.just(b""), VALUES)).map(msgspec.msgpack.encode)
-)
+@given(st.binary(max_size=40) | (VALUES | st.tuples(st.just(KEYS[0]), VALUES)).map(msgspec.msgpack.encode))
 def test_any_value_is_a_tally_or_ignored(value: bytes) -> None:
-    tally = module.tally_of(Record(b"", value, 0.0, 0, 0.0, owner=KEYS[0]))
+    tally = module.tally_of(Record(value, 0.0, 0, 0.0, owner=KEYS[0]))
     assert tally is None or tally.key == KEYS[0]
 
 
-def ledgers(members: list[Member], admissions: list[MembershipAdmission | None]) -> list[Contributions]:
-    pairs = zip(members, admissions, strict=True)
-    return [Contributions(member.peers, member.dht, RUN, admission) for member, admission in pairs]
+def ledgers(members: list[Member]) -> list[Contributions]:
+    return [Contributions(member.peers, member.dht, RUN) for member in members]
 
 
 async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() -> None:
     _, members = await swarm(4)
-    services = ledgers(members, [None] * 4)
+    services = ledgers(members)
     alice, bob, _, dave = (member.peers.id for member in members)
     services[0].ledger.credit(bob, "samples", 10.0)
     services[1].ledger.credit(alice, "samples", 4.0)
@@ -153,7 +147,7 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
     expected = (one, two, Contribution(dave, relayed_bytes=1e6))
     assert [await service.read() for service in services] == [expected] * 4
     await services[2].stop()
-    again = Contributions(members[2].peers, members[2].dht, RUN, None)
+    again = Contributions(members[2].peers, members[2].dht, RUN)
     await again.resume()
     again.ledger.credit(alice, "samples", 1.0)
     await again.publish()
@@ -202,45 +196,34 @@ async def test_no_tally_is_published_before_the_last_can_be_read(monkeypatch: py
     assert len(failures) == 2
 
 
-async def test_only_what_members_wrote_counts() -> None:
+async def test_only_what_reducers_and_workers_wrote_counts() -> None:
     _, members = await swarm(4)
-    authority, now = Identity(b"a" * 32), members[0].peers.time()
-    admissions: list[MembershipAdmission | None] = []
-    for member, role in zip(members, (Role.WORKER, Role.REDUCER, Role.VIEWER, None), strict=True):
-        key = member.peers.public_key
-        admission = MembershipAdmission(RUN, authority=authority.public_key, own=key)
-        if role is not None:
-            membership = Membership(RUN, role, key, "", now, now + 3600.0)
-            admission.membership = membership.signed(authority.sign).encode()
-        admissions.append(admission)
-    services = ledgers(members, admissions)
-    target = PeerId(b"t" * 32)
-    for amount, service in zip((1.0, 2.0, 4.0, 8.0), services, strict=True):
-        service.ledger.credit(target, "units", amount)
+    services, roles = ledgers(members), (Role.WORKER, Role.REDUCER, Role.VIEWER, Role.GUEST)
+    for member, service, role, amount in zip(members, services, roles, (1.0, 2.0, 4.0, 8.0), strict=True):
+        member.peers.role = role
+        service.ledger.credit(PeerId(b"t" * 32), "units", amount)
         await service.publish()
-    assert await services[0].read() == (Contribution(target, units=3.0),)
+    assert await services[0].read() == (Contribution(PeerId(b"t" * 32), units=3.0),)
 
 
 async def test_a_tally_published_under_many_keys_is_counted_once() -> None:
     _, members = await swarm(3)
-    alice, bob, _ = services = ledgers(members, [None] * 3)
+    alice, bob, _ = services = ledgers(members)
     bob.ledger.credit(members[0].peers.id, "samples", 5.0)
     await bob.publish()
     dht, own = members[1].dht, members[1].peers.id
     for shard in range(8):
         key = f"{RUN}/credits/{shard}"
-        for subkey in [b"again"] if shard == own[0] % 8 else [b"again", own]:
-            await dht.store(key, bob._own_tally(), subkey=subkey, ttl_s=60, signed=True)
-    assert [record.subkey for record in await alice.vouchers()] == [own]
+        await dht.publish(key, bob._own_tally(), ttl_s=60)
+    assert [record.writer for record in await alice.vouchers()] == [own]
     for service in services:
         assert await service.read() == (Contribution(members[0].peers.id, samples=5.0),)
 
 
 async def test_a_stranger_s_record_is_passed_over() -> None:
     _, members = await swarm(3)
-    service = Contributions(members[0].peers, members[0].dht, RUN, None)
+    service = Contributions(members[0].peers, members[0].dht, RUN)
     for shard in range(8):
-        for value in ({"a": 1}, [b"k" * 32, b"", []], [members[1].peers.public_key, b"", [[b"x", [1]]]]):
-            key, subkey = f"{RUN}/credits/{shard}", random.Random(shard).randbytes(5)
-            await members[1].dht.store(key, value, subkey=subkey, ttl_s=60, signed=bool(shard % 2))
+        for value in ({"a": 1}, [b"k" * 32, []], [members[1].peers.public_key, [[b"x", [1]]]]):
+            await members[1].dht.publish(f"{RUN}/credits/{shard}", value, ttl_s=60)
     assert await service.read() == ()

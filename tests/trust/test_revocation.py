@@ -102,15 +102,22 @@ async def test_the_news_outlives_the_authority() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_the_news_passes_from_peer_to_peer_where_the_dht_is_stuffed() -> None:
+async def test_members_that_stuff_the_key_do_not_hide_the_news() -> None:
+    _, found = await watchers(8, start=False)
+    for watcher in found[1:]:
+        assert await watcher.watch._dht.publish(watcher.watch.key, bytes(30_000), ttl_s=3600)
+    revoke(found[0])
+    await asyncio.sleep(10.0)
+    assert found[0].watch._peers.id in await found[1].watch._dht.get(found[1].watch.key)
+
+
+@pytest.mark.virtual_time
+async def test_the_news_passes_from_peer_to_peer_where_the_dht_has_none() -> None:
     _, found = await watchers(8)
-    mallory = found[5].watch
-    for i in range(7):  # 200,000 bytes fit under a key
-        stuff = bytes(30_000 if i < 6 else 18_150)
-        assert await mallory._dht.store(mallory.key, stuff, subkey=bytes([i]), ttl_s=3600)
+    for watcher in found[1:]:
+        watcher.watch.key = "another"
     revoke(found[0])
     await asyncio.sleep(60.0)
-    assert found[0].watch._peers.id not in await found[1].watch._dht.get(mallory.key)
     assert all(watcher.rechecked for watcher in found)
 
 

@@ -1,0 +1,80 @@
+"""Finds reducers that made up a mean, where contributions are clipped (``robust``).
+
+With each mean chunk a reducer tells the digests of the contributions in it. A member checks its own at once.
+After a round some member picks a chunk at random, asks all others for what they had sent, and computes the mean
+again (BTARD, section 3: commitments and random validators). A member that finds a lie tells the others, who look for
+themselves: an accusation is no proof.
+"""
+
+import asyncio
+import logging
+import statistics
+from contextlib import suppress
+
+import numpy as np
+
+from colab_swarm.averaging.exchange import DIGEST_BYTES, AllReduce, Chunk, RecallSpan, digest_of
+from colab_swarm.averaging.reducer import SpanReducer
+from colab_swarm.errors import PeerError, require
+from colab_swarm.net.peers import Buffer, Message, short
+from colab_swarm.tensors.codecs import codec_of
+
+logger = logging.getLogger(__name__)
+TOLERANCE = 0.05  # of a mean's length: sums differ by rounding, and so may the encoding
+
+
+class Accusation(Message, frozen=True):
+    """Tells a member of a round that the mean of a chunk does not follow from its contributions."""
+
+    round_id: bytes
+    reducer: int
+    index: int
+
+
+async def lies(round_: AllReduce, reducer: int, index: int) -> bool:
+    """Return True if this mean does not follow from the contributions that its reducer told of.
+
+    What a member no longer shows, or shows otherwise, may have been anything: the mean may differ by as much.
+    """
+    digests = round_.told.get((reducer, index), b"")
+    chunk, members = round_.ledger.chunk(reducer, index), round_.group.members
+    cut = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+    used = [member for member, digest in enumerate(cut) if any(digest)]
+    if not used:
+        return False
+    shown = await asyncio.gather(*(_shown(round_, member, reducer, index) for member in used))
+    sums, weights = np.empty(chunk.numel, np.float32), [member.weight for member in members]
+    again, lengths = SpanReducer([chunk], weights, sums, clip=True), []
+    for member, (codec, payload) in zip(used, shown, strict=True):
+        with suppress(ValueError):  # what cannot be averaged counts as not shown
+            require(digest_of(payload) == cut[member], "it sent something else")
+            values = codec_of(codec or round_.group.terms.codec).decode(payload, chunk.numel)
+            again.on_chunk(member, 0, values)
+            lengths.append(float(np.linalg.norm(values)))
+    for member in range(len(members)):
+        again.drop(member)
+    if (expected := again.mean(0)) is None:
+        return False
+    unseen = sum(weights[member] for member in again.missing(0) if member in used)
+    share = unseen / sum(weights[member] for member in used)
+    told, expected = round_.ledger.values[chunk.start : chunk.stop], round_.as_sent(expected, chunk)
+    most = TOLERANCE * float(np.linalg.norm(expected)) + 2 * share * statistics.median(lengths)
+    return float(np.linalg.norm(told - expected)) > most
+
+
+async def _shown(round_: AllReduce, member: int, reducer: int, index: int) -> tuple[str, Buffer]:
+    """Return what a member contributed to a chunk, with its codec; nothing if it does not say."""
+    if member == round_.me:
+        return round_.sent.get((reducer, index), ("", b""))
+    peer, settings = round_.member(member).id, round_.settings
+    opening = RecallSpan(round_.group.round_id, reducer, (index,), contributions=False, sent=True)
+    try:
+        async with (
+            asyncio.timeout(settings.patience_s),
+            await round_.peers.stream(peer, opening, timeout_s=settings.dial_timeout_s) as stream,
+        ):
+            message, payload = await stream.receive(Chunk)
+            return message.codec, bytes(payload)
+    except (PeerError, TimeoutError) as error:
+        logger.debug("%s does not show its contribution: %s", short(peer), error)
+        return "", b""

@@ -1,0 +1,83 @@
+"""Checks that a loaded state is that of most trainers, by sketches of theirs.
+
+Equal lineages prove an equal history, but a donor may give other parameters under an honest one.
+So every `SKETCH_STEPS` steps each trainer publishes random projections of its state, seeded by the
+lineage of that step: nobody knows it in advance, so no state can be prepared that fits. They are
+compared with a tolerance, as processors differ by rounding.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from colab_swarm.net.peers import Message, PeerId
+
+SKETCH_STEPS = 10
+PROJECTIONS = 4
+TOLERANCE = 0.02  # of a projection, in norms
+RELOAD_S = 600.0  # between two states that this peer gives up
+
+
+class StateSketch(Message, frozen=True):
+    """For parameters and each kind of optimizer state its norm, and `PROJECTIONS` projections in norms."""
+
+    step: int
+    lineage: Annotated[bytes, msgspec.Meta(max_length=16)]
+    values: Annotated[tuple[float, ...], msgspec.Meta(max_length=12 * (1 + PROJECTIONS))]
+
+    def agrees(self, other: "StateSketch") -> bool:
+        if (self.step, self.lineage, len(self.values)) != (other.step, other.lineage, len(other.values)):
+            return False
+        mine, theirs = (np.array(one.values).reshape(-1, 1 + PROJECTIONS) for one in (self, other))
+        norms = np.allclose(mine[:, 0], theirs[:, 0], rtol=TOLERANCE)
+        return norms and np.allclose(mine[:, 1:], theirs[:, 1:], rtol=0.0, atol=TOLERANCE)
+
+
+class StateCheck:
+    """Compares this peer's sketches with the others'; a pure core.
+
+    Until most votes confirm a loaded state, its sketch is not published: the copies of one lie are no witnesses.
+    """
+
+    def __init__(self) -> None:
+        self.own: StateSketch | None = None
+        self._donors: tuple[PeerId, ...] = ()  # of a state that is not confirmed
+        self._compared, self._reload_at = False, -math.inf
+
+    @property
+    def published(self) -> StateSketch | None:
+        return None if self._donors else self.own
+
+    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
+        self.own, self._donors = None, donors
+
+    def on_sketch(self, sketch: StateSketch) -> None:
+        """Take the own sketch of a step; the state counts as confirmed if nobody had one of the last."""
+        if self.own is not None and not self._compared:
+            self._donors = ()
+        self.own, self._compared = sketch, False
+
+    def judge(
+        self, sketches: Mapping[PeerId, StateSketch], votes: Mapping[PeerId, float], now: float
+    ) -> tuple[PeerId, ...]:
+        """Return the donors of this peer's state if most votes hold another; it must be loaded again then."""
+        own = self.own
+        if own is None or not self._donors:
+            return ()
+        same = {p: s for p, s in sketches.items() if (s.step, s.lineage) == (own.step, own.lineage)}
+        total = sum(votes[peer] for peer in same)
+        self._compared |= total > 0
+
+        def held(sketch: StateSketch) -> float:
+            return sum(votes[peer] for peer, one in same.items() if one.agrees(sketch))
+
+        if 2 * held(own) > total:
+            self._donors = ()
+        elif now >= self._reload_at and any(2 * held(one) > total for one in same.values()):
+            donors, self._reload_at = self._donors, now + RELOAD_S
+            self.on_loaded(())
+            return donors
+        return ()

@@ -1,0 +1,287 @@
+"""Attacks by members on votes, records and values, at real links."""
+
+import asyncio
+import os
+import statistics
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.group import Joined, JoinEta, JoinRound, RoundTerms, Ticket
+from colab_swarm.dht.records import FindNear, FoundNear, Record
+from colab_swarm.dht.routing import distance
+from colab_swarm.dht.service import key_id
+from colab_swarm.errors import CallRefused, PeerError
+from colab_swarm.events import StepFinished
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import Membership, MembershipAdmission
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import PeerId, Role, Stream
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.chunks import Snapshot, pack, unpack
+from colab_swarm.training.progress import ProgressRecord, progress_key
+from colab_swarm.training.settings import HEAVIEST
+from colab_swarm.trust.access import IssuedMembership
+from colab_swarm.trust.authority import RequestMembership
+from tests.attacks.town import Mallory, Town, Trainer, town
+from tests.net.swarm import LOOPBACK, identity
+from tests.training import toy
+from tests.trust.run import Clock, Echo, Peer, run_with
+
+
+def ground_near(key: bytes, folder: Path, tries: int = 4000) -> cs.NetworkOptions:
+    """Options with the key that is nearest to ``key`` of so many."""
+    secrets = (os.urandom(32) for _ in range(tries))
+    best = min(secrets, key=lambda secret: distance(Identity(secret).id, key))
+    (folder / "key").write_bytes(best)
+    (folder / "key").chmod(0o600)
+    return cs.NetworkOptions(lan=False, identity=folder / "key")
+
+
+def signed_record(peer: Swarm, key: bytes, value: object) -> Record:
+    peers, now = peer.services.peers, peer.services.peers.time()
+    data = msgspec.msgpack.encode(value)
+    bare = Record(data, now + 30, int(now * 1e6), 30.0, peers.public_key, peers.membership)
+    return msgspec.structs.replace(bare, signature=peers.sign(bare.signed_bytes(key)))
+
+
+class Viewer:
+    """Gives readers its own record, and tries every call of a trainer."""
+
+    def __init__(self, swarm: Swarm, honest: Town) -> None:
+        self.swarm, self.peers, self._honest = swarm, swarm.services.peers, honest
+        self.key = key_id(progress_key(honest.prefix))
+        self._record: Record | None = None
+        self.told, self.refused, self.joins = 0, 0, 0
+
+    async def lie(self) -> None:
+        self.peers.unserve(FindNear)
+        self.peers.serve(FindNear, self._answer)
+        self.peers.serve(RoundTerms, self._come, role=Role.GUEST)
+        self.peers.serve_stream(JoinRound, self._organize, role=Role.GUEST)
+        while True:
+            prefix = self._honest.prefix
+            found = await self.swarm.services.dht.published(progress_key(prefix), ProgressRecord)
+            if found:
+                top = max(found.values(), key=lambda one: one.step)
+                own = msgspec.structs.replace(top, name="mallory", addresses=self.peers.contact.addresses)
+                self._record = signed_record(self.swarm, self.key, own)
+                await self._take_part(RoundTerms(prefix, top.step, top.lineage, 178))
+            await asyncio.sleep(0.05)
+
+    async def _take_part(self, terms: RoundTerms) -> None:
+        opening = JoinRound(Ticket(terms, 1.0), self.peers.contact)
+        for swarm in self._honest.swarms.values():
+            try:
+                await self.peers.call(swarm.id, terms, JoinEta, timeout_s=5)
+            except CallRefused:
+                self.refused += 1
+            try:
+                async with await self.peers.stream(swarm.id, opening, timeout_s=5) as stream:
+                    await stream.receive(Joined)
+            except CallRefused:
+                self.refused += 1
+
+    async def _answer(self, caller: PeerId, message: FindNear) -> FoundNear:
+        found = await self.swarm.services.dht._on_find(caller, message)
+        if message.key != self.key or not message.records or self._record is None:
+            return found
+        self.told += 1
+        return FoundNear(found.contacts, (*found.records, self._record))
+
+    async def _come(self, caller: PeerId, terms: RoundTerms) -> JoinEta:
+        return JoinEta(0.0)
+
+    async def _organize(self, opening: JoinRound, stream: Stream) -> None:
+        self.joins += 1
+
+
+def test_a_viewer_near_the_progress_key_neither_counts_nor_organizes(tmp_path: Path) -> None:
+    with town() as honest:
+        honest.train()
+        key = key_id(progress_key(honest.prefix))
+        invite = honest.swarms["alice"].invite(role="viewer")
+        viewer = Viewer(honest.join("mallory", invite, ground_near(key, tmp_path)), honest)
+        everyone = [viewer.swarm, *honest.swarms.values()]
+        assert min((swarm.id for swarm in everyone), key=lambda id: distance(id, key)) == viewer.swarm.id
+        with honest.meanwhile(viewer.lie()):
+            honest.wait(lambda: viewer.told >= 3 and viewer.refused >= 6, "attack")
+            honest.go_on(20)
+        assert viewer.joins == 0
+        assert not any(viewer.swarm.id in trainer.progress.records for trainer in honest.trainers)
+        honest.stop()
+    honest.assert_held(least_shared=20)
+
+
+def poisoned(trainer: Trainer, poison: float) -> Snapshot:
+    """The state of a trainer, at step 5000, with other parameters and a learning rate that ruins a model."""
+    held = trainer.optimizer.collaboration._snapshot()
+    state = unpack(held.manifest.layout, held.blob.copy())
+    state["step"], state["lineage"] = 5000, b"m" * 16
+    state["parameters"] = [torch.full_like(one, poison) for one in state["parameters"]]
+    for group in state["optimizer"]["param_groups"]:
+        group["lr"] = 9.9e5
+    return Snapshot.of(b"m" * 16, 5000, *pack(state))
+
+
+@pytest.mark.parametrize("poison", [100.0, float("nan")])
+def test_four_identities_of_one_invitation_move_nobody_to_their_step(poison: float) -> None:
+    with town() as honest, ExitStack() as stack:
+        honest.train()
+        invite, sybils = honest.swarms["alice"].invite(), list[Mallory]()
+        for index in range(4):
+            sybil = Mallory(honest.join(f"mallory-{index}", invite), honest.prefix)
+            sybil.ready_in_s = None
+            sybil.record = lambda one: msgspec.structs.replace(one, step=5000, lineage=b"m" * 16)
+            stack.enter_context(sybil)
+            sybil.swarm.runtime.call(sybil.serve_state(poisoned(honest.trainers[0], poison)))
+            sybils.append(sybil)
+
+        def fired(trainer: Trainer) -> bool:
+            records = trainer.progress.records
+            return all(getattr(records.get(one.swarm.id), "step", 0) == 5000 for one in sybils)
+
+        honest.wait(lambda: all(map(fired, honest.trainers)), "attack")
+        honest.go_on(20)
+        joiner = honest.trainer(honest.join("dave"))
+        joiner.thread.start()
+        honest.trainers.append(joiner)
+        honest.go_on(10)
+        honest.stop()
+    assert honest.steps < 5000 and len(honest.trainers[0].results) >= 20
+    honest.assert_held(least_shared=5)
+
+
+class Shouter(Trainer):
+    """Sends 1e30 in place of each value."""
+
+    shout = 1e30
+
+    def take_batch(self) -> None:
+        for parameter in self.net.parameters():
+            parameter.grad = torch.full_like(parameter, self.shout)
+        self.stopped.wait(0.05)
+        self.optimizer.step(samples=3)
+
+
+def test_a_contribution_of_huge_values_freezes_no_optimizer() -> None:
+    with town() as honest:
+        honest.train()
+        honest.go_on(10)
+        mallory = honest.trainer(honest.join("mallory"), Shouter)
+        mallory.thread.start()
+
+        def rounds_with_it() -> int:
+            groups = [result.group for result in honest.trainers[0].results]
+            return sum(any(m.id == mallory.swarm.id and m.weight for m in one.members) for one in groups)
+
+        honest.wait(lambda: rounds_with_it() >= 2, "attack")
+        before = toy.parameters_of(honest.trainers[0].net)
+        honest.go_on(10)
+        honest.stop()
+        assert not torch.equal(before, toy.parameters_of(honest.trainers[0].net))
+        for trainer in honest.trainers:
+            for state in trainer.optimizer.state.values():
+                assert all(torch.isfinite(one).all() for one in state.values() if torch.is_tensor(one))
+            assert torch.isfinite(toy.parameters_of(trainer.net)).all()
+        mallory.stopped.set()
+    honest.assert_held(least_shared=20, loss=False)
+
+
+class Heavy(Trainer):
+    """Says that each micro-batch has so many samples."""
+
+    def take_batch(self) -> None:
+        toy.loss_of(self.net, self.optimizer.global_step, slice(0, 3)).backward()
+        self.stopped.wait(0.05)
+        self.optimizer.step(samples=4e8)
+
+
+def test_a_huge_weight_counts_no_more_than_its_bound() -> None:
+    with town() as honest:
+        honest.train()
+        mallory = honest.trainer(honest.join("mallory"), Heavy)
+        mallory.thread.start()
+
+        def groups() -> list[dict[PeerId, float]]:
+            every = [{m.id: m.weight for m in one.group.members} for one in honest.trainers[0].results]
+            return [one for one in every if one.get(mallory.swarm.id)]
+
+        honest.wait(lambda: len(groups()) >= 10, "attack")
+        honest.stop()
+        mallory.stopped.set()
+        for weights in groups():
+            median = statistics.median_low([one for one in weights.values() if one])
+            assert weights[mallory.swarm.id] <= HEAVIEST * median
+    honest.assert_held(least_shared=10)
+
+
+def test_samples_that_nobody_computed_do_not_fill_the_batch() -> None:
+    def counted() -> list[float]:
+        steps = honest.trainers[0].swarm.events.recent(StepFinished)
+        return [one.samples for one in steps if isinstance(one, StepFinished)]
+
+    with town() as honest:
+        honest.train()
+        honest.go_on(10)
+        before = statistics.mean(counted()[-10:])
+        with Mallory(honest.join("mallory"), honest.prefix) as mallory:
+            mallory.ready_in_s = None
+            mallory.record = lambda one: msgspec.structs.replace(one, samples=9e11, samples_per_s=9e11)
+            honest.go_on(5)
+            honest.wait(
+                lambda: all(
+                    getattr(trainer.progress.records.get(mallory.swarm.id), "samples", 0) == 9e11
+                    for trainer in honest.trainers
+                ),
+                "attack",
+            )
+            honest.go_on(30)
+            during = statistics.mean(counted()[-20:])
+        honest.stop()
+    assert during >= 0.75 * before, (before, during)
+    honest.assert_held(least_shared=20)
+
+
+@pytest.mark.real_time
+async def test_an_invitation_that_has_ended_admits_nobody_with_a_back_dated_membership() -> None:
+    async with run_with("bob") as (run, (authority, bob)):
+        invite, ended_s = run.invite(hours=1), 3600.0 + 720.0
+        grant, key = invite.grant, invite.key
+        assert grant is not None and key is not None
+
+        async def admitted(name: str, target: Peer, clock: Clock) -> Role | str:
+            own = identity(name)
+            shown = Membership.by_invitation(
+                grant, key, key=own.public_key, now=min(clock(), grant.join_until - 60)
+            )
+            assert shown.expires_at > clock()
+            admission = MembershipAdmission(
+                grant.run_id, authority=authority.node.public_key, own=own.public_key
+            )
+            admission.membership = shown.encode()
+            settings = replace(LOOPBACK, run_id=grant.run_id)
+            mallory = await Node.start(own, settings, admission=admission, wall_clock=clock)
+            mallory.learn(target.node.contact)
+            try:
+                await mallory.linker.link_to(target.node.id, 5.0)
+                if target is authority:
+                    renew = RequestMembership(admission.membership)
+                    await mallory.call(target.node.id, renew, IssuedMembership, timeout_s=5)
+                await mallory.call(target.node.id, Echo(), Echo, timeout_s=5)
+                return target.node.role_of(mallory.id)
+            except PeerError as error:
+                return str(error)
+            finally:
+                await mallory.close()
+
+        assert await admitted("early", bob, Clock()) is Role.WORKER  # what it shows is otherwise sound
+        for peer in run.peers:
+            peer.clock.ahead_s = ended_s
+        late = [await admitted(f"late {peer.node.id!r}", peer, Clock(ended_s)) for peer in (bob, authority)]
+        assert all(isinstance(one, str) and "invitation" in one for one in late), late

@@ -1,0 +1,189 @@
+"""Attacks on the forming of groups, at real links. Their exact times: tests/averaging/test_matchmaking.py."""
+
+import asyncio
+import math
+from collections import defaultdict
+from contextlib import suppress
+
+import msgspec
+import pytest
+
+from colab_swarm.averaging.group import Group, GroupMember, Joined, JoinRound, RoundTerms, Ticket
+from colab_swarm.errors import PeerError
+from colab_swarm.net.peers import PeerId, Stream
+from tests.attacks.town import Mallory, Town, town
+
+LONGEST_WAIT_S = 12.0  # seconds; the bound is 10, and 2 in a LAN
+
+
+def member_of(opening: JoinRound, *, share: float) -> GroupMember:
+    one, contact = opening.ticket, opening.contact
+    return GroupMember(
+        contact.id, contact.addresses, one.weight, share, one.reduces, one.upload_bps, one.download_bps
+    )
+
+
+def group_sizes(honest: Town, before: dict[str, int]) -> list[int]:
+    """Of the rounds since then."""
+    return [
+        len(result.group.members)
+        for trainer in honest.trainers
+        for result in trainer.results[before[trainer.swarm.name] :]
+    ]
+
+
+def counts(honest: Town) -> dict[str, int]:
+    return {trainer.swarm.name: len(trainer.results) for trainer in honest.trainers}
+
+
+def test_an_organizer_that_never_answers_costs_each_peer_one_wait_and_is_not_asked_again() -> None:
+    waits: list[float] = []
+
+    async def keep_silent(opening: JoinRound, stream: Stream) -> None:
+        began = asyncio.get_running_loop().time()
+        with suppress(PeerError):
+            await stream.receive(Joined)
+        waits.append(asyncio.get_running_loop().time() - began)
+
+    with town() as honest:
+        honest.train()
+        with Mallory(honest.join("mallory"), honest.prefix) as mallory:
+            mallory.on_join = keep_silent
+            honest.wait(lambda: len(waits) > 0, "attack")
+            honest.go_on(30)
+            asked = mallory.fired["joins"]
+            honest.stop()
+    assert max(waits) <= LONGEST_WAIT_S
+    assert 0 < asked <= 12  # of 90 tickets
+    honest.assert_held(least_shared=20)
+
+
+def test_an_organizer_that_makes_groups_of_one_parts_nobody() -> None:
+    async def part(opening: JoinRound, stream: Stream) -> None:
+        group = Group(bytes(16), opening.ticket.terms, (member_of(opening, share=1.0),))
+        await stream.send(Joined(group))
+
+    with town() as honest:
+        honest.train()
+        with Mallory(honest.join("mallory"), honest.prefix) as mallory:
+            mallory.on_join = part
+            before = counts(honest)
+            honest.wait(lambda: mallory.fired["joins"] > 0, "attack")
+            honest.go_on(30)
+            sizes, asked = group_sizes(honest, before), mallory.fired["joins"]
+            honest.stop()
+    assert asked > 0 and sizes.count(3) >= 0.9 * len(sizes)
+    honest.assert_held(least_shared=20)
+
+
+def test_an_organizer_that_makes_itself_the_sole_reducer_is_left_out_at_once() -> None:
+    came: dict[tuple[int, bytes], list[JoinRound]] = defaultdict(list)
+
+    async def dictate(opening: JoinRound, stream: Stream) -> None:
+        tickets = came[opening.ticket.terms.key]
+        tickets.append(opening)
+        for _ in range(20):
+            if len(tickets) < 2:
+                await asyncio.sleep(0.05)
+        me = mallory.peers.contact
+        members = [
+            GroupMember(me.id, me.addresses, 1.0, 1.0),
+            *(member_of(one, share=0.0) for one in {one.contact.id: one for one in tickets}.values()),
+        ]
+        group = Group(bytes(16), opening.ticket.terms, tuple(sorted(members, key=lambda one: one.id)))
+        await stream.send(Joined(group))
+
+    with town() as honest:
+        honest.train()
+        with Mallory(honest.join("mallory"), honest.prefix) as mallory:
+            mallory.on_join = dictate
+            honest.wait(lambda: mallory.fired["joins"] > 0, "attack")
+            honest.go_on(30)
+            asked = mallory.fired["joins"]
+            honest.stop()
+        assert not any(
+            result.group.index_of(mallory.peers.id) is not None
+            for trainer in honest.trainers
+            for result in trainer.results
+        )
+    assert 0 < asked <= 6  # each peer believes it once
+    honest.assert_held(least_shared=20)
+
+
+@pytest.mark.parametrize("promise_s", [1e9, 1.5])
+def test_a_promise_that_is_broken_is_waited_for_rarely_and_one_beyond_belief_never(
+    promise_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "colab_swarm.averaging.matchmaking")
+    with town() as honest:
+        honest.train()
+        with Mallory(honest.join("mallory"), honest.prefix) as mallory:
+            mallory.ready_in_s = promise_s
+
+            async def refuse(opening: JoinRound, stream: Stream) -> None:
+                await stream.send(Joined(reason="unreachable", text="not at this step"))
+
+            mallory.on_join = refuse
+            honest.wait(lambda: mallory.fired["calls"] > 0, "attack")
+            honest.go_on(30)
+            called = mallory.fired["calls"]
+            honest.stop()
+    broken = mallory.broken_promises(caplog)
+    assert called >= 10
+    assert broken == 0 if promise_s == 1e9 else 0 < broken <= 9
+    honest.assert_held(least_shared=20)
+
+
+def test_a_record_that_syncs_for_ever_holds_up_nobody_for_long(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "colab_swarm.averaging.matchmaking")
+    with town() as honest:
+        honest.train()
+        with Mallory(honest.join("mallory"), honest.prefix) as mallory:
+            mallory.record = lambda one: msgspec.structs.replace(one, syncing=True)
+            mallory.ready_in_s = 1e9
+            honest.wait(lambda: mallory.fired["calls"] > 0, "attack")
+            honest.go_on(30)
+            called = mallory.fired["calls"]
+            honest.stop()
+    assert called >= 10 and mallory.broken_promises(caplog) == 0
+    honest.assert_held(least_shared=20)
+
+
+BAD_TICKETS = {
+    "another model": lambda ticket: msgspec.structs.replace(
+        ticket, terms=msgspec.structs.replace(ticket.terms, numel=7)
+    ),
+    "a negative weight": lambda ticket: msgspec.structs.replace(ticket, weight=-1.0),
+    "a huge weight": lambda ticket: msgspec.structs.replace(ticket, weight=1e9),
+    "no weight at all": lambda ticket: msgspec.structs.replace(ticket, weight=math.nan),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TICKETS)
+def test_a_ticket_that_is_refused_costs_the_others_no_time(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes to each step's organizer, which has called its sender and got a promise."""
+    caplog.set_level("INFO", "colab_swarm.averaging.matchmaking")
+    answers: list[Joined] = []
+
+    async def come(peer: PeerId, terms: RoundTerms) -> None:
+        ticket = BAD_TICKETS[kind](Ticket(terms, 3.0))
+        opening = JoinRound(ticket, mallory.peers.contact)
+        with suppress(PeerError):
+            async with await mallory.peers.stream(peer, opening, timeout_s=5) as stream:
+                while (joined := (await stream.receive(Joined))[0]) == Joined():
+                    pass
+                answers.append(joined)
+
+    with town() as honest:
+        honest.train()
+        with Mallory(honest.join("mallory"), honest.prefix) as mallory:
+            mallory.on_call, mallory.ready_in_s = come, 1.9
+            honest.wait(lambda: len(answers) > 0, "attack")
+            honest.go_on(25)
+            honest.stop()
+    assert sum(one.reason == "invalid" for one in answers) >= 3
+    assert all(one.group is None or one.group.index_of(mallory.peers.id) is None for one in answers)
+    assert mallory.broken_promises(caplog) <= 3
+    honest.assert_held(least_shared=15)

@@ -1,0 +1,290 @@
+"""Three honest trainers on loopback, and what an attacker needs: an invitation, and no scruples."""
+
+import asyncio
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
+from colab_swarm.averaging.round import RoundResult
+from colab_swarm.events import Fault, RoundFinished
+from colab_swarm.net.peers import PeerId, Refusal, Role, Stream, short
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.chunks import Manifest, Snapshot, send_chunks
+from colab_swarm.training.progress import ProgressRecord, progress_key
+from colab_swarm.training.state import DescribeState, FetchState
+from tests.training import toy
+
+OPTIONS = cs.NetworkOptions(lan=False)
+HONEST = ("alice", "bob", "carol")
+HANG_S = 100.0  # only a hang reaches it
+COMPUTES_S = 0.05  # a micro-batch, so that an attacker can follow
+KNOWN_STEPS = 4  # after which the honest know each other
+
+
+class Trainer:
+    """An honest trainer on a thread of its own; keeps what it had after each of its steps."""
+
+    def __init__(self, swarm: Swarm, **settings: Any) -> None:
+        self.swarm, self.net, self._settings = swarm, toy.model(), settings
+        self.states: dict[tuple[int, bytes], bytes] = {}  # digest of the parameters by step and lineage
+        self.losses: list[float] = []
+        self.results: list[RoundResult] = []
+        self.error: BaseException | None = None
+        self.stopped, self.ready = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, name=swarm.name, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.optimizer = toy.join_training(self.swarm, self.net, **self._settings)
+            self.ready.set()
+            self.note()
+            while not self.stopped.is_set():
+                self.take_batch()
+                if self.steps > max((step for step, _ in self.states), default=0):
+                    self.note()
+        except BaseException as error:  # the town shows it
+            self.error = error
+        finally:
+            self.ready.set()
+
+    def take_batch(self) -> None:
+        step, rows = self.optimizer.global_step, toy.ROWS.get(self.swarm.name, slice(0, 3))
+        loss = toy.loss_of(self.net, step, rows)
+        loss.backward()
+        self.stopped.wait(COMPUTES_S)
+        result = self.optimizer.step(samples=rows.stop - rows.start, loss=loss.item())
+        if result is not None:
+            self.results.append(result)
+
+    def note(self) -> None:
+        key = self.optimizer.global_step, self.optimizer.lineage
+        parameters = toy.parameters_of(self.net)
+        self.states[key] = sha256(parameters.numpy().tobytes()).digest()
+        with torch.no_grad():
+            self.losses.append(float(torch.stack([toy.loss_of(self.net, step) for step in range(20)]).mean()))
+
+    @property
+    def steps(self) -> int:
+        return self.optimizer.global_step if hasattr(self, "optimizer") else 0
+
+    @property
+    def progress(self) -> Any:
+        return self.optimizer.collaboration.progress
+
+
+def end(swarm: Swarm) -> None:
+    """Leave without notice, which takes no time."""
+
+    async def die() -> None:
+        swarm.kill()
+        await swarm.services.peers.close()
+
+    swarm.runtime.call(die())
+
+
+class Town:
+    def __init__(self, stack: contextlib.ExitStack, **settings: Any) -> None:
+        self._stack, self._settings = stack, settings
+        alice = cs.create("attacked", peer_name="alice", options=OPTIONS)
+        stack.callback(end, alice)
+        self.swarms = {"alice": alice}
+        for name in HONEST[1:]:
+            self.swarms[name] = self.join(name)
+        self.trainers = [Trainer(swarm, **settings) for swarm in self.swarms.values()]
+
+    def join(self, name: str, invite: object = None, options: cs.NetworkOptions = OPTIONS) -> Swarm:
+        """A peer with its own invitation, or with this one."""
+        invite = invite or self.swarms["alice"].invite()
+        swarm = cs.join(str(invite), peer_name=name, options=options)
+        self._stack.callback(end, swarm)
+        return swarm
+
+    def trainer(self, swarm: Swarm, kind: type[Trainer] = Trainer) -> Trainer:
+        """One more trainer; a thread that is stopped at the end."""
+        trainer = kind(swarm, **self._settings)
+        self._stack.callback(trainer.stopped.set)
+        return trainer
+
+    def train(self) -> None:
+        """Begin, and return when the honest know each other."""
+        for trainer in self.trainers:
+            trainer.thread.start()
+        self.wait(lambda: self.steps >= KNOWN_STEPS, "the first steps")
+
+    @contextlib.contextmanager
+    def meanwhile(self, work: Coroutine[Any, Any, None]) -> Iterator[None]:
+        """Run the attack on the peers' event loop; it must not fail."""
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(work)
+
+        async def finish() -> None:
+            task.cancel()
+            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(outcome, asyncio.CancelledError), outcome
+
+        runtime = self.swarms["alice"].runtime
+        task = runtime.call(begin())
+        try:
+            yield
+        finally:
+            runtime.call(finish())
+
+    @property
+    def steps(self) -> int:
+        """That all honest peers have taken."""
+        return min(trainer.steps for trainer in self.trainers)
+
+    @property
+    def prefix(self) -> str:
+        return str(self.trainers[0].progress.prefix)
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        ended = threading.Event()
+        for _ in range(int(HANG_S / 0.05)):
+            for trainer in self.trainers:
+                if trainer.error is not None:
+                    raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
+            if condition():
+                return
+            ended.wait(0.05)
+        steps = {trainer.swarm.name: trainer.steps for trainer in self.trainers}
+        pytest.fail(f"no {what} in {HANG_S:.0f} s; steps: {steps}")
+
+    def go_on(self, steps: int) -> None:
+        """Return when all honest peers have taken so many more steps."""
+        least = self.steps + steps
+        self.wait(lambda: self.steps >= least, f"{steps} steps during the attack")
+
+    def stop(self) -> None:
+        for trainer in self.trainers:
+            trainer.stopped.set()
+        for trainer in self.trainers:
+            trainer.thread.join(HANG_S)
+            assert not trainer.thread.is_alive(), f"{trainer.swarm.name} hangs"
+            if trainer.error is not None:
+                raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
+
+    def assert_held(self, *, least_shared: int, loss: bool = True) -> None:
+        """Equal lineages are equal parameters, and the three shared so many steps; nothing diverged or was raised."""
+        held: dict[tuple[int, bytes], dict[str, bytes]] = defaultdict(dict)
+        for trainer in self.trainers:
+            for key, digest in trainer.states.items():
+                held[key][trainer.swarm.name] = digest
+            assert not loss or max(trainer.losses) < 2 * trainer.losses[0], "the loss diverged"
+            faults = [e for e in trainer.swarm.events.recent(Fault) if "deviant" not in str(e)]
+            assert not faults, faults
+        assert all(len(set(digests.values())) == 1 for digests in held.values()), (
+            "equal lineages, different parameters"
+        )
+        shared = sum(digests.keys() >= {*HONEST} for digests in held.values())
+        assert shared >= least_shared, f"only {shared} steps were shared by all"
+
+    def rounds(self) -> list[RoundFinished]:
+        return [e for trainer in self.trainers for e in trainer.swarm.events.recent(RoundFinished)]
+
+
+@contextlib.contextmanager
+def town(**settings: Any) -> Iterator[Town]:
+    with contextlib.ExitStack() as stack:
+        made = Town(stack, **settings)
+        try:
+            yield made
+        finally:
+            for trainer in made.trainers:
+                trainer.stopped.set()
+            for trainer in made.trainers:
+                if trainer.thread.ident is not None:
+                    trainer.thread.join(30.0)
+
+
+class Mallory:
+    """An attacker on the swarm's own network: publishes records that follow the honest peers', and answers as told."""
+
+    def __init__(self, swarm: Swarm, prefix: str) -> None:
+        self.swarm, self.prefix = swarm, prefix
+        self.services, self.peers = swarm.services, swarm.services.peers
+        self.fired: dict[str, int] = defaultdict(int)  # attacks by kind
+        self.ready_in_s: float | None = 0.0
+        self.record: Callable[[ProgressRecord], ProgressRecord] = lambda honest: honest
+        self.on_join: Callable[[JoinRound, Stream], Awaitable[None]] | None = None
+        self.on_call: Callable[[PeerId, RoundTerms], Awaitable[None]] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> "Mallory":
+        self.swarm.runtime.call(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.swarm.runtime.call(self._stop())
+
+    async def _start(self) -> None:
+        self.services.router.serve(self.prefix, RoundTerms, self._answer_call, Role.GUEST)
+        self.services.router.serve_stream(self.prefix, JoinRound, self._answer_join, Role.GUEST)
+        await self._publish()
+        self._tasks.add(asyncio.create_task(self._keep_publishing()))
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep_publishing(self) -> None:
+        while True:
+            with contextlib.suppress(cs.errors.PeerError):
+                await self._publish()
+            await asyncio.sleep(0.02)
+
+    async def honest(self) -> ProgressRecord | None:
+        """The foremost honest record."""
+        found = await self.services.dht.published(progress_key(self.prefix), ProgressRecord)
+        honest = [record for record in found.values() if record.name in HONEST and not record.syncing]
+        return max(honest, key=lambda record: record.step, default=None)
+
+    async def _publish(self) -> None:
+        if (honest := await self.honest()) is None:
+            return
+        addresses = self.peers.contact.addresses
+        own = msgspec.structs.replace(honest, name="mallory", addresses=addresses, reduces=True, sketch=None)
+        await self.services.dht.publish(progress_key(self.prefix), self.record(own), ttl_s=30.0)
+        self.fired["records"] += 1
+
+    async def _answer_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
+        self.fired["calls"] += 1
+        if self.on_call is not None:
+            self._tasks.add(asyncio.ensure_future(self.on_call(peer, terms)))
+        return JoinEta(self.ready_in_s)
+
+    async def _answer_join(self, opening: JoinRound, stream: Stream) -> None:
+        self.fired["joins"] += 1
+        if self.on_join is None:
+            raise Refusal("no")
+        await self.on_join(opening, stream)
+
+    def broken_promises(self, logged: pytest.LogCaptureFixture) -> int:
+        """As the honest peers have logged them, who were to be asked for these lines."""
+        mine = f"{short(self.peers.id)} promised to come and did not"
+        return sum(record.getMessage().startswith(mine) for record in logged.records)
+
+    async def serve_state(self, held: Snapshot) -> None:
+        """Give this state to those that ask."""
+
+        async def describe(peer: PeerId, ask: DescribeState) -> Manifest:
+            self.fired["manifests"] += 1
+            return held.manifest
+
+        async def send(ask: FetchState, stream: Stream) -> None:
+            self.fired["states"] += 1
+            await send_chunks(ask, stream, held.read)
+
+        self.services.router.serve(self.prefix, DescribeState, describe, Role.GUEST)
+        self.services.router.serve_stream(self.prefix, FetchState, send, Role.GUEST)

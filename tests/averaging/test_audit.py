@@ -1,0 +1,135 @@
+"""A reducer that makes up a mean of clipped contributions is found, and only such a one."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from colab_swarm.averaging import audit as module
+from colab_swarm.averaging.exchange import NO_DIGEST, AllReduce
+from colab_swarm.averaging.round import Averager
+from colab_swarm.events import EventLog, Fault
+from colab_swarm.net.peers import PeerId
+from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
+
+NUMEL = 200_000
+Hands = Callable[[AllReduce], None]
+
+
+class Always(random.Random):
+    def random(self) -> float:
+        return 0.0
+
+
+def corrupt(round_: AllReduce) -> None:
+    """A dishonest reducer's hands: what it returns is not the mean."""
+    honest = round_.reducer.mean
+    round_.reducer.mean = lambda chunk: -1.0 * honest(chunk)  # type: ignore[method-assign, operator]
+
+
+def misquote(round_: AllReduce) -> None:
+    """It averages something else than alice sent, and says so to all."""
+    take, alice = round_._take, 0
+
+    def take_another(member: int, index: int, values: Any) -> None:
+        if member == alice:
+            values, round_._digests[index][alice] = -values, b"x" * 16
+        take(member, index, values)
+
+    round_._take = take_another  # type: ignore[method-assign]
+
+
+def hide(round_: AllReduce) -> None:
+    """An accomplice's hands: it shows nothing of what it sent."""
+    round_.sent = type("Forgetful", (dict,), {"get": lambda *_: ("", b"")})()
+
+
+def play(
+    hands: dict[str, Hands], monkeypatch: pytest.MonkeyPatch, *, auditor: str = "bob", codec: str = "float32"
+) -> tuple[dict[str, list[str]], dict[str, PeerId]]:
+    """Play a clipped round of five peers, then one audit of the span of the liar; return the faults by peer."""
+
+    def begin(round_: AllReduce, peers: Any, *args: Any, **rest: Any) -> None:
+        init(round_, peers, *args, **rest)
+        hands.get(peers.name, lambda _: None)(round_)
+
+    async def main() -> tuple[dict[str, list[str]], dict[str, PeerId]]:
+        network = SimNetwork(LAN, seed=1)
+        peers = sorted((network.peer(name) for name in NAMES[:5]), key=lambda peer: peer.id)
+        for name, peer in zip(NAMES, peers, strict=False):
+            peer.name = name  # in the order of members
+        network.introduce()
+        logs = {peer.name: EventLog() for peer in peers}
+        averagers = {peer.name: Averager(peer, SETTINGS, logs[peer.name]) for peer in peers}
+        group = make_group(peers, [1.0] * 5, NUMEL, codec=codec)
+        group = msgspec.structs.replace(group, terms=msgspec.structs.replace(group.terms, clip=True))
+        rows = [vector(9, NUMEL) + 0.3 * vector(i, NUMEL) for i in range(5)]
+        joining = (averagers[peer.name].average(group, row) for peer, row in zip(peers, rows, strict=True))
+        results = await asyncio.gather(*joining)
+        assert all(len(result.contributors) == 5 or result.spans_lost for result in results)
+        exchange = averagers[auditor]._rounds[group.round_id]
+        liar = list(logs).index(next(iter(hands), "erin"))
+        exchange.told = {key: digests for key, digests in exchange.told.items() if key[0] == liar}
+        await averagers[auditor].audit(group, Always())
+        told = {name: [event.where for event in log.recent(Fault)] for name, log in logs.items()}
+        return told, {peer.name: peer.id for peer in peers}
+
+    init = AllReduce.__init__
+    monkeypatch.setattr(AllReduce, "__init__", begin)
+    return run_virtual(main())
+
+
+def test_all_members_leave_out_a_reducer_that_one_of_them_catches(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, ids = play({"erin": corrupt}, monkeypatch)
+    erin = f"reducer {ids['erin'].hex()[:8]}"
+    assert told == {name: [erin] * (name != "erin") for name in NAMES[:5]}
+
+
+def test_a_member_notices_at_once_that_its_contribution_was_not_averaged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, ids = play({"erin": misquote}, monkeypatch, auditor="erin")
+    assert told["alice"] == [f"reducer {ids['erin'].hex()[:8]}"]
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16", "int8", "topk:0.1"])
+@pytest.mark.parametrize("silent", [(), ("dave",)])
+def test_an_honest_reducer_is_not_left_out(
+    codec: str, silent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, _ = play({"erin": lambda _: None, **dict.fromkeys(silent, hide)}, monkeypatch, codec=codec)
+    assert not any(events for name, events in told.items() if name not in silent)
+
+
+def test_an_accomplice_that_shows_nothing_does_not_hide_a_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, _ = play({"erin": corrupt, "dave": hide}, monkeypatch)
+    assert [bool(told[name]) for name in ("alice", "bob", "carol")] == [True] * 3
+
+
+async def test_a_member_checks_an_accusation_of_another_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    async def check(_round: AllReduce, reducer: int, _index: int) -> bool:
+        checked.append(reducer)
+        return False
+
+    monkeypatch.setattr("colab_swarm.averaging.round.lies", check)
+    alice, bob, carol = (SimNetwork(LAN, seed=1).peer(name) for name in NAMES[:3])
+    averager = Averager(alice, SETTINGS)
+    group = make_group([alice, bob], [1.0] * 2, 10)
+    exchange = averager._rounds[group.round_id] = AllReduce(alice, group, vector(0, 10), SETTINGS)
+    exchange.told = {(1, 0): NO_DIGEST * 2}
+    for accuser, reducer in (
+        (carol, 1),
+        (bob, 0),
+        (bob, 1),
+        (bob, 1),
+    ):  # no member, no such mean, once, again
+        accusation = module.Accusation(group.round_id, reducer, 0)
+        assert (await averager._serve_accusation(accuser.id, accusation)).round_id == group.round_id
+    assert checked == [1] and np.isfinite(exchange.ledger.values).all()
