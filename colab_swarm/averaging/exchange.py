@@ -167,7 +167,7 @@ class UploadEncoding:
 
 
 class RoundPing(Message, frozen=True):
-    """Check that a peer is alive; the answer is the same message."""
+    """Check that a peer is alive; the answer is the same if it takes part in the round, else empty."""
 
     round_id: bytes
 
@@ -233,6 +233,7 @@ class AllReduce:
         self._heard_at = dict.fromkeys(range(len(weights)), now)
         self._limits: dict[int, asyncio.Timeout] = {}
         self._reported: set[int] = set()  # as silent
+        self._away: set[int] = set()  # members that answer no ping for this round
         self._publish(self.reducer.finished())
         if not collects:
             for settled in self.settled[:me] + self.settled[me + 1 :]:
@@ -454,37 +455,42 @@ class AllReduce:
                 if member not in self._reported and now - self._heard_at[member] > SILENT_S:
                     self._reported.add(member)
                     events.emit(PeerSilent(now, self.member(member).id.hex(), now - self._heard_at[member]))
-            for reducer, limit in self._limits.items():
-                if self._stalled(reducer, now, REDUCER_PATIENCE):
+            stalled = {member for member in self._awaited_others() if self._stalled(member, now, 1.0)}
+            for member in stalled:
+                self.drop(member, f"too slow: nothing came for {now - self._heard_at[member]:.1f} s")
+            for reducer, limit in self._limits.items():  # a peer that sends nothing does not reduce either
+                if reducer in stalled | self._away or self._stalled(reducer, now, REDUCER_PATIENCE):
                     limit.reschedule(now)
-            for member in self._awaited_others():
-                if self._stalled(member, now, 1.0):
-                    self.drop(member, f"too slow: nothing came for {now - self._heard_at[member]:.1f} s")
             linked = self.peers.linked()
-            absent = [m for m in self._awaited_others() if m not in self._streaming]
-            absent = [m for m in absent if self.member(m).addresses and self.member(m).id not in linked]
-            await asyncio.gather(*map(self._probe, absent))
-
-    def _stalled(self, member: int, now: float, patience: float) -> bool:
-        """Return True if nothing of a member came for long; a slow line on which bytes arrive has more time.
-
-        So has a member that did not begin: the group may come to it over anybody's slow line.
-        """
-        peer, settings = self.member(member).id, self.settings
-        slow = [peer] if member in self._streaming else [one.id for one in self.group.members]
-        usual_s = patience * settings.usual_s + max(allowance_s(self.peers, one) for one in slow)
-        line_s = now - max(self._heard_at[member], self.peers.read_at(peer))
-        return line_s > usual_s or now - self._heard_at[member] > patience * settings.patience_s
+            late = [m for m in self._awaited_others() if m not in self._streaming]
+            late = [m for m in late if self.member(m).id not in linked or self._overdue(m, now)]
+            await asyncio.gather(*(self._probe(m) for m in late if self.member(m).addresses))
 
     def _awaited_others(self) -> list[int]:
         return [member for member in self.reducer.awaited() if member != self.me]
 
     async def _probe(self, member: int) -> None:
+        """Drop a member that cannot be reached, or was restarted and does not know the round."""
         ping, peer = RoundPing(self.group.round_id), self.member(member).id
         try:
-            await self.peers.call(peer, ping, RoundPing, timeout_s=self.settings.dial_timeout_s)
+            answer = await self.peers.call(peer, ping, RoundPing, timeout_s=self.settings.dial_timeout_s)
+            overdue = self._overdue(member, asyncio.get_running_loop().time())
+            require(answer == ping or not overdue, "it takes no part in the round", PeerError)
         except PeerError as error:
+            self._away.add(member)
             self.drop(member, str(error))
+
+    def _overdue(self, member: int, now: float) -> bool:
+        """Return True if a member is later than usual; the group may have come to it over anybody's slow line."""
+        allowance = max(allowance_s(self.peers, one.id) for one in self.group.members)
+        return now - self._heard_at[member] > self.settings.usual_s + allowance
+
+    def _stalled(self, member: int, now: float, patience: float) -> bool:
+        """Return True if nothing of a member came for long; a slow line on which bytes arrive has more time."""
+        peer, settings = self.member(member).id, self.settings
+        usual_s = patience * settings.usual_s + allowance_s(self.peers, peer)
+        line_s = now - max(self._heard_at[member], self.peers.read_at(peer))
+        return line_s > usual_s or now - self._heard_at[member] > patience * settings.patience_s
 
     def on_lost(self, peer: PeerId) -> None:
         """Drop a peer whose link is lost if it cannot be dialled and has opened no stream."""

@@ -510,8 +510,10 @@ class Matchmaker:
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
         terms, skipped = formation.terms, self._skipped(peer)
         late = skipped or self._late.holds(peer, loop_now())
-        patience_s = LATE_GRACE_S if late else self._patience(peer).seconds + BLAMED_S
-        formation.expect(peer, loop_now() + patience_s + allowance_s(self._peers, peer))
+        now, patience_s = loop_now(), self._patience(peer).seconds + BLAMED_S
+        if late:  # of a frozen peer nothing comes at all
+            patience_s = LATE_GRACE_S * (now - self._peers.read_at(peer) < MIN_SILENCE_S)
+        formation.expect(peer, now + patience_s + allowance_s(self._peers, peer))
         try:
             answer = await self._call(peer, terms)
             if answer.group is not None:

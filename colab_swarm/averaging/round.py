@@ -38,7 +38,7 @@ from colab_swarm.averaging.matchmaking import SKIPPED_S, loop_now, wait_until
 from colab_swarm.averaging.reducer import SpanReducer, root_mean_square
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
-from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, allowance_s, short
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,9 @@ async def _recall(
 async def _receive(
     round_: AllReduce, stream: Stream, reducer: int, index: int
 ) -> tuple[Chunk, Floats | None]:
-    async with asyncio.timeout(REDUCER_PATIENCE * round_.settings.patience_s):
+    async with asyncio.timeout(
+        REDUCER_PATIENCE * (round_.settings.usual_s + allowance_s(round_.peers, stream.peer))
+    ):
         message, payload = await stream.receive(Chunk)
     round_.received_bytes += len(payload)
     require(message.index == index, f"received chunk {message.index}, expected {index}")
@@ -486,7 +488,7 @@ class Averager:
             raise Refusal(str(error)) from error
 
     async def _serve_ping(self, peer: PeerId, ping: RoundPing) -> RoundPing:
-        return ping
+        return RoundPing(ping.round_id if ping.round_id in self._rounds else b"")
 
 
 async def _obtain(exchange: AllReduce, reducer: int) -> None:

@@ -117,7 +117,8 @@ class SimCarrier(Loopback):
 
     def _arrive(self) -> None:
         if self._travelling:  # else the connection was cut
-            self.other.read_at = self._loop.time()
+            if not self._network.separated(self.near.name, self.far.name):
+                self.other.read_at = self._loop.time()
             size_bytes, last_bit_at = self._travelling.popleft()
             slowness = self.far.slowness / self._network.width
             _, passed_at = self.far.download.transfer(size_bytes, self._loop.time(), slowness=slowness)
