@@ -17,7 +17,7 @@ from colab_swarm.dht.records import FindNear, FoundNear, Record
 from colab_swarm.dht.routing import distance
 from colab_swarm.dht.service import key_id
 from colab_swarm.errors import CallRefused, PeerError
-from colab_swarm.events import StepFinished
+from colab_swarm.events import StateReceived, StepFinished
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
@@ -26,9 +26,10 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.settings import HEAVIEST
+from colab_swarm.training.sketch import SKETCH_STEPS
 from colab_swarm.trust.access import IssuedMembership
 from colab_swarm.trust.authority import RequestMembership
-from tests.attacks.town import Mallory, Town, Trainer, town
+from tests.attacks.town import KNOWN_STEPS, Mallory, Town, Trainer, town
 from tests.net.swarm import LOOPBACK, identity
 from tests.training import toy
 from tests.trust.run import Clock, Echo, Peer, run_with
@@ -155,6 +156,37 @@ def test_four_identities_of_one_invitation_move_nobody_to_their_step(poison: flo
         honest.stop()
     assert honest.steps < 5000 and len(honest.trainers[0].results) >= 20
     honest.assert_held(least_shared=5)
+
+
+def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted() -> None:
+    async def forge() -> Snapshot:
+        forged.append(forger.optimizer.collaboration._snapshot())
+        honest_one = forged[-1].manifest
+        state = unpack(honest_one.layout, forged[-1].blob.copy())
+        state["parameters"] = [one + 1.0 for one in state["parameters"]]
+        return Snapshot.of(honest_one.subject, honest_one.step, *pack(state))
+
+    forged: list[Snapshot] = []
+    with town() as honest:
+        honest.train()
+        forger = honest.trainer(honest.join("mallory"))
+        forger.thread.start()
+        honest.wait(lambda: forger.steps >= KNOWN_STEPS, "attack")
+        forger.optimizer.collaboration._states._provide = forge
+        joiners: list[Trainer] = []
+        while not forged and len(joiners) < 6:
+            joiners.append(honest.trainer(honest.join(f"dave-{len(joiners)}")))
+            joiners[-1].thread.start()
+            honest.wait(joiners[-1].ready.is_set, "late joiner")
+        honest.trainers += joiners
+        honest.go_on(3 * SKETCH_STEPS)  # who was taken in finds out, and loads another
+        honest.stop()
+        forger.stopped.set()
+        loads = [one.swarm.events.recent(StateReceived)[-1] for one in joiners]
+    assert forged and not any(load.donors == (forger.swarm.id.hex(),) for load in loads)
+    shared = set.intersection(*(set(trainer.states) for trainer in honest.trainers))
+    held = {trainer.states[max(shared)] for trainer in honest.trainers}
+    assert max(shared)[0] > 2 * SKETCH_STEPS and len(held) == 1
 
 
 class Shouter(Trainer):
