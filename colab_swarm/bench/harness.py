@@ -14,10 +14,13 @@ import inspect
 import json
 import os
 import platform
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib.metadata import distributions
@@ -185,6 +188,25 @@ class Crew(list[Worker]):
     def __exit__(self, *_: object) -> None:
         for worker in self[::-1]:
             worker.close()
+
+
+class NamedCrew(Crew):
+    """Workers by name. ``messages`` of all are in one queue; an empty one says that its worker ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: dict[str, Worker] = {}
+        self.messages: queue.Queue[tuple[str, Worker, dict[str, Any]]] = queue.Queue()
+
+    def start_named(self, name: str, *work: Any, **options: Any) -> None:
+        self.by_name[name] = worker = self.start(*work, **options)
+        threading.Thread(target=self._read, args=(name, worker), daemon=True).start()
+
+    def _read(self, name: str, worker: Worker) -> None:
+        with suppress(EOFError, ValueError):  # it ended, or is closed
+            while True:
+                self.messages.put((name, worker, worker.receive()))
+        self.messages.put((name, worker, {}))
 
 
 def receive_all(workers: Iterable[Worker]) -> list[dict[str, Any]]:

@@ -5,15 +5,15 @@ import hashlib
 import json
 import logging
 import queue
+import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from colab_swarm.bench.harness import Crew, Worker
+from colab_swarm.bench.harness import NamedCrew
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.relay import RelayQuota
@@ -124,62 +124,53 @@ def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float
         _report(options, "status", peers=len(seen.peers), reached=seen.reached, **traffic)
 
 
-class _Children(Crew):
-    """Processes that report JSON lines, by name."""
+class _Demo(NamedCrew):
+    """The processes of the demo."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_name: dict[str, Worker] = {}
-        self._events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._deadline = time.monotonic() + DEMO_S
 
     def start_peer(self, name: str, *arguments: str) -> None:
         command = [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines", "--peer-name", name]
-        self.by_name[name] = self.start(command, environment={"TOKENIZERS_PARALLELISM": "false"})
-        threading.Thread(target=self._read, args=(name,), daemon=True).start()
-
-    def _read(self, name: str) -> None:
-        with suppress(EOFError, ValueError):  # it ended, or is closed
-            while True:
-                self._events.put((name, self.by_name[name].receive()))
-        self._events.put((name, {"event": "ended"}))
+        self.start_named(name, command, environment={"TOKENIZERS_PARALLELISM": "false"})
 
     def next_event(self) -> tuple[str, dict[str, Any]]:
         """Return the next event and its peer; only carol may end before she has finished."""
         try:
-            name, event = self._events.get(timeout=max(0.1, self._deadline - time.monotonic()))
+            name, worker, event = self.messages.get(timeout=max(0.1, self._deadline - time.monotonic()))
         except queue.Empty:
             raise SwarmError(f"the demo did not finish within {DEMO_S:.0f} s") from None
-        if event["event"] == "ended" and name != "carol":
-            raise SwarmError(f"{name} ended early with status {self.by_name[name].process.wait()}")
-        return name, event
+        if not event and name != "carol":
+            raise SwarmError(f"{name} ended early with status {worker.process.wait()}")
+        return name, event or {"event": "ended"}
 
 
 def _demo(options: Options) -> None:
     """Train with a backbone and three trainers; half-way one is killed and another one joins."""
-    with _Children() as children:
-        children.start_peer("backbone", "backbone", "demo")
+    with _Demo() as demo:
+        demo.start_peer("backbone", "backbone", "demo")
         event: dict[str, Any] = {}
         while "invite" not in event:
-            _, event = children.next_event()
+            _, event = demo.next_event()
         print(f"invitation  {event['invite'][:60]}…\n", flush=True)
         trainer = ["peer", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
-            children.start_peer(name, *trainer)
-        _watch(children, options.steps, trainer)
+            demo.start_peer(name, *trainer)
+        _watch(demo, options.steps, trainer)
 
 
-def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
+def _watch(demo: _Demo, steps: int, trainer: list[str]) -> None:
     digests: dict[str, str] = {}
     while not digests.keys() >= set(SURVIVORS):
-        name, event = children.next_event()
+        name, event = demo.next_event()
         if (kind := event.pop("event")) in ("training", "step", "state", "finished", "ended"):
             print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
         if kind == "finished":
             digests[name] = event["parameters"]
-        if kind == "step" and event["step"] >= steps // 2 and "dave" not in children.by_name:
-            children.by_name["carol"].process.kill()
-            children.start_peer("dave", *trainer)
+        if kind == "step" and event["step"] >= steps // 2 and "dave" not in demo.by_name:
+            demo.by_name["carol"].process.kill()
+            demo.start_peer("dave", *trainer)
             print("    --- carol is killed, dave joins ---", flush=True)
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")
@@ -194,13 +185,25 @@ def _bench(options: Options) -> None:
 
 def _chaos(options: Options) -> None:
     """Train under faults; status 1 if a loop raised an exception, or a fork lasted."""
-    from colab_swarm.bench.chaos import chaos, plan
+    from colab_swarm.bench.chaos import chaos
+    from colab_swarm.sim.chaos import SETTLE_S, random_faults, read_script
+    from colab_swarm.swarm.simulation import nth_name
 
-    given: dict[str, Any] = {"minutes": options.minutes, "seed": options.seed}
-    peers, faults = plan(options.peers, options.script, options.mean_s, options.kinds, **given)
-    tell = partial(_report, options, "fault")
-    given |= {"baseline_s": options.baseline_s, "simulated": options.simulate}
-    figures = chaos(peers, faults, tell=lambda text: tell(text, text=text), **given)
+    peers, minutes = [nth_name(index) for index in range(options.peers)], options.minutes
+    if options.script is not None:
+        faults = read_script(Path(options.script).read_text(encoding="utf-8"), peers)
+    else:
+        given = {"kinds": options.kinds.split(","), "rng": random.Random(options.seed)}
+        faults = random_faults(peers, until_s=60 * minutes - SETTLE_S, mean_s=options.mean_s, **given)
+    figures = chaos(
+        peers,
+        faults,
+        minutes=minutes,
+        baseline_s=options.baseline_s,
+        simulated=options.simulate,
+        seed=options.seed,
+        tell=lambda text: _report(options, "fault", text, text=text),
+    )
     rounded = {name: f"{fact:.3g}" if isinstance(fact, float) else fact for name, fact in figures.items()}
     lines = (f"{name:>46}: {fact}" for name, fact in rounded.items())
     _report(options, "report", "\n".join(lines), **figures)

@@ -18,8 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colab_swarm.errors import require
+
 LASTS_S = {"kill": (5, 30), "freeze": (1, 40), "restart": (0, 0), "cut": (5, 40), "slow": (10, 40)}
 """The kinds of faults, and for how many seconds random ones last."""
+KILLS = ("kill", "restart")
 SLOWER = 20.0
 STARTS_S = 10.0  # a peer that was started has so long before the next random fault
 SETTLE_S = 20.0  # without random faults, at the end: forks that last longer count
@@ -27,13 +30,14 @@ SETTLE_S = 20.0  # without random faults, at the end: forks that last longer cou
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """A fault of ``peer`` at second ``at`` or, ``by_step``, at that step of the swarm, for ``seconds``."""
+    """A fault of ``peer`` that begins, or ``ends``, at second ``at`` or, ``by_step``, at that step of the swarm."""
 
     at: float
     kind: str
     peer: str
     seconds: float = math.inf
     by_step: bool = False
+    ends: bool = False
 
 
 def read_script(text: str, peers: Sequence[str]) -> list[ChaosFault]:
@@ -56,14 +60,21 @@ def read_script(text: str, peers: Sequence[str]) -> list[ChaosFault]:
 def random_faults(
     peers: Sequence[str], *, until_s: float, mean_s: float, kinds: Sequence[str], rng: random.Random
 ) -> list[ChaosFault]:
-    """Return faults that are over at ``until_s``, one each ``mean_s`` on average; one peer at least has none."""
+    """Return faults that are over at ``until_s``, one each ``mean_s`` on average; one peer at least has none.
+
+    A ValueError for unknown ``kinds``, or none, and for ``mean_s`` of 0 or less.
+    """
+    require(
+        set(kinds) <= LASTS_S.keys() and mean_s > 0,
+        f"kinds={','.join(kinds)}: choose of {', '.join(LASTS_S)}",
+    )
     faults, at, free_at = list[ChaosFault](), 0.0, dict.fromkeys(peers, 0.0)
     while (at := at + rng.expovariate(1 / mean_s)) < until_s:
         free, kind = [peer for peer in peers if free_at[peer] <= at], rng.choice(kinds)
         if len(free) > 1:
             seconds = min(rng.uniform(*LASTS_S[kind]), until_s - at)
             faults.append(ChaosFault(at, kind, rng.choice(free), seconds))
-            free_at[faults[-1].peer] = at + seconds + STARTS_S * (kind in ("kill", "restart"))
+            free_at[faults[-1].peer] = at + seconds + STARTS_S * (kind in KILLS)
     return faults
 
 
@@ -91,24 +102,35 @@ class ChaosMeter:
     def _per_minute(self, at: float) -> float:
         return 60 * (self.step - self._first) / max(at - self._began, 1e-9)
 
-    def pass_time(self, at: float) -> None:
-        """Call it before each change of ``training`` and ``disturbed``."""
+    def _pass_time(self, at: float) -> None:
         well = len(self.training - self.disturbed)
         self._available_s += well * (at - self._at)
         self._waited_s += (at - self._at) * (well >= 2)
         self._longest_s, self._at = max(self._longest_s, self._waited_s), at
 
+    def on_fault(self, at: float, fault: ChaosFault) -> None:
+        self._pass_time(at)
+        self.faults += not fault.ends
+        if fault.kind in ("freeze", "cut"):
+            self.disturbed ^= {fault.peer}
+        elif fault.kind in KILLS:
+            (self.on_start if fault.ends else self.on_stop)(at, fault.peer)
+
+    def on_error(self, at: float, peer: str, text: str) -> None:
+        self.on_stop(at, peer)
+        self.errors.append(text)
+
     def on_start(self, at: float, peer: str) -> None:
         self._started_at[peer] = at
 
     def on_stop(self, at: float, peer: str) -> None:
-        self.pass_time(at)
+        self._pass_time(at)
         self.training.discard(peer)
         self._started_at.pop(peer, None)
 
     def on_step(self, at: float, peer: str, step: int, lineage: str) -> None:
         """The peer took a step with the swarm, to ``step``."""
-        self.pass_time(at)
+        self._pass_time(at)
         if (started_at := self._started_at.pop(peer, None)) is not None:
             self._restarts_s.append(at - started_at)
         self.training.add(peer)
@@ -118,7 +140,7 @@ class ChaosMeter:
 
     def report(self, at: float) -> dict[str, Any]:
         """Return the figures by name; a fork lasts if a peer still steps where the leader took another way."""
-        self.pass_time(at)
+        self._pass_time(at)
         taken, starts, lasted_s = self._lineages, self._restarts_s, max(at - self._began, 1e-9)
         last = {peer: max(taken[peer]) for peer in self.peers if self._stepped_at[peer] > at - SETTLE_S}
         leader = taken[max(last, key=lambda peer: last[peer])] if last else {}
@@ -133,11 +155,8 @@ class ChaosMeter:
             "restarts that trained again": len(starts),
             "restarts that did not": len(self._started_at),
             "median time until then, s": statistics.median(starts) if starts else None,
-            "worst, s": max(starts, default=None),
             "forks that lasted": [
-                peer
-                for peer, step in last.items()
-                if leader.get(step, taken[peer][step]) != taken[peer][step]
+                peer for peer, at in last.items() if leader.get(at, taken[peer][at]) != taken[peer][at]
             ],
             "exceptions in a loop": self.errors,
         }
