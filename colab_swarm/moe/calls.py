@@ -219,8 +219,7 @@ class ExpertCalls:
                 retry_s = max(0.0, min(MAX_RETRY_S, part.busy_s))  # in this order, NaN becomes the maximum
                 raise ExpertError(f"busy: call again in {retry_s:.2g} s", retry_s=retry_s)
             values[span] = self._codec.decode(payload, span.stop - span.start)
-            if not all_finite(values[span]):
-                raise ExpertError("sent values that are not finite")
+            require(all_finite(values[span]), "sent values that are not finite", ExpertError)
         return values
 
 
@@ -475,8 +474,7 @@ class ExpertServer:
 
     def _accepted(self, opening: ForwardExpert, stream: Stream) -> Call:
         uid, shape = opening.uid, opening.shape
-        if uid not in self._served:
-            raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
+        require(uid in self._served, f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again", Refusal)
         expert = self._served[uid].expert
         require(
             len(shape) == len(expert.shape)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from colab_swarm.errors import require
 from colab_swarm.events import Event, EventLog, Fault, RoundFinished, StepFinished
 from colab_swarm.markup import count, plain, size
 from colab_swarm.net.peers import UNDECODABLE
@@ -57,12 +58,10 @@ def _encoded(item: Item) -> bytes:
 
 
 def _decoded(line: bytes) -> Item:
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"it is longer than {size(MAX_LINE_BYTES)}")
+    require(len(line) <= MAX_LINE_BYTES, f"it is longer than {size(MAX_LINE_BYTES)}")
     try:
         found = msgspec.json.decode(line, type=_Line)
-        if found.kind not in KINDS:
-            raise ValueError("it is of a newer version")
+        require(found.kind in KINDS, "it is of a newer version")
         return msgspec.json.decode(found.data, type=KINDS[found.kind])
     except UNDECODABLE as error:
         raise ValueError(str(error)) from error
@@ -147,8 +146,7 @@ class Replay:
                     if not self.headers:
                         raise ValueError(f"{path} is not a recording: line {number}: {error}") from error
                     damaged.append(number)
-        if not self.headers:
-            raise ValueError(f"{path} is empty: nothing was recorded")
+        require(self.headers, f"{path} is empty: nothing was recorded")
         what = f"{count(len(damaged), 'line')} left out, torn or of a newer version; the first is line"
         self.note = f"{what} {damaged[0]}" if damaged else ""
         self.rounds = [event for event in self.events if isinstance(event, RoundFinished)]

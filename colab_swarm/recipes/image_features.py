@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import update_bn
 
+from colab_swarm.errors import require
 from colab_swarm.recipes.batches import peer_seed
 from colab_swarm.training.layerwise import Lars
 
@@ -41,8 +42,7 @@ def open_images(images: ImageSource) -> Sequence[Any]:
             sequence. `ValueError` if there is no image, or the data set cannot be loaded.
     """
     rows: Any = _named(images) if isinstance(images, str | Path) else images
-    if not len(rows):
-        raise ValueError(f"no image in {images!s:.80}: give at least one")
+    require(len(rows), f"no image in {images!s:.80}: give at least one")
     if not hasattr(rows, "column_names"):
         return rows  # type: ignore[no-any-return]
     if not (columns := [name for name, value in rows[0].items() if hasattr(value, "convert")]):
@@ -335,10 +335,8 @@ def swav(
         batch_size: samples of one micro-batch, in which batches are normalized, assignments balanced.
         seed: of the initial parameters and, with the peer's id, of the batches.
     """
-    if size not in SIZES:
-        raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
-    if batch_size < 2:
-        raise ValueError(f"batch_size={batch_size}: batch normalization needs at least 2")
+    require(size in SIZES, f"size={size!r} is none of {', '.join(SIZES)}")
+    require(batch_size >= 2, f"batch_size={batch_size}: batch normalization needs at least 2")
     rng = torch.Generator().manual_seed(peer_seed(seed, swarm.id if swarm else b""))
     batches = _batches(open_images(images), SIZES[size], batch_size, rng)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

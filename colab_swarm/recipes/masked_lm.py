@@ -203,8 +203,7 @@ def albert(
         sequence_length: tokens of one sample; None for 64 (tiny) or 512.
         seed: of the initial parameters and, with the peer's id, of the batches.
     """
-    if size not in SIZES:
-        raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
+    require(size in SIZES, f"size={size!r} is none of {', '.join(SIZES)}")
     shape = SIZES[size]
     length = sequence_length or shape.sequence_length
     require(length <= MAX_POSITIONS, f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")

@@ -52,8 +52,7 @@ def open_text(text: TextSource) -> list[Shard]:
         shards = [shard for path in text for shard in _open_named(str(path))]
     else:
         shards = [partial(iter, [block]) for block in pack(map(str, text))]
-    if not shards:
-        raise ValueError(f"there is no text in {text!s:.200}")
+    require(shards, f"there is no text in {text!s:.200}")
     return shards
 
 

@@ -214,8 +214,7 @@ class SimLinker(Linker):
                         raise unanswered
         except TimeoutError:
             raise unanswered from None
-        if other.id != peer:
-            raise WrongPeer(f"peer {short(other.id)} answered, {short(peer)} was expected")
+        require(other.id == peer, f"peer {short(other.id)} answered, {short(peer)} was expected", WrongPeer)
         return self.table.best(peer) or self._connect(other, latency_s)  # it may have dialled us meanwhile
 
     def _connect(self, other: "SimPeers", latency_s: float) -> Link:

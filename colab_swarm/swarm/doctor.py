@@ -237,8 +237,7 @@ def _subject(
     if not isinstance(model, str):
         assert batches is not None
         return calibrate(model, batches)
-    if model not in masked_lm.SIZES:
-        raise ValueError(f"model={model!r} is none of {', '.join(masked_lm.SIZES)}")
+    require(model in masked_lm.SIZES, f"model={model!r} is none of {', '.join(masked_lm.SIZES)}")
     size = masked_lm.SIZES[model]
     length = size.sequence_length
     sample_bytes = masked_lm.sample_bytes(size, length, checkpointing=False)

@@ -88,8 +88,7 @@ def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes
             finite = ((blob[span].view(np.uint16) & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all()
         elif kind.startswith("float"):
             finite = np.isfinite(blob[span].view(kind)).all()
-        if not finite:
-            raise StateError(f"the state holds NaN or infinite values in {name[:80]!r}")
+        require(finite, f"the state holds NaN or infinite values in {name[:80]!r}", StateError)
     require(len(tensors) == len(decoded.tensors), "the layout of the state names a tensor twice", StateError)
     return tensors, decoded.skeleton
 

@@ -270,8 +270,7 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
 
     Raises FileNotFoundError, or StateError if it is truncated, damaged or no checkpoint.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+    require(path.exists(), f"no checkpoint at {path}", FileNotFoundError)
     try:
         data = np.fromfile(path, np.uint8).data
         size = int.from_bytes(data[:8], "little")

@@ -360,8 +360,7 @@ class SwarmOptimizer(WrappedOptimizer):
                 )
                 self._runtime.call(gate.wait_open())
             with self._lock:
-                if self.closed.is_set():
-                    raise RuntimeError(self._why)
+                require(not self.closed.is_set(), self._why, RuntimeError)
                 yield
                 hand_over_s, self._hand_over_s = self._hand_over_s, None
                 if hand_over_s is not None:

@@ -350,8 +350,7 @@ class UnitTraining:
 
     def step(self) -> float:
         """Train on the next batch and return its loss; raise IndexError if the unit is done."""
-        if self.done >= self.batches:
-            raise IndexError("the unit is done")
+        require(self.done < self.batches, "the unit is done", IndexError)
         epoch, place = divmod(self.done, self._per_epoch)
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
