@@ -15,7 +15,7 @@ import msgspec
 
 from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
-from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role
+from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role, remember
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
 RoleBy: TypeAlias = Callable[[bytes, bytes, float], Role]
@@ -171,9 +171,7 @@ class Storage:
             self._drop(key, longest)
             del others[longest]
         while self.total_bytes + more_bytes > settings.total_bytes:
-            greedy = max(
-                self._owned, key=lambda owner: sum(self._owned[owner].values()), default=record.owner
-            )
+            greedy = max(self._owned, key=lambda one: sum(self._owned[one].values()), default=record.owner)
             if greedy == record.owner or sum(self._owned[greedy].values()) < own_bytes:
                 return f"this peer is full: {settings.total_bytes} bytes"
             self._drop(next(iter(self._owned[greedy])), greedy)
@@ -238,7 +236,5 @@ def _signed(key: bytes, record: Record) -> bool:
         return True
     if not verify(record.owner, record.signature, data):
         return False  # not remembered: forgeries must not push out the genuine
-    _verified[digest] = None
-    if len(_verified) > VERIFIED_RECORDS:
-        _verified.popitem(last=False)
+    remember(_verified, digest, None, VERIFIED_RECORDS)
     return True

@@ -44,6 +44,7 @@ from colab_swarm.net.peers import (
     R,
     Refusal,
     Role,
+    remember,
     short,
 )
 from colab_swarm.runtime import PauseGate
@@ -131,10 +132,8 @@ class DHT:
         self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
         self._peers, self._rng, self._now = peers, rng, asyncio.get_running_loop().time
         self._tasks = BackgroundTasks("upkeep of the DHT", events or EventLog(), rng)
-        self._storage, self._patience = (
-            Storage(settings, peers.role_by),
-            Patience(MIN_PATIENCE_S, settings.timeout_s, 1.0),
-        )
+        self._storage = Storage(settings, peers.role_by)
+        self._patience = Patience(MIN_PATIENCE_S, settings.timeout_s, 1.0)
         self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}  # of the last keys
         self._last_version = 0
@@ -355,10 +354,7 @@ class DHT:
         taken: list[tuple[str, ...]] = []
         lookup = self._lookup(key, width=width, seeds=seeds)
         await self._search(lookup, partial(self._ask_store, key, records, taken))
-        self._replicas.pop(key, None)
-        self._replicas[key] = lookup.nearest(width)
-        if len(self._replicas) > REMEMBERED:
-            del self._replicas[next(iter(self._replicas))]
+        remember(self._replicas, key, lookup.nearest(width), REMEMBERED)
         if refused := {text for refusals in taken for text in refusals if text}:
             logger.info("records were refused: %s", "; ".join(sorted(refused)))
         return sum(not any(refusals) for refusals in taken)
@@ -409,8 +405,7 @@ class DHT:
     async def _hand_over(self, new: Contact) -> None:
         """Send a new peer the records to which we were the nearest, if it should hold them."""
         for key in list(self._storage):
-            nearest = self.table.nearest(key, self.settings.replicas)
-            if new in nearest and self._nearest_to(key, but=new):
+            if new in self.table.nearest(key, self.settings.replicas) and self._nearest_to(key, but=new):
                 with contextlib.suppress(PeerError):
                     await self._ask_store(key, self._storage.get(key, now=self._now()), [], new)
             await asyncio.sleep(0)

@@ -33,6 +33,7 @@ from colab_swarm.moe.grid import (
     beam_search,
     short_addresses,
 )
+from colab_swarm.net.peers import remember
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
@@ -101,10 +102,7 @@ class Cache:
             if self._loads.get(key) is asyncio.current_task():
                 del self._loads[key]
         now = self._loop.time()
-        self._entries.pop(key, None)
-        self._entries[key] = value, now + valid_s / 2, now + valid_s
-        if len(self._entries) > MAX_ENTRIES:
-            del self._entries[next(iter(self._entries))]
+        remember(self._entries, key, (value, now + valid_s / 2, now + valid_s), MAX_ENTRIES)
         return value
 
 

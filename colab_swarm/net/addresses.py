@@ -13,7 +13,7 @@ import ifaddr
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId
+from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId, remember
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
@@ -122,9 +122,7 @@ class AddressBook:
             addresses = dict.fromkeys((*known.addresses[:announced], *usable, *known.addresses))
             known = Contact(contact.id, tuple(addresses)[:MAX_ADDRESSES])
         if known.addresses:
-            self._entries[contact.id] = known, announced
-        if len(self._entries) > MAX_BOOK_ENTRIES:
-            self._entries.popitem(last=False)
+            remember(self._entries, contact.id, (known, announced), MAX_BOOK_ENTRIES)
 
     def replace(self, contact: Contact) -> None:
         """Replace all addresses by those that the peer announced itself."""
@@ -147,12 +145,10 @@ class VisitLimit:
 
     def admit(self, source: Hashable, now: float) -> bool:
         """Count a request at ``now`` (monotonic seconds); return whether it is allowed."""
-        began_at, count = self._visits.pop(source, (now, 0))
+        began_at, count = self._visits.get(source, (now, 0))
         if now - began_at >= self._window_s:
             began_at, count = now, 0
-        self._visits[source] = began_at, count + 1
-        if len(self._visits) > MAX_SOURCES:
-            self._visits.popitem(last=False)
+        remember(self._visits, source, (began_at, count + 1), MAX_SOURCES)
         return count < self._most
 
     def forgive(self, source: Hashable) -> None:

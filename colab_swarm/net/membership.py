@@ -23,7 +23,7 @@ import msgspec
 from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError, require
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
+from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role, remember
 
 SLACK_S = 600.0  # how far clocks may be apart
 MAX_NAME_CHARS = 64
@@ -84,9 +84,7 @@ class Membership(Signed, frozen=True):
     issued_at: Moment
     expires_at: Moment
     grant: Grant | None = None  # under which an invitation signed it; None: the authority did
-    invited_by: Annotated[bytes, msgspec.Meta(max_length=32)] = (
-        b""  # the invitation's key, kept by the authority
-    )
+    invited_by: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # the invitation's key, if known
 
     @classmethod
     def decode(cls, data: bytes) -> "Membership":
@@ -180,11 +178,9 @@ class MembershipAdmission:
         """Raise `NotAdmitted` if an invitation signed it, has ended, and was not shown here before."""
         if shown.grant is None:
             return
-        late_s, met = now - shown.grant.join_until, self._met.pop(shown.key, False)
+        late_s, met = now - shown.grant.join_until, shown.key in self._met
         _require(met or late_s <= SLACK_S, f"its invitation ended {in_words(late_s)} ago: ask for another")
-        self._met[shown.key] = True
-        if len(self._met) > MAX_MET:
-            del self._met[next(iter(self._met))]
+        remember(self._met, shown.key, True, MAX_MET)
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
         """Return the peer's membership, ended or not; raise `NotAdmitted` if it is unsound or revoked."""

@@ -15,7 +15,7 @@ import asyncio
 import math
 import statistics
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
@@ -26,6 +26,8 @@ import msgspec
 from colab_swarm.errors import PeerError, PeerLost, ProtocolError, require
 
 PeerId = NewType("PeerId", bytes)  # SHA-256 of the peer's Ed25519 public key: 32 bytes
+K = TypeVar("K")
+V = TypeVar("V")
 Buffer: TypeAlias = bytes | bytearray | memoryview
 MAX_PAYLOAD_BYTES = 1 << 20  # of one stream item; best at 120 KiB: one packet, no copy
 MAX_MESSAGE_BYTES = 1 << 18  # encoded, of a call or a stream item
@@ -295,6 +297,14 @@ def short(peer: PeerId) -> str:
     return peer.hex()[:8]
 
 
+def remember(held: MutableMapping[K, V], key: K, value: V, most: int) -> None:
+    """Put an entry last; of more than ``most`` the first, which was put longest ago, is forgotten."""
+    held.pop(key, None)
+    held[key] = value
+    if len(held) > most:
+        del held[next(iter(held))]
+
+
 class Patience:
     """How long to wait for what takes its usual time: the median and five median deviations, within bounds.
 
@@ -321,7 +331,6 @@ def allowance_s(peers: Peers, peer: PeerId) -> float:
 
 REMEMBERED_TIMES, MOST_ALLOWANCE_S = 32, 5.0
 MAX_LEFT_OUT = 4096  # entries; beyond that the one that failed longest ago is forgotten
-K = TypeVar("K")
 
 
 class LeftOut(Generic[K]):
@@ -344,11 +353,8 @@ class LeftOut(Generic[K]):
         failures, until = self._records.get(key, (0, -math.inf))
         if now < until:
             return None
-        self._records.pop(key, None)
-        while len(self._records) >= MAX_LEFT_OUT:
-            del self._records[next(iter(self._records))]
         seconds = min(self._longest_s, self._first_s * 2.0**failures)
-        self._records[key] = min(failures + 1, 64), now + seconds
+        remember(self._records, key, (min(failures + 1, 64), now + seconds), MAX_LEFT_OUT)
         self.version += 1
         return seconds
 

@@ -267,10 +267,8 @@ class ReachabilityWatch:
         require(rare, f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago", Refusal)
         seen = path.seen_host
         allowed = [address for address in ask.addresses if may_dial_back(address, seen)]
-        now = self._loop.time()
-        tried = [
-            one for one in allowed if self._targets.admit(ip_of(seen), now) and self._targets.admit("", now)
-        ]
+        now, admit = self._loop.time(), self._targets.admit
+        tried = [address for address in allowed if admit(ip_of(seen), now) and admit("", now)]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
         return DialledBack(seen, tuple(zip(tried, faults, strict=True)))
 

@@ -276,7 +276,6 @@ class SimPeers(Node):
 
     def crash(self) -> None:
         if self.up:
-            self._network.forget_silence(self.name)
             self.kill(f"{self.name} crashed")
             for callback in self._down_callbacks:
                 callback()
@@ -468,6 +467,8 @@ class SimNetwork:
         self.on_fault(self.fired[-1])
         match name, *arguments:
             case "crash", peer:
+                for until in (self._silent_until, self._frozen_until):
+                    until.pop(peer, None)  # a new process is not frozen or cut off
                 self.by_name[peer].crash()
             case "restart", peer:
                 self.by_name[peer].up = True
@@ -486,19 +487,14 @@ class SimNetwork:
             case (("lose" | "latency" | "bandwidth"), number):
                 setattr(self, {"lose": "loss", "latency": "latency_factor"}.get(name, "width"), number)
 
-    def _silence(self, peer: str, seconds: float, *, frozen: bool) -> None:
-        until = self._silent_until[peer] = self.loop.time() + seconds
+    def _silence(self, one: str, seconds: float, *, frozen: bool) -> None:
+        until = self._silent_until[one] = self.loop.time() + seconds
         if frozen:
-            self._frozen_until[peer] = until
+            self._frozen_until[one] = until
         self._break_later(
-            lambda *ends: peer in ends and self._silent_until.get(peer) == until > self.loop.time()
+            lambda *ends: one in ends and self._silent_until.get(one) == until > self.loop.time()
         )
         self.loop.call_at(until + 1e-6, self._resume)  # a loop calls what is due within its resolution
-
-    def forget_silence(self, name: str) -> None:
-        """A new process is not frozen or cut off."""
-        self._silent_until.pop(name, None)
-        self._frozen_until.pop(name, None)
 
     def frozen_s(self, name: str) -> float:
         """Return for how long the peer computes nothing yet."""
@@ -538,8 +534,6 @@ class SimNetwork:
     def separated(self, one: str, other: str) -> bool:
         if any(self._silent_until.get(name, 0.0) > self.loop.time() for name in (one, other)):
             return True
-        if not self._groups:
-            return False
         sides = [next((group for group in self._groups if name in group), None) for name in (one, other)]
         return None not in sides and sides[0] is not sides[1]
 

@@ -161,12 +161,8 @@ class Overview:
     def _records(self, now: float) -> Records:
         if (trained := self._trained()) is not None:
             return dict(trained.progress.records), dict(trained.progress.assistants)
-        records, assistants, _ = (None if self._trainers is None else self._trainers.look(now)) or (
-            {},
-            {},
-            {},
-        )
-        return records, assistants
+        found = None if self._trainers is None else self._trainers.look(now)
+        return ({}, {}) if found is None else found[:2]
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)

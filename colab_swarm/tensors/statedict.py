@@ -229,8 +229,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: byte
     end = 0
     for name, tensor in ordered.items():
         begin, end = end, end + tensor.data.nbytes
-        dtype = KINDS[tensor.kind][0]
-        head[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+        head[name] = {"dtype": KINDS[tensor.kind][0], "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     values = [tensor.data for tensor in ordered.values()]

@@ -489,11 +489,9 @@ class Collaboration:
             if not self.progress.assistants:
                 raise
             snapshot = await self._states.download(list(self.progress.assistants), self._limit_bytes)
-        manifest, now = snapshot.manifest, loop_now()
+        state, now = snapshot.manifest, loop_now()
         names = tuple(donor.hex() for donor in snapshot.donors)
-        self.services.events.emit(
-            StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
-        )
+        self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, now - started))
         return snapshot
 
 
@@ -554,8 +552,7 @@ class CatchUp:
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:
-        loop = asyncio.get_running_loop()
-        telling = loop.call_later(SLOW_S, self._tell_slow, step, len(donors))
+        telling = asyncio.get_running_loop().call_later(SLOW_S, self._tell_slow, step, len(donors))
         try:
             return await self._collaboration.download(donors)
         finally:

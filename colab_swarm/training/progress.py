@@ -58,9 +58,7 @@ class ProgressRecord(Message, frozen=True):
     """A peer's progress, published in the DHT."""
 
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # updates applied to its parameters
-    lineage: Annotated[
-        bytes, msgspec.Meta(max_length=LINEAGE_BYTES)
-    ]  # digest chain that names the branch of its parameters
+    lineage: Annotated[bytes, msgspec.Meta(max_length=LINEAGE_BYTES)]  # names the branch of its parameters
     samples: Figure  # accumulated for the next step
     samples_per_s: Figure  # its own speed
     syncing: bool  # it has no state yet; it takes part with weight 0 and reduces nothing
@@ -68,9 +66,7 @@ class ProgressRecord(Message, frozen=True):
     name: str  # for people
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
-    local_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_LOCAL_STEPS)] = (
-        1  # least number of steps that it takes between two rounds
-    )
+    local_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_LOCAL_STEPS)] = 1  # least between two rounds
     upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
@@ -157,9 +153,7 @@ class Progress:
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
         self._no_vote: Container[PeerId] = ()  # those of them at the last reading
-        self._seen: dict[
-            PeerId, tuple[int, float]
-        ] = {}  # rounds in which a peer's contribution counted, last when
+        self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
         self._standing: Mapping[PeerId, Found] = {}  # roles and vouchers
         self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
         self._step_at: dict[PeerId, tuple[int, float]] = {}  # a peer's step, and when it was not there yet
@@ -314,19 +308,14 @@ class Progress:
         cannot tell members from their copies. What it saw of their work does not weigh: after a partition both
         sides would follow themselves.
         """
-        known, vouchers = self._known(voters), {peer: self._voucher(peer) for peer in voters}
+        known, roles = self._known(voters), self._standing
+        vouchers = {peer: roles[peer].voucher if peer in roles else peer for peer in voters}
         counted = known | {self.me} if known else {*voters}
-        sizes, among = (
-            Counter(vouchers.values()),
-            Counter(vouchers[peer] for peer in voters if peer in counted),
-        )
+        sizes, among = Counter(vouchers.values()), Counter(vouchers[p] for p in voters if p in counted)
         return {
             peer: (peer in counted) / (among[voucher] or 1) + TIE / sizes[voucher] / len(sizes)
             for peer, voucher in vouchers.items()
         }
-
-    def _voucher(self, peer: PeerId) -> bytes:
-        return self._standing[peer].voucher if peer in self._standing else peer
 
     def _known(self, peers: Iterable[PeerId]) -> set[PeerId]:
         return {peer for peer in peers if self._seen.get(peer, (0, 0.0))[0] >= KNOWN_ROUNDS} - {self.me}
@@ -385,14 +374,12 @@ class Progress:
         """Return a peer's samples now: as it says, but no more than it could compute since its last step."""
         usual = SLOWER * self._usual_speed
         speed = min(r.samples_per_s or usual, usual)
-        told = (
-            r.samples + min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S) * r.samples_per_s
+        old_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
+        told, batches_s = (
+            r.samples + old_s * r.samples_per_s,
+            2 * min(r.batch_s, SLOWER * self._usual_batch_s),
         )
-        computed_s = (
-            now
-            - self._step_at.get(peer, (0, -math.inf))[1]
-            + 2 * min(r.batch_s, SLOWER * self._usual_batch_s)
-        )
+        computed_s = now - self._step_at.get(peer, (0, -math.inf))[1] + batches_s
         return min(told, speed * computed_s) if math.isfinite(speed) else told
 
     def samples_per_s(self) -> float:

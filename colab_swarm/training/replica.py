@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -185,10 +186,8 @@ class Replica:
                 for kind, value in self._optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         kinds.setdefault(kind, []).append(value)
-            values = [
-                value for _, tensors in sorted(kinds.items()) for value in _project(tensors, self.lineage)
-            ]
-            return StateSketch(self.step, self.lineage, tuple(values))
+            sketches = (_project(tensors, self.lineage) for _, tensors in sorted(kinds.items()))
+            return StateSketch(self.step, self.lineage, tuple(chain.from_iterable(sketches)))
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))

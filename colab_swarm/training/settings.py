@@ -196,9 +196,8 @@ class TrainingSettings:
             steps == "auto" or (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS),
             f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'",
         )
-        require(
-            self.robust in ("", "clip"), f"robust={self.robust!r}: pass 'clip', or nothing for the exact mean"
-        )
+        how = f"robust={self.robust!r}: pass 'clip', or nothing for the exact mean"
+        require(self.robust in ("", "clip"), how)
         require(
             steps == 1 or (not self.overlap and (not self.error_feedback)),
             "local_steps go neither with overlap nor with error_feedback: choose one",

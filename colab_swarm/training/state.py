@@ -18,7 +18,7 @@ import msgspec
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
-from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, remember, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_STATE_BYTES,
@@ -171,15 +171,11 @@ async def download_state(
         peers, DescribeState(prefix), donors, limit=4, timeout_s=CHUNK_TIMEOUT_S, limit_bytes=limit_bytes
     )
     if manifest is None:
-        silent = all(
-            isinstance(error, PeerTimeout | PeerUnreachable | PeerLost) for error in refusals.values()
-        )
+        silent = all(isinstance(one, PeerTimeout | PeerUnreachable | PeerLost) for one in refusals.values())
         text = f"none of {len(donors)} donors gave its state: {_told(refusals) or 'no donors'}"
         raise DonorsSilent(text) if silent else StateError(text)
     root, begun = manifest.root, {} if begun is None else begun
-    download = begun.get(root) or ChunkDownload(
-        peers, manifest, lambda chunks: FetchState(chunks, prefix, root)
-    )
+    download = begun.get(root) or ChunkDownload(peers, manifest, lambda ids: FetchState(ids, prefix, root))
     begun.clear()
     begun[root] = download
     await download.run(holders)
@@ -282,15 +278,10 @@ class Mirror(StateSharing):
         if self._snapshot is not None and ask.step in (-1, self._snapshot.manifest.step):
             return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
-        manifest, holders, refusals = await agree_on_state(
-            self._peers, ask, donors, limit=2, timeout_s=PATIENCE_S
-        )
+        manifest, held, faults = await agree_on_state(self._peers, ask, donors, limit=2, timeout_s=PATIENCE_S)
         if manifest is None:
-            raise Refusal(f"no trainer linked to this assistant gave its state: {_told(refusals)[:500]}")
-        self._held.pop(root := manifest.root, None)
-        self._held[root] = holders
-        while len(self._held) > REMEMBERED:
-            del self._held[next(iter(self._held))]
+            raise Refusal(f"no trainer linked to this assistant gave its state: {_told(faults)[:500]}")
+        remember(self._held, manifest.root, held, REMEMBERED)
         return manifest
 
     async def _send_chunks(self, ask: FetchState, stream: Stream) -> None:

@@ -183,8 +183,7 @@ class Authority:
         end = now + member_s(self._allow)
         invited_by = proof.invited_by if proof.grant is None else proof.grant.key
         known = proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS]
-        unsigned = Membership(*known, now, end, invited_by=invited_by)
-        membership = unsigned.signed(self._peers.sign).encode()
+        membership = Membership(*known, now, end, invited_by=invited_by).signed(self._peers.sign).encode()
         self._readmit(peer, membership)
         logger.info("%s %s is a %s until %.0f", short(peer), name, proof.role.name.lower(), end)
         return IssuedMembership(membership)
@@ -197,8 +196,7 @@ class Authority:
             now = self._peers.time()
             self._admission.require_met(proof, now=now)
             late_s = now - proof.expires_at - (GRACE_S if proof.grant is None else 0.0)
-            ended = f"the membership it shows ended {in_words(late_s)} ago"
-            require(late_s <= SLACK_S, ended, NotAdmitted)
+            require(late_s <= SLACK_S, f"the membership it shows ended {in_words(late_s)} ago", NotAdmitted)
         except NotAdmitted as error:
             raise self._refusal(f"peer {short(peer)}", str(error), "ask for a new invitation") from None
         return proof

@@ -141,8 +141,7 @@ def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
     """Merge tallies of one writer: keep the largest value of each amount, since amounts only grow."""
     found: dict[bytes, TallyRow] = {}
     for row in (row for rows in tallies for row in rows):
-        other = found.get(row.peer, row)
-        found[row.peer] = TallyRow(row.peer, tuple(map(max, row.amounts, other.amounts)))
+        found[row.peer] = TallyRow(row.peer, tuple(map(max, row.amounts, found.get(row.peer, row).amounts)))
     return tuple(found.values())
 
 
