@@ -30,6 +30,7 @@ from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
 from colab_swarm.net.peers import PeerId
+from colab_swarm.runtime import end_tasks
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
@@ -332,10 +333,7 @@ class Keeper:
         self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
 
     async def stop(self) -> None:
-        for task in (self._task, self._saving):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(*filter(None, (self._task, self._saving)))
         self._stop_listening()
         if self._forwarder is not None:
             await asyncio.to_thread(self._forwarder.close)  # it waits for the tracker

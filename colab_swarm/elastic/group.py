@@ -16,6 +16,7 @@ from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.runtime import end_tasks
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import StateSharing
@@ -107,9 +108,7 @@ class PeerExchange(PieceExchange):
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await end_tasks(*tasks)
 
     async def _receive(self, index: int, stream: Stream) -> None:
         try:

@@ -34,7 +34,7 @@ from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, short
-from colab_swarm.runtime import DeviceThread, PauseGate, Runner
+from colab_swarm.runtime import DeviceThread, PauseGate, Runner, end_tasks
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
@@ -193,8 +193,7 @@ class ExpertCalls:
                 try:
                     return (await self._receive(stream, inputs.size)).reshape(inputs.shape)
                 finally:  # a host that is busy or refuses may answer before it has received everything
-                    sending.cancel()
-                    await asyncio.gather(sending, return_exceptions=True)
+                    await end_tasks(sending)
         except (PeerError, ValueError) as error:
             busy = isinstance(error, CallRefused) and error.code == "busy"
             retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)

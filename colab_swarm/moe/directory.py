@@ -34,6 +34,7 @@ from colab_swarm.moe.grid import (
     short_addresses,
 )
 from colab_swarm.net.peers import remember
+from colab_swarm.runtime import end_tasks
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,7 @@ class Cache:
         self._entries.pop(key, None)
 
     async def close(self) -> None:
-        loads = [*self._loads.values()]
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        await end_tasks(*self._loads.values())
 
     def _begin(self, key: GridPage, *, fresh: bool = False) -> asyncio.Task[Listing]:
         if fresh or key not in self._loads:

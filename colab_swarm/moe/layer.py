@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from colab_swarm.errors import ExpertError, NoExpertsError, require
 from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
+from colab_swarm.runtime import end_tasks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 logger = logging.getLogger(__name__)
@@ -306,9 +307,7 @@ class _Batch:
         try:
             await self._wait({task: samples for task, (_, samples, _) in tasks.items()}, rows)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         for task, (info, *places) in tasks.items():
             if task.cancelled():
                 calls.directory.on_failure(info, f"{grace_s:g} s later than others")

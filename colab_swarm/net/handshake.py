@@ -39,6 +39,7 @@ from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, short
 from colab_swarm.net.websocket import WebSocket, accept
+from colab_swarm.runtime import end_tasks
 
 VERSION = 1
 STAGGER_S = 0.25
@@ -105,9 +106,7 @@ class Introduction:
         payload = self._noise.read(message)
         if not self._run_checked:
             require(
-                payload == self._digest,
-                f"this peer belongs to {describe_run(self._run_id)}",
-                ProtocolError,
+                payload == self._digest, f"this peer belongs to {describe_run(self._run_id)}", ProtocolError
             )
             self._run_checked = True
             return self._write_hello(wall_time)
@@ -233,9 +232,7 @@ async def dial_any(
             if not (waiting or (done and running)):
                 waiting, detours = detours, []
     finally:
-        for attempt in running:
-            attempt.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(*running)
     kind = WrongPeer if WrongPeer in map(type, failures) else PeerUnreachable
     raise kind("; ".join(map(str, failures)))
 

@@ -105,14 +105,7 @@ def announced(contact: Contact) -> tuple[list[str], int]:
 class LanAnnouncer:
     """Announces one peer from its first `update` until `close`; `OSError` without multicast."""
 
-    def __init__(
-        self,
-        run_id: str,
-        access: Access,
-        name: str,
-        *,
-        interfaces: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, run_id: str, access: Access, name: str, *, interfaces: Sequence[str] = ()) -> None:
         self._run_id, self._access, self._name = run_id, access, name
         self._zeroconf = _open(interfaces)
         # a random name: processes of one machine do not always hear each other's objections

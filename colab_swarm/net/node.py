@@ -45,18 +45,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable
 from colab_swarm.net.membership import Admission, OpenAdmission
 from colab_swarm.net.mux import ServiceTable
-from colab_swarm.net.peers import (
-    Contact,
-    LeftOut,
-    LinkStatistics,
-    M,
-    Message,
-    PeerId,
-    R,
-    Role,
-    Stream,
-    short,
-)
+from colab_swarm.net.peers import Contact, LeftOut, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, dial
 
 __all__ = ["Linker", "Node", "NodeSettings", "SwarmClock"]

@@ -135,9 +135,7 @@ def _read_shard(file: Path, start: int) -> Iterator[str]:
 
 
 def _lines(file: Path, start: int) -> Iterator[str]:
-    most = (
-        -1 if file.suffix == ".jsonl" else LINE_BYTES
-    )  # a text without line breaks is cut at its shards' borders
+    most = -1 if file.suffix == ".jsonl" else LINE_BYTES  # without line breaks it is cut at shards' borders
     with file.open("rb") as opened:
         if start:
             opened.seek(start - 1)

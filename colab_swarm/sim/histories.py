@@ -96,10 +96,9 @@ def _is_mean(applied: Applied, given: Mapping[str, Contributed]) -> bool:
     parts_MN = np.where(weights_MN, values_MN, 0.0) * weights_MN  # one that is left out may be infinite
     sum_N = np.frombuffer(applied.mean, np.float32) * weights_MN.sum(axis=0)  # 0: there is no mean
     rms_M = np.sqrt((values_MN**2).mean(axis=1))
-    scaled_down_M1 = (rms_M > OUTLIER * statistics.median_low(rms_M))[:, None]
+    scaled_M1 = (rms_M > OUTLIER * statistics.median_low(rms_M))[:, None]
     least_N, most_N = (
-        np.where(scaled_down_M1, bound(parts_MN, 0.0), parts_MN).sum(axis=0)
-        for bound in (np.minimum, np.maximum)
+        np.where(scaled_M1, bound(parts_MN, 0.0), parts_MN).sum(axis=0) for bound in (np.minimum, np.maximum)
     )
     error_N = RTOL * np.abs(parts_MN).sum(axis=0)
     return bool(((least_N - error_N <= sum_N) & (sum_N <= most_N + error_N)).all())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar, TypeVarTuple
 
-from colab_swarm.runtime import wait_interruptibly
+from colab_swarm.runtime import end_tasks, wait_interruptibly
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -185,7 +185,4 @@ class SimRuntime:
             self.loop.close()
 
     async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*asyncio.all_tasks().difference({asyncio.current_task()}))

@@ -28,6 +28,7 @@ from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
+from colab_swarm.runtime import end_tasks
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess, Trust, clock_advice
@@ -321,9 +322,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
             except PeerError as error:
                 reasons.append(str(error))
     finally:
-        for one in tries:
-            one.cancel()
-        await asyncio.gather(*tries, return_exceptions=True)
+        await end_tasks(*tries)
     tried, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
     raise JoinError(f"no peer could be reached: {tried}.{hint} Ask for a new invitation")
 

@@ -28,7 +28,7 @@ from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.runtime import POLL_S
+from colab_swarm.runtime import POLL_S, end_tasks
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
@@ -251,10 +251,7 @@ class Simulation(AbstractContextManager["Simulation"]):
                 self.network.now().crash(event.peer)
 
     async def _stop_all(self) -> None:
-        tasks = [*self._tasks.values(), *self._later]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks.values(), *self._later)
         self._tasks.clear()
         self._later.clear()
         self._arriving.clear()
@@ -438,9 +435,7 @@ class InteractiveRun:
     def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
         low, high = (-1e-9, 1.0) if verb == "lose" else (0.0, math.inf)
         try:
-            require(
-                all(isinstance(one, str) or low < one < high for one in arguments), "a number is out of range"
-            )
+            require(all(isinstance(x, str) or low < x < high for x in arguments), "a number is out of range")
             self._do(verb, arguments)
         except (ValueError, TypeError) as error:
             self._simulation.tell(f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")

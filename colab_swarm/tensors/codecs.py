@@ -401,9 +401,7 @@ def _blocks(numel: int) -> int:
     return -(-numel // BLOCK_VALUES)
 
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Float32(), Float16(), BFloat16(), Int8(), OneBit())
-}
+CODECS: dict[str, Codec] = {one.name: one for one in (Float32(), Float16(), BFloat16(), Int8(), OneBit())}
 ADAPTIVE = "adaptive"
 PRECISIONS = (*CODECS, ADAPTIVE)  # names for `Precision`, besides topk with a share
 

@@ -27,6 +27,7 @@ from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, Contact, LeftOut, PeerId, Peers, Refusal, Role, short
+from colab_swarm.runtime import end_tasks
 from colab_swarm.trust.authority import (
     Allowlist,
     Authority,
@@ -303,9 +304,7 @@ class Trust:
         """End the background work, and publish the last contributions; while the DHT still runs."""
         for kind in (ShareRevoked, IssuedMembership, RequestMembership):
             self._node.unserve(kind)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:

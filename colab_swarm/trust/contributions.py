@@ -149,11 +149,7 @@ class Contributions:
     """Publishes this peer's ledger in the DHT and reads all others'."""
 
     def __init__(
-        self,
-        peers: Peers,
-        dht: DHT,
-        run_id: str,
-        relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict,
+        self, peers: Peers, dht: DHT, run_id: str, relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict
     ) -> None:
         self._peers, self._dht, self._run_id = peers, dht, run_id
         self._relayed_bytes, self._loop = relayed_bytes, asyncio.get_running_loop()
