@@ -186,5 +186,8 @@ def _play(
                 coming.append(replace(fault, at=now + fault.seconds, by_step=False, ends=True))
             tell(f"{now:6.1f} s  step {meter.step}  {'end of ' * fault.ends}{fault.kind} {fault.peer}")
             meter.on_fault(stage.now(), fault)
-            (stage.start(fault.peer) if fault.ends and fault.kind in KILLS else stage.act(fault))
+            if fault.ends and fault.kind in KILLS:
+                stage.start(fault.peer)
+            else:
+                stage.act(fault)
         stage.advance()

@@ -62,12 +62,10 @@ def random_faults(
 ) -> list[ChaosFault]:
     """Return faults that are over at ``until_s``, one each ``mean_s`` on average; one peer at least has none.
 
-    A ValueError for unknown ``kinds``, or none, and for ``mean_s`` of 0 or less.
+    Raises ValueError for an unknown kind, and for a ``mean_s`` of 0 or less.
     """
-    require(
-        set(kinds) <= LASTS_S.keys() and mean_s > 0,
-        f"kinds={','.join(kinds)}: choose of {', '.join(LASTS_S)}",
-    )
+    known = set(kinds) <= LASTS_S.keys()
+    require(known and mean_s > 0, f"kinds={','.join(kinds)}: choose of {', '.join(LASTS_S)}")
     faults, at, free_at = list[ChaosFault](), 0.0, dict.fromkeys(peers, 0.0)
     while (at := at + rng.expovariate(1 / mean_s)) < until_s:
         free, kind = [peer for peer in peers if free_at[peer] <= at], rng.choice(kinds)
