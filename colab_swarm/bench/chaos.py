@@ -24,7 +24,7 @@ import colab_swarm as cs
 from colab_swarm.bench.harness import Channel, NamedCrew
 from colab_swarm.errors import JoinError, SwarmError, require
 from colab_swarm.sim.chaos import KILLS, LASTS_S, SLOWER, ChaosFault, ChaosMeter
-from colab_swarm.swarm.simulation import Simulation, simulate
+from colab_swarm.swarm.simulation import simulate
 from colab_swarm.swarm.swarm import Swarm
 
 BATCH, BATCH_S, STEP_S = 16, 0.1, 1.2  # samples and seconds of a micro-batch; of a step if all peers train
@@ -62,11 +62,12 @@ def be_peer(parent: Channel, folder: str, name: str, invite: str, peers: int) ->
 
 
 class Processes:
-    """Peers that are processes of this machine; the crew's messages are for ``meter``."""
+    """Peers that are processes of this machine, until the ``stack`` closes; ``meter`` gets what they report."""
 
-    def __init__(self, meter: ChaosMeter, folder: str, crew: NamedCrew) -> None:
-        self._meter, self._folder, self._crew, self.now = meter, folder, crew, time.monotonic
-        self._invite = ""
+    def __init__(self, meter: ChaosMeter, stack: ExitStack) -> None:
+        self._folder = stack.enter_context(TemporaryDirectory())
+        self._crew = stack.enter_context(NamedCrew())
+        self._meter, self._invite, self.now = meter, "", time.monotonic
 
     def start(self, name: str) -> None:
         peers = self._meter.peers
@@ -85,7 +86,7 @@ class Processes:
                 self._meter.on_step(self.now(), name, **message)
             elif not message:
                 del self._crew.by_name[name]
-                self._meter.on_error(self.now(), name, f"{name} ended: see its error above")
+                self._meter.on_stop(self.now(), name, f"{name} ended: see its error above")
             self._invite = self._invite or message.get("invite", "")
 
     def act(self, fault: ChaosFault) -> None:
@@ -102,9 +103,10 @@ class Processes:
 class Simulated:
     """Peers in virtual time, on home connections."""
 
-    def __init__(self, meter: ChaosMeter, simulation: Simulation) -> None:
-        self._meter, self._simulation = meter, simulation
-        simulation.begin(self._train)
+    def __init__(self, meter: ChaosMeter, stack: ExitStack, seed: int) -> None:
+        self._meter = meter
+        self._simulation = stack.enter_context(simulate(1, seed=seed, samples_per_s=BATCH / BATCH_S))
+        self._simulation.begin(self._train)
 
     def now(self) -> float:
         return self._simulation.time
@@ -116,7 +118,7 @@ class Simulated:
         try:
             train(swarm, len(self._meter.peers), on_step, lambda: None)
         except Exception as error:
-            self._meter.on_error(self.now(), swarm.name, f"{swarm.name}: {error!r}")
+            self._meter.on_stop(self.now(), swarm.name, f"{swarm.name}: {error!r}")
 
     def start(self, name: str) -> None:
         if not self._simulation.network.is_up(name):
@@ -152,13 +154,7 @@ def chaos(
         raise ValueError(f"{other} can only be simulated (--simulate), of {', '.join(LASTS_S)}")
     meter = ChaosMeter(peers)
     with ExitStack() as stack:
-        stage: Processes | Simulated
-        if simulated:
-            simulation = simulate(1, seed=seed, samples_per_s=BATCH / BATCH_S)
-            stage = Simulated(meter, stack.enter_context(simulation))
-        else:
-            folder = stack.enter_context(TemporaryDirectory())
-            stage = Processes(meter, folder, stack.enter_context(NamedCrew()))
+        stage = Simulated(meter, stack, seed) if simulated else Processes(meter, stack)
         for peer in peers:
             stage.start(peer)
         until = stage.now() + START_S

@@ -243,9 +243,7 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
     announced = zip(directories, for_host, strict=False)
     await asyncio.gather(*(directory.announce(GRID, part) for directory, part in announced))
     chosen = rng.sample(range(size // 2, size), searches)
-    cold_ms, warm_ms = zip(
-        *[await _search(directories[i], seed) for seed, i in enumerate(chosen)], strict=True
-    )
+    cold_ms, warm_ms = zip(*[await _search(directories[i], n) for n, i in enumerate(chosen)], strict=True)
     return list(cold_ms), list(warm_ms)
 
 

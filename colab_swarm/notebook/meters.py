@@ -69,9 +69,7 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
 
-EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(
-    draw_experts, summarize_experts, lambda snapshot: snapshot.over
-)
+EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts, summarize_experts, lambda one: one.over)
 
 
 def show_experts(

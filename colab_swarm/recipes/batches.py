@@ -273,9 +273,7 @@ class TextMix:
             raise ValueError(f"sources={self.sources}: give at least one, with positive weights")
         if isinstance(text, Mapping):
             opened = {name: open_text(name) for name in self.sources}
-            self._readers = [
-                ShardReader(name, shards, seed=seed, wait=wait) for name, shards in opened.items()
-            ]
+            self._readers = [ShardReader(one, shards, seed=seed, wait=wait) for one, shards in opened.items()]
         else:
             joined = [partial(_joined, shard) for shard in open_text(text)]
             self._readers = [ShardReader("the text", joined, seed=seed)]

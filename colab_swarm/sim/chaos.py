@@ -114,15 +114,12 @@ class ChaosMeter:
         elif fault.kind in KILLS:
             (self.on_start if fault.ends else self.on_stop)(at, fault.peer)
 
-    def on_error(self, at: float, peer: str, text: str) -> None:
-        self.on_stop(at, peer)
-        self.errors.append(text)
-
     def on_start(self, at: float, peer: str) -> None:
         self._started_at[peer] = at
 
-    def on_stop(self, at: float, peer: str) -> None:
+    def on_stop(self, at: float, peer: str, *errors: str) -> None:
         self._pass_time(at)
+        self.errors += errors
         self.training.discard(peer)
         self._started_at.pop(peer, None)
 
