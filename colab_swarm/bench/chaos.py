@@ -6,6 +6,7 @@ they need the rights of an administrator.
 """
 
 import queue
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +24,17 @@ from torch.nn.functional import cross_entropy
 import colab_swarm as cs
 from colab_swarm.bench.harness import Channel, NamedCrew
 from colab_swarm.errors import JoinError, SwarmError, require
-from colab_swarm.sim.chaos import KILLS, LASTS_S, SLOWER, ChaosFault, ChaosMeter
-from colab_swarm.swarm.simulation import simulate
+from colab_swarm.sim.chaos import (
+    KILLS,
+    LASTS_S,
+    SETTLE_S,
+    SLOWER,
+    ChaosFault,
+    ChaosMeter,
+    random_faults,
+    read_script,
+)
+from colab_swarm.swarm.simulation import nth_name, simulate
 from colab_swarm.swarm.swarm import Swarm
 
 BATCH, BATCH_S, STEP_S = 16, 0.1, 1.2  # samples and seconds of a micro-batch; of a step if all peers train
@@ -133,6 +143,17 @@ class Simulated:
         if self._simulation.network.is_up(fault.peer) and (fault.kind == "slow" or not fault.ends):
             arguments = ("crash", fault.peer) if fault.kind in KILLS else (fault.kind, fault.peer, how)
             self._simulation.fire(*arguments)
+
+
+def plan(
+    peers: int, script: str | None, mean_s: float, kinds: str, *, minutes: float, seed: int
+) -> tuple[list[str], list[ChaosFault]]:
+    """Return the peers' names, and the faults of the file ``script`` or random ones; ValueError if unusable."""
+    names, until_s = [nth_name(index) for index in range(peers)], 60 * minutes - SETTLE_S
+    if script is not None:
+        return names, read_script(Path(script).read_text(encoding="utf-8"), names)
+    rng = random.Random(seed)
+    return names, random_faults(names, until_s=until_s, mean_s=mean_s, kinds=kinds.split(","), rng=rng)
 
 
 def chaos(

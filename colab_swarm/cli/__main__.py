@@ -5,12 +5,10 @@ import hashlib
 import json
 import logging
 import queue
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from colab_swarm.bench.harness import NamedCrew
@@ -185,25 +183,12 @@ def _bench(options: Options) -> None:
 
 def _chaos(options: Options) -> None:
     """Train under faults; status 1 if a loop raised an exception, or a fork lasted."""
-    from colab_swarm.bench.chaos import chaos
-    from colab_swarm.sim.chaos import SETTLE_S, random_faults, read_script
-    from colab_swarm.swarm.simulation import nth_name
+    from colab_swarm.bench.chaos import chaos, plan
 
-    peers, minutes = [nth_name(index) for index in range(options.peers)], options.minutes
-    if options.script is not None:
-        faults = read_script(Path(options.script).read_text(encoding="utf-8"), peers)
-    else:
-        given = {"kinds": options.kinds.split(","), "rng": random.Random(options.seed)}
-        faults = random_faults(peers, until_s=60 * minutes - SETTLE_S, mean_s=options.mean_s, **given)
-    figures = chaos(
-        peers,
-        faults,
-        minutes=minutes,
-        baseline_s=options.baseline_s,
-        simulated=options.simulate,
-        seed=options.seed,
-        tell=lambda text: _report(options, "fault", text, text=text),
-    )
+    given: dict[str, Any] = {"minutes": options.minutes, "seed": options.seed}
+    peers, faults = plan(options.peers, options.script, options.mean_s, options.kinds, **given)
+    given |= {"baseline_s": options.baseline_s, "simulated": options.simulate}
+    figures = chaos(peers, faults, tell=lambda text: _report(options, "fault", text, text=text), **given)
     rounded = {name: f"{fact:.3g}" if isinstance(fact, float) else fact for name, fact in figures.items()}
     lines = (f"{name:>46}: {fact}" for name, fact in rounded.items())
     _report(options, "report", "\n".join(lines), **figures)
