@@ -232,9 +232,7 @@ def voucher_of(public_key: bytes, membership: bytes) -> bytes:
     """Return who vouches for a peer: an invitation's key, its account, or its own key. Peers of one may be one."""
     with suppress(NotAdmitted):
         shown = Membership.decode(membership)
-        if shown.grant is not None:
-            return shown.grant.key
-        return shown.name.encode() or shown.invited_by or public_key
+        return shown.grant.key if shown.grant else shown.name.encode() or shown.invited_by or public_key
     return public_key
 
 

@@ -181,18 +181,15 @@ class Linker:
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
         """Dial an address, but not at once again where no peer answered: any member may name a victim's."""
-        now, path = self._loop.time(), Path(LinkType.DIRECT, address=address)
-        if address.startswith("wss"):
-            path = replace(path, way=LinkType.TUNNEL)
-        held = any(self._unanswered.holds(one, now) for one in (address, f"{peer.hex()} {address}"))
+        path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
+        now, keys = self._loop.time(), (address, f"{peer.hex()} {address}")
+        held = any(self._unanswered.holds(key, now) for key in keys)
         require(not held, f"{address} did not answer a moment ago", PeerUnreachable)
         try:
             link = await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
-        except PeerUnreachable:
-            self._unanswered.fail(address, self._loop.time())
-            raise
-        except WrongPeer:  # another peer lives there, which others may dial
-            self._unanswered.fail(f"{peer.hex()} {address}", self._loop.time())
+        except (PeerUnreachable, WrongPeer) as error:
+            # the wrong peer answers at an address that others may dial
+            self._unanswered.fail(keys[isinstance(error, WrongPeer)], self._loop.time())
             raise
         self._unanswered.forgive(address)
         return link

@@ -20,7 +20,7 @@ from colab_swarm.dht.service import key_id
 from colab_swarm.errors import NotAdmitted
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.membership import Key, MembershipAdmission, Moment, RunId
+from colab_swarm.net.membership import Key, MembershipAdmission, Moment, OpenAdmission, RunId
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, Role, short
 from colab_swarm.trust.contributions import KINDS, MAX_AMOUNT, Amount, Kind, tally_key, tally_of
 
@@ -144,13 +144,11 @@ def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tu
     amounts = {} if tally is None else {row.peer: row.amounts for row in tally.rows}
     if tally is None or peer not in amounts:
         raise ValueError(f"the tally of {short(writer)} does not mention this peer")
-    if authority:
-        run = MembershipAdmission(run_id, authority=authority, own=b"")
-        with suppress(NotAdmitted):
-            if run.verify(record.owner, record.membership, now=record.written_at) >= Role.REDUCER:
-                return amounts[peer]
-        raise ValueError(f"{short(writer)} vouches but was not a member of the run, or only a viewer")
-    return amounts[peer]
+    run = MembershipAdmission(run_id, authority=authority, own=b"") if authority else OpenAdmission()
+    with suppress(NotAdmitted):
+        if run.verify(record.owner, record.membership, now=record.written_at) >= Role.REDUCER:
+            return amounts[peer]
+    raise ValueError(f"{short(writer)} vouches but was not a member of the run, or only a viewer")
 
 
 def issue(peers: Peers, run_id: str, name: str, authority: bytes, records: Iterable[Record]) -> Receipt:
