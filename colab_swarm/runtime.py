@@ -25,13 +25,6 @@ LOOK_S = 0.2  # between two looks of a task that waits at the gate
 POLL_S = 0.2
 
 
-async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended; what they return or raise is dropped."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class PauseGate:
     """Closed in blocks (``with swarm.paused():``), which nest, and from `hold` to `release`. Thread-safe."""
 

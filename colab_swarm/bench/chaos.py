@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import Channel, NamedCrew
+from colab_swarm.bench.harness import Channel, Crew
 from colab_swarm.errors import JoinError, SwarmError, require
 from colab_swarm.sim.chaos import (
     KILLS,
@@ -76,7 +76,7 @@ class Processes:
 
     def __init__(self, meter: ChaosMeter, stack: ExitStack) -> None:
         self._folder = stack.enter_context(TemporaryDirectory())
-        self._crew = stack.enter_context(NamedCrew())
+        self._crew = stack.enter_context(Crew())
         self._meter, self._invite, self.now = meter, "", time.monotonic
 
     def start(self, name: str) -> None:
@@ -84,7 +84,7 @@ class Processes:
         while not self._invite and name != peers[0]:
             self.advance()
         invite = "" if name == peers[0] else self._invite
-        self._crew.start_named(name, be_peer, self._folder, name, invite, len(peers))
+        self._crew.start(be_peer, self._folder, name, invite, len(peers), name=name)
 
     def advance(self) -> None:
         """Take what the next message says, or wait a moment."""
@@ -202,9 +202,16 @@ def _play(
             if not fault.ends:
                 coming.append(replace(fault, at=now + fault.seconds, by_step=False, ends=True))
             tell(f"{now:6.1f} s  step {meter.step}  {'end of ' * fault.ends}{fault.kind} {fault.peer}")
-            meter.on_fault(stage.now(), fault)
-            if fault.ends and fault.kind in KILLS:
+            meter.pass_time(at := stage.now())
+            meter.faults += not fault.ends
+            if fault.kind in ("freeze", "cut"):
+                meter.disturbed ^= {fault.peer}
+            if fault.kind not in KILLS:
+                stage.act(fault)
+            elif fault.ends:
+                meter.on_start(at, fault.peer)
                 stage.start(fault.peer)
             else:
                 stage.act(fault)
+                meter.on_stop(at, fault.peer)
         stage.advance()

@@ -176,11 +176,30 @@ class Worker(Channel):
 
 
 class Crew(list[Worker]):
-    """Workers in the order of their start. They are killed at the end of the ``with`` block."""
+    """Workers in the order of their start. They are killed at the end of the ``with`` block.
 
-    def start(self, work: Callable[..., object] | list[Any], *arguments: object, **options: Any) -> Worker:
-        self.append(Worker(work, *arguments, **options))
-        return self[-1]
+    What those with a name send is in ``messages``; an empty message says that its worker ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: dict[str, Worker] = {}
+        self.messages: queue.Queue[tuple[str, Worker, dict[str, Any]]] = queue.Queue()
+
+    def start(
+        self, work: Callable[..., object] | list[Any], *arguments: object, name: str = "", **options: Any
+    ) -> Worker:
+        self.append(worker := Worker(work, *arguments, **options))
+        if name:
+            self.by_name[name] = worker
+            threading.Thread(target=self._read, args=(name, worker), daemon=True).start()
+        return worker
+
+    def _read(self, name: str, worker: Worker) -> None:
+        with suppress(EOFError, ValueError):  # it ended, or is closed
+            while True:
+                self.messages.put((name, worker, worker.receive()))
+        self.messages.put((name, worker, {}))
 
     def __enter__(self) -> Self:
         return self
@@ -188,25 +207,6 @@ class Crew(list[Worker]):
     def __exit__(self, *_: object) -> None:
         for worker in self[::-1]:
             worker.close()
-
-
-class NamedCrew(Crew):
-    """Workers by name. ``messages`` of all are in one queue; an empty one says that its worker ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_name: dict[str, Worker] = {}
-        self.messages: queue.Queue[tuple[str, Worker, dict[str, Any]]] = queue.Queue()
-
-    def start_named(self, name: str, *work: Any, **options: Any) -> None:
-        self.by_name[name] = worker = self.start(*work, **options)
-        threading.Thread(target=self._read, args=(name, worker), daemon=True).start()
-
-    def _read(self, name: str, worker: Worker) -> None:
-        with suppress(EOFError, ValueError):  # it ended, or is closed
-            while True:
-                self.messages.put((name, worker, worker.receive()))
-        self.messages.put((name, worker, {}))
 
 
 def receive_all(workers: Iterable[Worker]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from colab_swarm.bench.harness import NamedCrew
+from colab_swarm.bench.harness import Crew
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.relay import RelayQuota
@@ -122,7 +122,7 @@ def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float
         _report(options, "status", peers=len(seen.peers), reached=seen.reached, **traffic)
 
 
-class _Demo(NamedCrew):
+class _Demo(Crew):
     """The processes of the demo."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class _Demo(NamedCrew):
 
     def start_peer(self, name: str, *arguments: str) -> None:
         command = [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines", "--peer-name", name]
-        self.start_named(name, command, environment={"TOKENIZERS_PARALLELISM": "false"})
+        self.start(command, name=name, environment={"TOKENIZERS_PARALLELISM": "false"})
 
     def next_event(self) -> tuple[str, dict[str, Any]]:
         """Return the next event and its peer; only carol may end before she has finished."""

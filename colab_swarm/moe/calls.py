@@ -33,8 +33,8 @@ from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, short
-from colab_swarm.runtime import DeviceThread, PauseGate, Runner, end_tasks
+from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, end_tasks, short
+from colab_swarm.runtime import DeviceThread, PauseGate, Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,7 @@ from colab_swarm.moe.grid import (
     beam_search,
     short_addresses,
 )
-from colab_swarm.net.peers import remember
-from colab_swarm.runtime import end_tasks
+from colab_swarm.net.peers import end_tasks, remember
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from colab_swarm.errors import ExpertError, NoExpertsError, require
 from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
-from colab_swarm.runtime import end_tasks
+from colab_swarm.net.peers import end_tasks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 logger = logging.getLogger(__name__)

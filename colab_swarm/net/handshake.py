@@ -37,9 +37,8 @@ from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.noise import Handshake
-from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, short
+from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, end_tasks, short
 from colab_swarm.net.websocket import WebSocket, accept
-from colab_swarm.runtime import end_tasks
 
 VERSION = 1
 STAGGER_S = 0.25

@@ -331,17 +331,20 @@ class Linker:
 
     async def keep_links(self) -> None:
         """Ping every link; close the dead, the unused, and those of peers no longer admitted. Never returns."""
-        settings = self._settings
+        keep_alive_s, idle_s = self._settings.keep_alive_s, self._settings.idle_link_s
         while True:
-            await asyncio.sleep(min(settings.keep_alive_s, settings.idle_link_s))
+            await asyncio.sleep(min(keep_alive_s, idle_s))
             self.recheck()
             now = self._loop.time()
             for link in self.table:
-                if now - link.carrier.read_at > 3 * settings.keep_alive_s:
+                redial = self.book.find(link.peer).addresses if self.addresses else ()  # either end can
+                if now - link.carrier.read_at > 3 * keep_alive_s:
                     link.abort(f"silent for {now - link.carrier.read_at:.0f} s")
                 elif link.mux.leaving and link.mux.quiet and now - link.used_at > LEAVE_TIMEOUT_S:
                     link.close("no longer needed")
-                elif link.mux.quiet and now - link.used_at > settings.idle_link_s and self._can_redial(link):
+                elif (
+                    redial and link.mux.quiet and now - link.used_at > idle_s and link.peer not in self.pinned
+                ):
                     link.leave()
                 else:
                     link.ping()
@@ -362,9 +365,6 @@ class Linker:
         role = self.admission.admit(link.remote.public_key, membership, now=self.time())
         link.remote = replace(link.remote, membership=membership, role=role)
         return role
-
-    def _can_redial(self, link: Link) -> bool:
-        return link.peer not in self.pinned and bool(self.addresses and self.book.find(link.peer).addresses)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run ``work`` until it ends or the node is closed."""

@@ -297,6 +297,13 @@ def short(peer: PeerId) -> str:
     return peer.hex()[:8]
 
 
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended; what they return or raise is dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def remember(held: MutableMapping[K, V], key: K, value: V, most: int) -> None:
     """Put an entry last; of more than ``most`` the first, which was put longest ago, is forgotten."""
     held.pop(key, None)

@@ -245,12 +245,11 @@ class ReachabilityWatch:
         self._verified_at = self._loop.time()
         if self._policy.listening and not self._trusted:
             # peers across the internet first: what they reach, every peer reaches
-            linked = sorted(self._node.linked(), key=lambda peer: (self._is_near(peer), self._rng.random()))
+            ends = {peer: (self._node.path_to(peer) or Path()).remote for peer in self._node.linked()}
+            near = {peer: end is None or is_local(end[0]) for peer, end in ends.items()}
+            linked = sorted(near, key=lambda peer: (near[peer], self._rng.random()))
             await asyncio.gather(*map(self._ask, linked[:VERIFIERS]))
         self._update()
-
-    def _is_near(self, peer: PeerId) -> bool:
-        return (remote := (self._node.path_to(peer) or Path()).remote) is None or is_local(remote[0])
 
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])

@@ -100,32 +100,25 @@ class ChaosMeter:
     def _per_minute(self, at: float) -> float:
         return 60 * (self.step - self._first) / max(at - self._began, 1e-9)
 
-    def _pass_time(self, at: float) -> None:
+    def pass_time(self, at: float) -> None:
+        """Call it before each change of ``training`` and ``disturbed``."""
         well = len(self.training - self.disturbed)
         self._available_s += well * (at - self._at)
         self._waited_s += (at - self._at) * (well >= 2)
         self._longest_s, self._at = max(self._longest_s, self._waited_s), at
 
-    def on_fault(self, at: float, fault: ChaosFault) -> None:
-        self._pass_time(at)
-        self.faults += not fault.ends
-        if fault.kind in ("freeze", "cut"):
-            self.disturbed ^= {fault.peer}
-        elif fault.kind in KILLS:
-            (self.on_start if fault.ends else self.on_stop)(at, fault.peer)
-
     def on_start(self, at: float, peer: str) -> None:
         self._started_at[peer] = at
 
     def on_stop(self, at: float, peer: str, *errors: str) -> None:
-        self._pass_time(at)
+        self.pass_time(at)
         self.errors += errors
         self.training.discard(peer)
         self._started_at.pop(peer, None)
 
     def on_step(self, at: float, peer: str, step: int, lineage: str) -> None:
         """The peer took a step with the swarm, to ``step``."""
-        self._pass_time(at)
+        self.pass_time(at)
         if (started_at := self._started_at.pop(peer, None)) is not None:
             self._restarts_s.append(at - started_at)
         self.training.add(peer)
@@ -135,7 +128,7 @@ class ChaosMeter:
 
     def report(self, at: float) -> dict[str, Any]:
         """Return the figures by name; a fork lasts if a peer still steps where the leader took another way."""
-        self._pass_time(at)
+        self.pass_time(at)
         taken, starts, lasted_s = self._lineages, self._restarts_s, max(at - self._began, 1e-9)
         last = {peer: max(taken[peer]) for peer in self.peers if self._stepped_at[peer] > at - SETTLE_S}
         leader = taken[max(last, key=lambda peer: last[peer])] if last else {}

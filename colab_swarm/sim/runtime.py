@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar, TypeVarTuple
 
-from colab_swarm.runtime import end_tasks, wait_interruptibly
+from colab_swarm.net.peers import end_tasks
+from colab_swarm.runtime import wait_interruptibly
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -23,12 +23,11 @@ from colab_swarm.net.addresses import only_local
 from colab_swarm.net.carrier import SpeedTests
 from colab_swarm.net.lan import LanAnnouncer
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId, Peers
+from colab_swarm.net.peers import Contact, PeerId, Peers, end_tasks
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
-from colab_swarm.runtime import end_tasks
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess, Trust, clock_advice

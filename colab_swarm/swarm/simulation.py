@@ -24,11 +24,12 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from colab_swarm.errors import JoinError, require
 from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
+from colab_swarm.net.peers import end_tasks
 from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.runtime import POLL_S, end_tasks
+from colab_swarm.runtime import POLL_S
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime

@@ -26,8 +26,7 @@ from colab_swarm.invite import NAME, Access, Invite, role_named
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Ack, Contact, LeftOut, PeerId, Peers, Refusal, Role, short
-from colab_swarm.runtime import end_tasks
+from colab_swarm.net.peers import Ack, Contact, LeftOut, PeerId, Peers, Refusal, Role, end_tasks, short
 from colab_swarm.trust.authority import (
     Allowlist,
     Authority,
