@@ -479,11 +479,9 @@ class Collaboration:
         """Take the vote of peers that gave a state which does not load."""
         self.progress.distrust(donors, now=loop_now())
 
-    async def download(self, step: int, donors: list[PeerId]) -> Snapshot:
+    async def download(self, donors: list[PeerId]) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
-        started, emit = loop_now(), self.services.events.emit
-        text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
-        slow = asyncio.get_running_loop().call_later(SLOW_S, lambda: emit(Notice(loop_now(), text)))
+        started = loop_now()
         self.services.rng.shuffle(donors)
         try:
             snapshot = await self._states.download(donors, self._limit_bytes)
@@ -491,11 +489,9 @@ class Collaboration:
             if not self.progress.assistants:
                 raise
             snapshot = await self._states.download(list(self.progress.assistants), self._limit_bytes)
-        finally:
-            slow.cancel()
         state, now = snapshot.manifest, loop_now()
         names = tuple(donor.hex() for donor in snapshot.donors)
-        emit(StateReceived(now, state.step, names, state.size_bytes, now - started))
+        self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, now - started))
         return snapshot
 
 
@@ -537,7 +533,7 @@ class CatchUp:
                 continue
             since = min(since, loop_now())
             try:
-                snapshot = await collaboration.download(branch.step, donors)
+                snapshot = await self._download(branch.step, donors)
                 root = snapshot.manifest.root
                 async with self._between_rounds:
                     return await self._complete(snapshot)
@@ -554,6 +550,15 @@ class CatchUp:
             await asyncio.sleep(PAUSE_S * (attempts % ATTEMPTS))
             attempts += 1
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:
+        emit = self._collaboration.services.events.emit
+        text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
+        telling = asyncio.get_running_loop().call_later(SLOW_S, lambda: emit(Notice(loop_now(), text)))
+        try:
+            return await self._collaboration.download(donors)
+        finally:
+            telling.cancel()
 
     async def _complete(self, snapshot: Snapshot) -> CaughtUp:
         step, lineage = snapshot.manifest.step, snapshot.manifest.subject
