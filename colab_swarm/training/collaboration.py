@@ -552,13 +552,15 @@ class CatchUp:
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:
-        emit = self._collaboration.services.events.emit
-        text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
-        telling = asyncio.get_running_loop().call_later(SLOW_S, lambda: emit(Notice(loop_now(), text)))
+        telling = asyncio.get_running_loop().call_later(SLOW_S, self._tell_slow, step, len(donors))
         try:
             return await self._collaboration.download(donors)
         finally:
             telling.cancel()
+
+    def _tell_slow(self, step: int, donors: int) -> None:
+        text = f"waiting for the state of step {step}: {count(donors, 'donor')} slow or frozen"
+        self._collaboration.services.events.emit(Notice(loop_now(), text))
 
     async def _complete(self, snapshot: Snapshot) -> CaughtUp:
         step, lineage = snapshot.manifest.step, snapshot.manifest.subject
