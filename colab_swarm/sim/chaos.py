@@ -143,6 +143,7 @@ class ChaosMeter:
             "restarts that trained again": len(starts),
             "restarts that did not": len(self._started_at),
             "median time until then, s": statistics.median(starts) if starts else None,
+            "worst, s": max(starts, default=None),
             "forks that lasted": [
                 peer for peer, at in last.items() if leader.get(at, taken[peer][at]) != taken[peer][at]
             ],
