@@ -481,14 +481,18 @@ class AllReduce:
             self.drop(member, str(error))
 
     def _overdue(self, member: int, now: float) -> bool:
-        """Return True if a member is later than usual; the group may have come to it over anybody's slow line."""
+        """Return True if a member is later than slow lines explain."""
         allowance = max(allowance_s(self.peers, one.id) for one in self.group.members)
-        return now - self._heard_at[member] > self.settings.usual_s + allowance
+        return now - self._heard_at[member] > REDUCER_PATIENCE * self.settings.usual_s + allowance
 
     def _stalled(self, member: int, now: float, patience: float) -> bool:
-        """Return True if nothing of a member came for long; a slow line on which bytes arrive has more time."""
+        """Return True if nothing of a member came for long; a slow line on which bytes arrive has more time.
+
+        So has a member that did not begin: the group may come to it over anybody's slow line.
+        """
         peer, settings = self.member(member).id, self.settings
-        usual_s = patience * settings.usual_s + allowance_s(self.peers, peer)
+        slow = [peer] if member in self._streaming else [one.id for one in self.group.members]
+        usual_s = patience * settings.usual_s + max(allowance_s(self.peers, one) for one in slow)
         line_s = now - max(self._heard_at[member], self.peers.read_at(peer))
         return line_s > usual_s or now - self._heard_at[member] > patience * settings.patience_s
 
