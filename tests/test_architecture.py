@@ -35,9 +35,9 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (618, 50, 74),
-    "averaging": (1847, 38, 211),
+    "averaging": (1854, 38, 211),
     "backbone": (438, 14, 47),
-    "bench": (2480, 32, 258),
+    "bench": (2479, 32, 259),
     "cli": (262, 1, 28),
     "dht": (590, 17, 80),
     "elastic": (850, 27, 124),

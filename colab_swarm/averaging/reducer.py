@@ -103,6 +103,7 @@ class SpanReducer:
     ) -> None:
         self._clip, self._most_rms = clip, min(most_rms, MOST_RMS) if clip else most_rms
         self._rows: dict[int, Floats] = {}  # by chunk: contributions to clip, of all members
+        self._free: list[Floats] = []  # rows to use again
         self._rms: list[list[float]] = [[] for _ in chunks]
         origin = chunks[0].start if chunks else 0
         total = sum(weights) or 1.0
@@ -135,9 +136,16 @@ class SpanReducer:
         if rms > self._most_rms:
             weight *= self._most_rms / rms
         if self._clip:
-            if chunk not in self._rows:
-                self._rows[chunk] = np.empty((len(self._weights), len(values)), np.float32)
-            np.multiply(values, np.float32(weight / self._weights[member]), out=self._rows[chunk][member])
+            if chunk not in self._rows:  # fresh memory costs more than the sums
+                width = len(self._scratch)
+                self._rows[chunk] = (
+                    self._free.pop() if self._free else np.empty((len(self._weights), width), np.float32)
+                )
+            np.multiply(
+                values,
+                np.float32(weight / self._weights[member]),
+                out=self._rows[chunk][member, : len(values)],
+            )
         elif self._delivered[chunk]:
             scaled = self._scratch[: len(sums)]
             np.multiply(values, weight, out=scaled)
@@ -184,9 +192,11 @@ class SpanReducer:
             return False
         self.unfinished.discard(chunk)
         if self._clip and delivered:
-            members, rows = sorted(delivered), self._rows.pop(chunk)
+            members, held = sorted(delivered), self._rows.pop(chunk)
+            rows = held[:, : len(self._sums[chunk])]
             rows = rows if len(members) == len(rows) else rows[members]
             clipped_mean(rows, np.array([self._weights[one] for one in members]), out=self._sums[chunk])
+            self._free.append(held)
         elif delivered and delivered != self._everyone:
             present = sum(self._weights[member] for member in sorted(delivered))
             np.divide(self._sums[chunk], present, out=self._sums[chunk])
