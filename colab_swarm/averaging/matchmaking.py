@@ -217,7 +217,7 @@ class Matchmaker:
                 while True:
                     alone = loop_now() - max(began, self._answered_at) > self._settings.window_s
                     for organizer in self._rank(step, candidates, alone=alone):
-                        group = await self._ask(organizer, ticket, limit_s, hops=len(candidates))
+                        group = await self._ask(organizer, ticket, limit_s)
                         if group is None:
                             continue
                         if len(group.members) == 1 and awaited and self._alone != ticket.terms.key:
@@ -277,7 +277,7 @@ class Matchmaker:
             return None
         return joined
 
-    async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float, *, hops: int) -> Group | None:
+    async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Group | None:
         if (joined := await self._answer_of(organizer, ticket, limit_s)) is None:
             return None
         if organizer != self._peers.id or joined.reason is not None:
@@ -293,10 +293,12 @@ class Matchmaker:
             if ticket.reduces:  # otherwise it may be right that no peer can
                 self._doubt(organizer, ticket.terms)
             return None
-        if hops <= 0 or self._skipped(other.id):
-            return None
-        self._peers.learn(other)
-        return await self._ask(other.id, ticket, limit_s, hops=hops - 1)
+        if rank(self._prefix, ticket.terms.step, [other.id, organizer])[0] == organizer:
+            self._silent.fail(organizer, loop_now())  # it would send all round in circles
+        elif not self._skipped(other.id):
+            self._peers.learn(other)
+            return await self._ask(other.id, ticket, limit_s)
+        return None
 
     def _doubt(self, organizer: PeerId, terms: RoundTerms) -> None:
         """Do not wait for a peer that said to come to a step, and then organizes nothing; no redirect to it either."""
