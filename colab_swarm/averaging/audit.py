@@ -57,7 +57,8 @@ async def lies(round_: AllReduce, reducer: int, index: int) -> bool:
         return False
     unseen = sum(weights[member] for member in again.missing(0) if member in used)
     share = unseen / sum(weights[member] for member in used)
-    told, expected = round_.ledger.values[chunk.start : chunk.stop], round_.as_sent(expected, chunk)
+    told, precision = round_.ledger.values[chunk.start : chunk.stop], round_.mean_precision.at(chunk.start)
+    expected = precision.decode(precision.encode(expected), chunk.numel)  # as members get it
     most = TOLERANCE * float(np.linalg.norm(expected)) + 2 * share * statistics.median(lengths)
     return float(np.linalg.norm(told - expected)) > most
 

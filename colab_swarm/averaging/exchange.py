@@ -223,7 +223,7 @@ class AllReduce:
         self.served = asyncio.Event()
         self._encoding = encoding = encoding or UploadEncoding()
         self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
-        self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
+        self.mean_precision = Precision(group.terms.mean_codec, encoding.fine)
         # each member begins with another one
         spans = {i: len(self.ledger.chunks[i]) for i in (*range(me + 1, len(weights)), *range(me))}
         self._pace, self._paced = Pace(spans, now=now), asyncio.Event()
@@ -317,11 +317,6 @@ class AllReduce:
                     self._wake_paced()
         except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
             logger.warning("this peer contributes nothing more to the round: %s", error)
-
-    def as_sent(self, mean: Floats, chunk: Span) -> Floats:
-        """Return a mean as members get it."""
-        codec = self._mean_precision.at(chunk.start)
-        return codec.decode(codec.encode(mean), len(mean))
 
     def _wake_paced(self) -> None:
         self._paced.set()
@@ -434,7 +429,7 @@ class AllReduce:
         for index in finished:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""
-            codec = self._mean_precision.at(self.ledger.chunk(self.me, index).start)
+            codec = self.mean_precision.at(self.ledger.chunk(self.me, index).start)
             if mean is not None:
                 payload = codec.encode(mean)
                 mean = codec.decode(payload, len(mean), scratch=self._scratch)

@@ -127,7 +127,7 @@ class Simulated:
 
         try:
             train(swarm, len(self._meter.peers), on_step, lambda: None)
-        except Exception as error:
+        except Exception as error:  # of any kind: the report names it
             self._meter.on_stop(self.now(), swarm.name, f"{swarm.name}: {error!r}")
 
     def start(self, name: str) -> None:

@@ -302,19 +302,18 @@ class Progress:
         return Branch(step, lineage, frozenset(on_it))
 
     def _votes(self, voters: Iterable[PeerId]) -> dict[PeerId, float]:
-        """Return the weight of each vote: all for whom one invitation vouches share one, as a member may be many.
+        """Return the weight of each vote: one for each peer that this one averaged with, if there are any.
 
-        A peer that averaged with some of them counts only these, and the others where their votes are equal: it
-        cannot tell members from their copies. What it saw of their work does not weigh: after a partition both
-        sides would follow themselves.
+        Of the others, all for whom one invitation vouches share a vote, as a member may be many; it decides ties.
+        Those that take part have equal votes: after a partition both sides would follow themselves, and with one
+        vote for a whole class its founder's old record would call all others back.
         """
         known, roles = self._known(voters), self._standing
         vouchers = {peer: roles[peer].voucher if peer in roles else peer for peer in voters}
-        counted = known | {self.me} if known else {*voters}
-        sizes, among = Counter(vouchers.values()), Counter(vouchers[p] for p in voters if p in counted)
+        sizes = Counter(vouchers.values())
+        counted = known | {self.me} if known else known
         return {
-            peer: (peer in counted) / (among[voucher] or 1) + TIE / sizes[voucher] / len(sizes)
-            for peer, voucher in vouchers.items()
+            peer: (peer in counted) + TIE / sizes[voucher] / len(sizes) for peer, voucher in vouchers.items()
         }
 
     def _known(self, peers: Iterable[PeerId]) -> set[PeerId]:

@@ -72,7 +72,7 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | groups of one, a sole reducer | groups must follow from all tickets | `attacks/test_organizers` |
 | broken promises, bad tickets | one usual wait; none | `attacks/test_organizers` |
 | a viewer acts as a worker | roles are proven in records, and on both sides of calls | `attacks/test_members` |
-| identities of one invitation | they share one vote | `attacks/test_members` |
+| identities of one invitation | one vote, but for those that trained with us | `attacks/test_members` |
 | a donor gives another state | sketches show it; it is loaded again elsewhere | `training/test_sketch` |
 | huge values, weights, counts | by what is usual; within that the mean is exact | `attacks/test_members` |
 | a minority's wrong gradients | ``robust="clip"``: loss within 10 % | `training/test_robust` |

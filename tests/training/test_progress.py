@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.net.peers import PeerId
+from colab_swarm.dht.service import Found
+from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.training import progress as module
 from colab_swarm.training.progress import (
     DISTRUST_S,
@@ -59,6 +60,21 @@ def test_the_swarm_elects_its_branch(
     own, *others = records
     swarm = progress(own, dict(zip((BOB, CAROL, DAVE), others, strict=False)))
     assert swarm.branch().peers == elected and swarm.behind is behind
+
+
+def test_the_old_records_of_a_founder_and_another_call_no_class_back_that_shares_an_invitation() -> None:
+    class_, founder = Found(None, 0.0, Role.WORKER, b"class"), Found(None, 0.0, Role.AUTHORITY, b"founder")
+    erin = PeerId(bytes([4]) * 32)
+    swarm = progress(record(), {peer: record() for peer in (BOB, CAROL, DAVE, erin)})
+    swarm._standing = {**dict.fromkeys((ALICE, BOB, CAROL, erin), class_), DAVE: founder}
+    everyone = dict.fromkeys((ALICE, BOB, CAROL, DAVE, erin), 1.0)
+    for step in range(1, 9):
+        swarm.advance(b"new")
+        swarm.on_round(everyone, step, b"new", weights=everyone, now=0.0)
+    new, killed = record(8, b"new"), {DAVE: record(1, b"old"), erin: record(5, b"old")}
+    for _ in range(10):  # the rounds' results outweigh records for a few reads
+        swarm.on_records({BOB: new, CAROL: new, **killed}, now=0.0)
+    assert swarm.branch().step == 8 and not swarm.behind
 
 
 def test_a_group_stands_during_its_round_and_if_the_swarm_followed() -> None:
