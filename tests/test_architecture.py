@@ -35,7 +35,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (618, 50, 74),
-    "averaging": (1854, 38, 210),
+    "averaging": (1852, 38, 210),
     "backbone": (438, 14, 47),
     "bench": (2479, 32, 259),
     "cli": (262, 1, 28),

@@ -40,8 +40,6 @@ async def lies(round_: AllReduce, reducer: int, index: int) -> bool:
     chunk, members = round_.ledger.chunk(reducer, index), round_.group.members
     cut = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
     used = [member for member, digest in enumerate(cut) if any(digest)]
-    if not used:
-        return False
     shown = await asyncio.gather(*(_shown(round_, member, reducer, index) for member in used))
     sums, weights = np.empty(chunk.numel, np.float32), [member.weight for member in members]
     again, lengths = SpanReducer([chunk], weights, sums, clip=True), []
@@ -65,17 +63,17 @@ async def lies(round_: AllReduce, reducer: int, index: int) -> bool:
 
 async def _shown(round_: AllReduce, member: int, reducer: int, index: int) -> tuple[str, Buffer]:
     """Return what a member contributed to a chunk, with its codec; nothing if it does not say."""
-    if member == round_.me:
-        return round_.sent.get((reducer, index), ("", b""))
     peer, settings = round_.member(member).id, round_.settings
     opening = RecallSpan(round_.group.round_id, reducer, (index,), contributions=False, sent=True)
     try:
+        if member == round_.me:
+            return round_.sent(reducer, index)
         async with (
             asyncio.timeout(settings.patience_s),
             await round_.peers.stream(peer, opening, timeout_s=settings.dial_timeout_s) as stream,
         ):
             message, payload = await stream.receive(Chunk)
             return message.codec, bytes(payload)
-    except (PeerError, TimeoutError) as error:
+    except (PeerError, TimeoutError, ValueError) as error:
         logger.debug("%s does not show its contribution: %s", short(peer), error)
         return "", b""

@@ -14,6 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
+from colab_swarm.averaging.matchmaking import wake
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
@@ -176,7 +177,8 @@ class RoundPing(Message, frozen=True):
 class AllReduce:
     """One round at one member, whose ``values`` become the means; an assistant only reduces.
 
-    ``spare``: float32 memory for the own span. Raises ValueError if this peer is no member.
+    ``spare``: float32 memory for the own span and, with ``clip``, for the contribution. Raises ValueError if this
+    peer is no member.
     """
 
     def __init__(
@@ -196,22 +198,21 @@ class AllReduce:
             raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
         self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
-        # for audits of clipped means, by reducer and chunk: own contributions, and the digests of all
-        self.sent: dict[tuple[int, int], tuple[str, Buffer]] = {}
-        self.told: dict[tuple[int, int], bytes] = {}
+        self.told: dict[tuple[int, int], bytes] = {}  # by reducer and chunk: digests of all contributions
         self._first_checked = secrets.randbelow(CHECKED)
         self.accusers: set[PeerId] = set()  # of reducers; each is heard once
         self._digests: dict[int, dict[int, bytes]] = {}  # by chunk of the own span and member
         self.began_at = now
-        span = group.spans()[me]
+        span, weights = group.spans()[me], [member.weight for member in group.members]
+        room = span.numel + len(values) * (group.terms.clip and weights[me] > 0)
         if not collects:
             spare = values[span.start : span.stop]
-        elif spare is None or len(spare) != span.numel:
-            spare = np.empty(span.numel, np.float32)
-        self.sums, self.collects = spare, collects
-        weights = [member.weight for member in group.members]
+        elif spare is None or len(spare) != room:
+            spare = np.empty(room, np.float32)
+        self.spare, self.collects = spare, collects
+        sums, self._contribution = spare[: span.numel], spare[span.numel :]  # as it was sent, for audits
         self.most_rms = most_rms  # in a chunk of any contribution
-        self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare, most_rms, clip=group.terms.clip)
+        self.reducer = SpanReducer(self.ledger.chunks[me], weights, sums, most_rms, clip=group.terms.clip)
         # per reducer: all means that it, or that any member, could give have arrived
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
@@ -249,9 +250,9 @@ class AllReduce:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
             values = self.ledger.values[chunk.start : chunk.stop]
-            if self.group.terms.clip:
-                self.sent[self.me, index] = "float32", values.tobytes()
-                self._digests.setdefault(index, {})[self.me] = digest_of(self.sent[self.me, index][1])
+            if len(self._contribution):
+                self._contribution[chunk.start : chunk.stop] = values
+                self._digests.setdefault(index, {})[self.me] = digest_of(self.sent(self.me, index)[1])
             self._take(self.me, index, values)
             await asyncio.sleep(0)
 
@@ -296,7 +297,7 @@ class AllReduce:
             logger.debug("contribution to span %d broke off: %s", reducer, error)
         finally:
             self._pace.on_over(reducer)
-            self._wake_paced()
+            wake(self._paced)
 
     async def _send_chunks(self, stream: Stream, reducer: int) -> None:
         chunks = self.ledger.chunks[reducer] if self.member(self.me).weight > 0 else ()
@@ -307,23 +308,29 @@ class AllReduce:
                     while not self._pace.may_send(reducer, now=clock()):
                         await self._paced.wait()
                     message, payload = self._encoded(index, chunk)
-                    if self.group.terms.clip:
-                        self.sent[reducer, index] = message.codec, payload
                     self.trace.on_traffic("sent", reducer, clock())
                     await stream.send(message, payload)
                     self.trace.on_traffic("sent", reducer, clock())
                     self.sent_bytes += len(payload)
                 if self._pace.on_chunk(reducer, index, now=clock()):
-                    self._wake_paced()
+                    wake(self._paced)
         except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
             logger.warning("this peer contributes nothing more to the round: %s", error)
 
-    def _wake_paced(self) -> None:
-        self._paced.set()
-        self._paced.clear()
+    def sent(self, reducer: int, index: int) -> tuple[str, Buffer]:
+        """Return what this peer sent for a chunk of a clipped mean, and its codec: encoded again, as the values were.
+
+        Raises ValueError if it sent nothing; of a chunk that it did not reach it returns anything.
+        """
+        chunk = self.ledger.chunk(reducer, index)
+        require(len(self._contribution) > 0, "this peer sent nothing, or nothing that is audited")
+        codec = codec_of("float32") if reducer == self.me else self._precision.at(chunk.start)
+        return codec.name, codec.encode(self._contribution[chunk.start : chunk.stop])
 
     def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
+        if len(self._contribution):
+            self._contribution[chunk.start : chunk.stop] = values
         payload, feedback = codec.encode(values), self._encoding.feedback
         if feedback is not None and codec.name != "float32":
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
@@ -351,17 +358,18 @@ class AllReduce:
             self.ledger.place(reducer, message.index, mean, message.missing)
 
     def _check_digest(self, reducer: int, mean: Chunk) -> None:
-        all_bytes, at = DIGEST_BYTES * len(self.group.members), DIGEST_BYTES * self.me
-        require(len(mean.digests) == all_bytes, "its mean names no contributions")
-        sent, mine = self.sent.get((reducer, mean.index)), mean.digests[at : at + DIGEST_BYTES]
-        # Hashing costs: of long spans a part is checked, and the reducer does not know which.
-        checked = (
-            len(self.ledger.chunks[reducer]) < CHECKED or (mean.index + self._first_checked) % CHECKED == 0
+        at, count = DIGEST_BYTES * self.me, len(self.ledger.chunks[reducer])
+        require(
+            len(mean.digests) == DIGEST_BYTES * len(self.group.members), "its mean names no contributions"
         )
-        if sent is not None and self.me not in mean.missing and checked and mine != digest_of(sent[1]):
+        self.told[reducer, mean.index] = mean.digests
+        if self.me in mean.missing or not len(self._contribution):
+            return
+        # Hashing costs: of long spans a part is checked, and the reducer does not know which.
+        checked = count < CHECKED or (mean.index + self._first_checked) % CHECKED == 0
+        if checked and mean.digests[at : at + DIGEST_BYTES] != digest_of(self.sent(reducer, mean.index)[1]):
             self.liars.add(reducer)
             raise ValueError("its mean is not of what this peer sent")
-        self.told[reducer, mean.index] = mean.digests
 
     async def serve(self, stream: Stream, member: int) -> None:
         self._streaming.add(member)
@@ -387,7 +395,8 @@ class AllReduce:
                 try:
                     numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
                     codec = codec_of(message.codec or self.group.terms.codec)
-                    values = codec.decode(payload, numel, scratch=self._scratch)
+                    scratch = None if self.group.terms.clip else self._scratch  # it holds them for a while
+                    values = codec.decode(payload, numel, scratch=scratch)
                 except ValueError as error:
                     self.drop(member, str(error))
                 else:
@@ -439,8 +448,7 @@ class AllReduce:
             everyone = range(len(self.group.members)) if self.group.terms.clip else ()
             digests = b"".join(NO_DIGEST if one in missing else told.get(one, NO_DIGEST) for one in everyone)
             self._means.append((Chunk(index, True, missing, name, digests), payload))
-        self._more_means.set()
-        self._more_means.clear()
+        wake(self._more_means)
         if not self.reducer.unfinished:
             self.settled[self.me].set()
             self.final[self.me].set()
@@ -449,7 +457,7 @@ class AllReduce:
         """Drop and ping members that make no progress; emit `PeerSilent` once for each."""
         while True:
             await asyncio.sleep(self.settings.probe_s)
-            self._wake_paced()  # a stream may have stalled
+            wake(self._paced)  # a stream may have stalled
             now = asyncio.get_running_loop().time()
             # A reducer may be silent because it waits for a contributor, which is then the one to name.
             for member in self._awaited_others() or list(self._limits):

@@ -171,7 +171,7 @@ class Matchmaker:
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
         self._forming: dict[tuple[int, bytes], tuple[GroupFormation, asyncio.Task[Organized]]] = {}
-        self._changed = asyncio.Event()  # set for a moment when a formation has changed
+        self._changed = asyncio.Event()  # when a formation has changed
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
         self._left_out = router.dishonest
         self._late = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nobody waits for them
@@ -402,14 +402,10 @@ class Matchmaker:
             return None
         return group if self._stands(*terms.key) else None
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed.clear()
-
     def _on_lost(self, peer: PeerId) -> None:
         for formation, _ in self._forming.values():
             formation.on_declined(peer)
-        self._wake()
+        wake(self._changed)
 
     async def _serve_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
         group = self._remembered(terms)
@@ -448,7 +444,7 @@ class Matchmaker:
             return own
         formation, task = own
         refusal = formation.on_join(ticket, contact)
-        self._wake()
+        wake(self._changed)
         if refusal is not None:
             formation.on_declined(peer)
             return refusal
@@ -458,7 +454,7 @@ class Matchmaker:
         except asyncio.CancelledError:  # the caller gave up
             if not task.done():
                 formation.on_lost(peer)
-                self._wake()
+                wake(self._changed)
             raise
         return _hand_out(organized, peer)
 
@@ -541,11 +537,9 @@ class Matchmaker:
                 and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer
             ):
                 formation.elsewhere = contact
-            elif late:
-                pass  # it has `LATE_GRACE_S` to join
-            else:
+            elif not late:  # a late one has `LATE_GRACE_S` to join
                 formation.on_coming(peer, answer.ready_in_s, now=loop_now())
-        self._wake()
+        wake(self._changed)
 
 
 def check_group(group: Group, heaviest: float = math.inf) -> None:
@@ -575,6 +569,12 @@ def holds_ticket(group: Group, peer: PeerId, ticket: Ticket) -> bool:
 
 def loop_now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def wake(event: asyncio.Event) -> None:
+    """Set the event for a moment: all that wait for it go on."""
+    event.set()
+    event.clear()
 
 
 async def wait_until(deadline: float | None, event: asyncio.Event) -> None:

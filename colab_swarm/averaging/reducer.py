@@ -89,7 +89,8 @@ class SpanLedger:
 class SpanReducer:
     """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
 
-    ``sums`` is float32 memory for the span, and holds the means in the end.
+    ``sums`` is float32 memory for the span, and holds the means in the end. With ``clip``, contributions must stay
+    as they are until their chunk is finished.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class SpanReducer:
         clip: bool = False,
     ) -> None:
         self._clip, self._most_rms = clip, min(most_rms, MOST_RMS) if clip else most_rms
-        self._rows: dict[int, Floats] = {}  # by chunk: contributions to clip, of all members
-        self._free: list[Floats] = []  # rows to use again
+        self._rows: list[dict[int, tuple[Floats, float]]] = [{} for _ in chunks]  # to clip, and their factors
         self._rms: list[list[float]] = [[] for _ in chunks]
         origin = chunks[0].start if chunks else 0
         total = sum(weights) or 1.0
         self._weights = [weight / total for weight in weights]
         self._sums = [sums[chunk.start - origin : chunk.stop - origin] for chunk in chunks]
-        self._scratch = np.empty(max((chunk.numel for chunk in chunks), default=0), np.float32)
+        widest = max((chunk.numel for chunk in chunks), default=0)
+        self._scratch = np.empty((len(weights) if clip else 1, widest), np.float32)
         self._delivered: list[set[int]] = [set() for _ in chunks]
         self._everyone = frozenset(member for member, weight in enumerate(weights) if weight > 0)
         self._expected = set(self._everyone)
@@ -136,18 +137,9 @@ class SpanReducer:
         if rms > self._most_rms:
             weight *= self._most_rms / rms
         if self._clip:
-            if chunk not in self._rows:  # fresh memory costs more than the sums
-                width = len(self._scratch)
-                self._rows[chunk] = (
-                    self._free.pop() if self._free else np.empty((len(self._weights), width), np.float32)
-                )
-            np.multiply(
-                values,
-                np.float32(weight / self._weights[member]),
-                out=self._rows[chunk][member, : len(values)],
-            )
+            self._rows[chunk][member] = values, weight / self._weights[member]
         elif self._delivered[chunk]:
-            scaled = self._scratch[: len(sums)]
+            scaled = self._scratch[0, : len(sums)]
             np.multiply(values, weight, out=scaled)
             np.add(sums, scaled, out=sums)
         else:
@@ -192,11 +184,12 @@ class SpanReducer:
             return False
         self.unfinished.discard(chunk)
         if self._clip and delivered:
-            members, held = sorted(delivered), self._rows.pop(chunk)
-            rows = held[:, : len(self._sums[chunk])]
-            rows = rows if len(members) == len(rows) else rows[members]
-            clipped_mean(rows, np.array([self._weights[one] for one in members]), out=self._sums[chunk])
-            self._free.append(held)
+            held, rows = self._rows[chunk], self._scratch[: len(delivered), : len(self._sums[chunk])]
+            weights = np.array([self._weights[member] for member in sorted(held)])
+            for row, member in zip(rows, sorted(held), strict=True):
+                np.multiply(held[member][0], np.float32(held[member][1]), out=row)
+            held.clear()
+            clipped_mean(rows, weights, out=self._sums[chunk])
         elif delivered and delivered != self._everyone:
             present = sum(self._weights[member] for member in sorted(delivered))
             np.divide(self._sums[chunk], present, out=self._sums[chunk])

@@ -34,7 +34,7 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.matchmaking import SKIPPED_S, loop_now, wait_until
+from colab_swarm.averaging.matchmaking import SKIPPED_S, loop_now, wait_until, wake
 from colab_swarm.averaging.reducer import SpanReducer, root_mean_square
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
@@ -74,7 +74,7 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         round_.ledger.chunk(opening.reducer, index)
     if opening.sent:
         for index in opening.wanted:
-            codec, payload = round_.sent.get((opening.reducer, index), ("", b""))
+            codec, payload = round_.sent(opening.reducer, index)
             await stream.send(Chunk(index, codec=codec), payload)
         await stream.end()
         return
@@ -380,8 +380,7 @@ class Averager:
             spare=spare,
             most_rms=most_rms,
         )
-        self._begun.set()
-        self._begun.clear()
+        wake(self._begun)
         try:
             await self._run(exchange)
         finally:  # members may still recover from this round, no longer from the one before
@@ -439,7 +438,7 @@ class Averager:
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
         if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
-            self._spare[exchange.group.terms.prefix] = exchange.sums
+            self._spare[exchange.group.terms.prefix] = exchange.spare
 
     @asynccontextmanager
     async def _round_for(

@@ -26,10 +26,14 @@ class Always(random.Random):
         return 0.0
 
 
-def corrupt(round_: AllReduce) -> None:
+def corrupt(round_: AllReduce, factor: float = -1.0) -> None:
     """A dishonest reducer's hands: what it returns is not the mean."""
     honest = round_.reducer.mean
-    round_.reducer.mean = lambda chunk: -1.0 * honest(chunk)  # type: ignore[method-assign, operator]
+    round_.reducer.mean = lambda chunk: factor * honest(chunk)  # type: ignore[method-assign, operator]
+
+
+def exaggerate(round_: AllReduce) -> None:
+    corrupt(round_, 1.2)
 
 
 def misquote(round_: AllReduce) -> None:
@@ -46,7 +50,7 @@ def misquote(round_: AllReduce) -> None:
 
 def hide(round_: AllReduce) -> None:
     """An accomplice's hands: it shows nothing of what it sent."""
-    round_.sent = type("Forgetful", (dict,), {"get": lambda *_: ("", b"")})()
+    round_.sent = lambda *_: ("", b"")  # type: ignore[method-assign]
 
 
 def play(
@@ -84,8 +88,12 @@ def play(
     return run_virtual(main())
 
 
-def test_all_members_leave_out_a_reducer_that_one_of_them_catches(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, ids = play({"erin": corrupt}, monkeypatch)
+@pytest.mark.parametrize("hands", [corrupt, exaggerate])
+@pytest.mark.parametrize("codec", ["float32", "float16", "int8"])
+def test_all_members_leave_out_a_reducer_that_one_of_them_catches(
+    hands: Hands, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, ids = play({"erin": hands}, monkeypatch, codec=codec)
     erin = f"reducer {ids['erin'].hex()[:8]}"
     assert told == {name: [erin] * (name != "erin") for name in NAMES[:5]}
 
