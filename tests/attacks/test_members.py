@@ -6,24 +6,27 @@ import statistics
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.averaging.exchange import AllReduce
 from colab_swarm.averaging.group import Joined, JoinEta, JoinRound, RoundTerms, Ticket
 from colab_swarm.dht.records import FindNear, FoundNear, Record
 from colab_swarm.dht.routing import distance
 from colab_swarm.dht.service import key_id
 from colab_swarm.errors import CallRefused, PeerError
-from colab_swarm.events import StateReceived, StepFinished
+from colab_swarm.events import Fault, StateReceived, StepFinished
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import PeerId, Role, Stream
+from colab_swarm.net.peers import PeerId, Peers, Role, Stream, short
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.settings import HEAVIEST
 from colab_swarm.training.sketch import SKETCH_STEPS
@@ -223,6 +226,49 @@ def test_a_contribution_of_huge_values_freezes_no_optimizer() -> None:
             assert torch.isfinite(toy.parameters_of(trainer.net)).all()
         mallory.stopped.set()
     honest.assert_held(least_shared=20, loss=False)
+
+
+def test_a_reducer_that_makes_up_clipped_means_is_found_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up: list[bytes] = []
+    liars: set[PeerId] = set()
+    begin = AllReduce.__init__
+
+    def begin_or_lie(round_: AllReduce, peers: Peers, *args: Any, **rest: Any) -> None:
+        begin(round_, peers, *args, **rest)
+        if peers.id in liars:
+            mean = round_.reducer.mean
+
+            def exaggerate(chunk: int) -> Floats | None:
+                made_up.append(round_.group.round_id)
+                return None if (honest_one := mean(chunk)) is None else 1.3 * honest_one
+
+            round_.reducer.mean = exaggerate  # type: ignore[method-assign]
+
+    monkeypatch.setattr(AllReduce, "__init__", begin_or_lie)
+    with town(robust="clip") as honest:
+        honest.train()
+        mallory = honest.trainer(honest.join("mallory"))
+        liars.add(mallory.swarm.id)
+        mallory.thread.start()
+        where = f"reducer {short(mallory.swarm.id)}"
+
+        def found() -> list[bool]:
+            faults = [{e.where for e in one.swarm.events.recent(Fault)} for one in honest.trainers]
+            assert not set().union(*faults) - {where}, faults
+            return [where in one for one in faults]
+
+        honest.wait(lambda: all(found()), "verdict")
+        lied = len(made_up)
+        honest.go_on(10)
+        honest.stop()
+        mallory.stopped.set()
+    assert lied >= 1
+    last = [trainer.results[-1].group for trainer in honest.trainers]
+    assert not any(group.index_of(mallory.swarm.id) is not None for group in last)
+    shared = set.intersection(
+        *({(*key, held) for key, held in one.states.items()} for one in honest.trainers)
+    )
+    assert len(shared) >= 10
 
 
 class Heavy(Trainer):
