@@ -56,8 +56,8 @@ FORMING = Joined()  # an organizer's heartbeat
 
 REFUSALS_S = 60.0  # an honest refusal of one step ends with the round that runs without us
 SKIPPED_S = 1800.0  # how long a peer is left out that was dishonest, or kept refusing
-LATE_GRACE_S = 0.5  # that a round still waits for such a peer
 LATE_S = 10.0  # and a peer, at first, that was silent or came later than it had promised
+LATE_GRACE_S = 0.5  # that a round still waits for such a peer, in the last `LATE_S`
 BLAMED_S = 0.1  # a silent peer is blamed before the group is formed without it
 HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
 MIN_SILENCE_S, FIRST_SILENCE_S = 2.0, 4.0  # of a peer that is left out: at least, and before any answered
@@ -506,11 +506,13 @@ class Matchmaker:
         return organized
 
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
-        terms, skipped = formation.terms, self._skipped(peer)
-        late = skipped or self._late.holds(peer, loop_now())
-        now, patience_s = loop_now(), self._patience(peer).seconds + BLAMED_S
-        if late:  # of a frozen peer nothing comes at all
-            patience_s = LATE_GRACE_S * (now - self._peers.read_at(peer) < MIN_SILENCE_S)
+        terms, now, patience_s = formation.terms, loop_now(), self._patience(peer).seconds + BLAMED_S
+        late_s = max(one.ends(now).get(peer, now) for one in (self._late, self._silent, self._left_out)) - now
+        if (
+            late_s
+        ):  # of a frozen peer nothing comes at all; to one that is late again, nobody listens for long
+            answers = now - self._peers.read_at(peer) < MIN_SILENCE_S
+            patience_s = LATE_GRACE_S * (answers and late_s <= LATE_S)
         formation.expect(peer, now + patience_s + allowance_s(self._peers, peer))
         try:
             answer = await self._call(peer, terms)
@@ -532,12 +534,12 @@ class Matchmaker:
             ):
                 formation.on_declined(peer)
             elif (
-                not skipped
+                not self._skipped(peer)
                 and contact.addresses
                 and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer
             ):
                 formation.elsewhere = contact
-            elif not late:  # a late one has `LATE_GRACE_S` to join
+            elif not late_s:  # a late one has `LATE_GRACE_S` to join
                 formation.on_coming(peer, answer.ready_in_s, now=loop_now())
         wake(self._changed)
 

@@ -496,13 +496,23 @@ async def test_an_organizer_that_never_answers_holds_up_one_round_for_seconds(he
     assert sorted(asked) == sorted(trainer.peers.id for trainer in honest)  # once each: it is not asked again
 
 
-@pytest.mark.parametrize(("promise_s", "limits_s"), [(1e9, (0.1, 0.1)), (1.9, (3.0, 0.6))])
+@pytest.mark.parametrize(
+    ("promise_s", "limits_s"),
+    [
+        (1e9, [(0, 0.1), (0, 0.1)]),
+        (
+            1.9,
+            [(0, 3.0), (0, 0.6), (10, 3.0), (0, 0.1), (10.1, 0.6)],
+        ),  # the second time it is barred for 20 s
+    ],
+)
 async def test_a_broken_promise_holds_up_one_round_and_one_beyond_belief_none(
-    promise_s: float, limits_s: tuple[float, ...]
+    promise_s: float, limits_s: list[tuple[float, float]]
 ) -> None:
     first, liar, *others = Town(4).trainers
     liar.ready_in_s, first.believed_s = promise_s, 2.0
-    for limit_s in limits_s:
+    for pause_s, limit_s in limits_s:
+        await asyncio.sleep(pause_s)
         began = asyncio.get_running_loop().time()
         await one_group(*(trainer.join() for trainer in (first, *others)), size=3)
         assert asyncio.get_running_loop().time() - began < limit_s
