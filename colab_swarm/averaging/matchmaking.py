@@ -45,6 +45,7 @@ from colab_swarm.net.peers import (
     Role,
     Stream,
     allowance_s,
+    remember,
     short,
 )
 
@@ -60,6 +61,7 @@ LATE_S = 10.0  # and a peer, at first, that was silent or came later than it had
 LATE_GRACE_S = 0.5  # that a round still waits for such a peer, in the last `LATE_S`
 BLAMED_S = 0.1  # a silent peer is blamed before the group is formed without it
 HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
+HURRIED_S = 0.75  # without one, for a peer that another organizer called, which waits for it
 MIN_SILENCE_S, FIRST_SILENCE_S = 2.0, 4.0  # of a peer that is left out: at least, and before any answered
 AWAKE_S = 1.0  # a timer of a running process is not so late
 REMEMBERED_GROUPS = 4
@@ -183,6 +185,7 @@ class Matchmaker:
         self._ready: tuple[object, set[PeerId]] = (None, set())  # a step, and who said to come to it
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
         self._answered_at = float("-inf")  # by any organizer but this peer
+        self._asks_until = 0.0  # when this peer gives the organizer up that it asks, if it stays silent
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.serve_stream(prefix, JoinRound, self._serve_join, Role.REDUCER)
         router.serve(prefix, RoundTerms, self._serve_call, Role.REDUCER)
@@ -275,6 +278,8 @@ class Matchmaker:
             logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.terms.step, error)
             self._doubt(organizer, ticket.terms)
             return None
+        finally:
+            self._asks_until = 0.0
         return joined
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Group | None:
@@ -320,8 +325,10 @@ class Matchmaker:
         ):
             require(self._peers.role_of(organizer) >= Role.REDUCER, "its role does not let it organize")
             while True:
-                asked_at = loop_now()
-                async with self._within(organizer, self._heartbeats.seconds):
+                hurried = self._callers.get(ticket.terms.key, set()) - {organizer}
+                asked_at, silence_s = loop_now(), HURRIED_S if hurried else self._heartbeats.seconds
+                self._asks_until = asked_at + silence_s
+                async with self._within(organizer, silence_s):
                     joined, _ = await stream.receive(Joined)
                 self._heartbeats.learn(loop_now() - asked_at)
                 if joined != FORMING:
@@ -343,17 +350,17 @@ class Matchmaker:
     async def _within(self, peer: PeerId, seconds: float) -> AsyncIterator[None]:
         """Raise TimeoutError after ``seconds`` of silence, and do not wait for the peer for a while.
 
-        A process that was itself stopped meanwhile, as its late timer shows, blames nobody.
+        In a hurry nobody is blamed, nor by a process that was itself stopped meanwhile, as its late timer shows.
         """
-        began, seconds = loop_now(), seconds + allowance_s(self._peers, peer)
+        began, limit_s = loop_now(), seconds + allowance_s(self._peers, peer)
         try:
-            async with asyncio.timeout(seconds) as limit:
+            async with asyncio.timeout(limit_s) as limit:
                 yield
         except TimeoutError:
-            if limit.expired() and loop_now() - began < seconds + AWAKE_S:
+            if seconds >= MIN_SILENCE_S and limit.expired() and loop_now() - began < limit_s + AWAKE_S:
                 self._silent.fail(peer, loop_now())
                 if peer in self._peers.linked():  # a lost link has an event of its own
-                    self._router.events.emit(PeerSilent(loop_now(), peer.hex(), seconds))
+                    self._router.events.emit(PeerSilent(loop_now(), peer.hex(), limit_s))
             raise
 
     def _patience(self, peer: PeerId) -> Patience:
@@ -378,9 +385,7 @@ class Matchmaker:
     def _keeps_refusing(self, organizer: PeerId, step: int) -> bool:
         now = loop_now()
         if self._refused.get(organizer, (None, now))[0] != step:
-            self._refused[organizer] = step, now
-            if len(self._refused) > 256:
-                del self._refused[next(iter(self._refused))]
+            remember(self._refused, organizer, (step, now), 256)
         if now - self._refused[organizer][1] < REFUSALS_S:
             return False
         logger.warning("%s keeps refusing step %d and is left out", short(organizer), step)
@@ -392,15 +397,12 @@ class Matchmaker:
         if group.index_of(self._peers.id) is not None:  # only its members know whether it still stands
             for member in group.members:
                 self._peers.learn(Contact(member.id, member.addresses))
-            self._groups[group.terms.key] = group, loop_now()
-            if len(self._groups) > REMEMBERED_GROUPS:
-                del self._groups[next(iter(self._groups))]
+            remember(self._groups, group.terms.key, (group, loop_now()), REMEMBERED_GROUPS)
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
         group, since = self._groups.get(terms.key, (None, 0.0))
-        if group is None or loop_now() - since >= REMEMBERED_S:
-            return None
-        return group if self._stands(*terms.key) else None
+        recent = loop_now() - since < REMEMBERED_S
+        return group if recent and self._stands(*terms.key) else None
 
     def _on_lost(self, peer: PeerId) -> None:
         for formation, _ in self._forming.values():
@@ -413,17 +415,19 @@ class Matchmaker:
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         if (ready_in_s := self._on_called(terms, caller)) is not None:
-            self._callers.setdefault(terms.key, set()).add(caller)
-            if len(self._callers) > REMEMBERED_GROUPS:
-                del self._callers[next(iter(self._callers))]
-        return ready_in_s
+            remember(
+                self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, REMEMBERED_GROUPS
+            )
+            return max(ready_in_s, self._asks_until - loop_now())
+        return None
 
     async def _serve_join(self, message: JoinRound, stream: Stream) -> None:
         joining = asyncio.create_task(self._join_here(stream.peer, message))
         try:
             async with stream:
-                while not (await asyncio.wait([joining], timeout=HEARTBEAT_S))[0]:
+                while not joining.done():
                     await stream.send(FORMING)
+                    await asyncio.wait([joining], timeout=HEARTBEAT_S)
                 await stream.send(joining.result())
                 await stream.end()
         finally:

@@ -242,6 +242,15 @@ STORM = Storm(
 )
 LIES = [replace(STORM, spells=STORM.spells[:2], seed=index, liar=liar) for index, liar in enumerate(LIARS)]
 KEPT = [
+    # Two peers waited for a silent organizer while another waited for them, and went on without them.
+    Storm(
+        0,
+        ((12.0, (Fault("freeze", "alice", 0, 60),)), (12.0, (Fault("kill", "bob", 0, 60),))),
+        peers=3,
+        late=1,
+        liar="hangs",
+        network="home",
+    ),
     # A minority that met late joiners while it was cut off must not take itself for the majority.
     Storm(
         73,
