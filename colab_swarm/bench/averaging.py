@@ -7,6 +7,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import msgspec
@@ -43,7 +44,7 @@ def run(report: BenchReport, python: str | None = None) -> None:
 def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
     with Crew() as crew, tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        gloo = [crew.start(average_with_gloo, rank, numel, PEERS, meeting) for rank in range(PEERS)]
+        gloo = [crew.start(average_with_gloo, rank, numel, meeting) for rank in range(PEERS)]
         peers = [crew.start(average_as_peer, rank, numel) for rank in range(PEERS)]
         found = map(contact, receive_all(peers))
         members = [GroupMember(one.id, one.addresses, 1.0 + rank, 1.0) for rank, one in enumerate(found)]
@@ -103,18 +104,16 @@ async def average_as_peer(parent: Channel, rank: int, numel: int) -> None:
         found["right"] = right and not result.kept_local
 
 
-def average_with_gloo(parent: Channel, rank: int, numel: int, world: int, meeting: str) -> None:
+def average_with_gloo(parent: Channel, rank: int, numel: int, meeting: str) -> None:
     torch.set_num_threads(1)
     collectives: Any = torch.distributed
-    collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=PEERS)
     values, found = torch.from_numpy(pattern(numel)), dict[str, float]()
     while True:
         parent.call(**found)
         parent.call()
-        began = time.perf_counter()
-        collectives.all_reduce(values)
-        found = {"seconds": time.perf_counter() - began}
-        values /= world
+        found = {"seconds": timeit(partial(collectives.all_reduce, values), number=1)}
+        values /= PEERS
         parent.call()
 
 
@@ -159,9 +158,6 @@ def _time_steps(work: list[Any], peers: int, numel: int, steps: int) -> tuple[fl
     return statistics.median(step_s), statistics.median(reduced_s), statistics.mean(right)
 
 
-NO_SKETCH = StateSketch(1, b"", ())
-
-
 def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites: str) -> None:
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")
@@ -171,7 +167,9 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         settings = TrainingSettings(
             "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
         )
-        made = Collaboration(swarm.services, settings, own, numel, b"", no_state, lambda: NO_SKETCH)
+        made = Collaboration(
+            swarm.services, settings, own, numel, b"", no_state, lambda: StateSketch(1, b"", ())
+        )
         await made.start()
         await made.adopt(0, b"same")
         return made

@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all, timed
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.errors import CallRefused, PeerTimeout
@@ -142,12 +142,7 @@ async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, tup
 
 
 async def _median_ms(operations: int, operation: Callable[[int], Awaitable[Any]]) -> float:
-    times = []
-    for i in range(operations):
-        began = time.perf_counter()
-        await operation(i)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3
+    return statistics.median([(await timed(operation(i)))[0] for i in range(operations)]) * 1e3
 
 
 async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
@@ -233,10 +228,11 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
     dhts = found_each_other(peers, rng)
     known = {peer.id: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
     network.linked = lambda one, other: other.id in known[one.id] or one.id in known[other.id]
-    directories = []
-    for peer, dht in zip(peers, dhts, strict=True):
-        services = RunServices(cast(Peers, peer), dht, EventLog(), random.Random(peer.name), "bench")
-        directories.append(Directory(services, DirectorySettings(ttl_s=3600.0)))
+    services = [
+        RunServices(cast(Peers, peer), dht, EventLog(), random.Random(peer.name), "bench")
+        for peer, dht in zip(peers, dhts, strict=True)
+    ]
+    directories = [Directory(one, DirectorySettings(ttl_s=3600.0)) for one in services]
     uids, hosts = [GRID.uid(index) for index in GRID], min(HOSTS, size // 2)
     share = -(-len(uids) // hosts)
     for_host = [dict.fromkeys(uids[i * share : (i + 1) * share], ((1024,), 0)) for i in range(hosts)]

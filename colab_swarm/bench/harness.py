@@ -19,14 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self, TypeAlias
+from typing import IO, Any, NamedTuple, Self, TypeAlias, TypeVar
 
+T = TypeVar("T")
 PACKAGES = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
 
 
@@ -112,6 +113,13 @@ def draw(path: str | Path, panels: Sequence[tuple[dict[str, Any], Lines]]) -> No
         if lines:
             axes.legend()
     figure.savefig(path, dpi=150)
+
+
+async def timed(work: Awaitable[T]) -> tuple[float, T]:
+    """Return the seconds that it takes, and its result."""
+    began = time.perf_counter()
+    result = await work
+    return time.perf_counter() - began, result
 
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:

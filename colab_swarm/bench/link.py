@@ -14,7 +14,8 @@ import random
 import statistics
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ async def start_node(**settings: Any) -> Node:
     return await Node.start(Identity(), NodeSettings(host="127.0.0.1", **settings))
 
 
+@asynccontextmanager
+async def callers(count: int) -> AsyncIterator[list[Node]]:
+    """Start nodes that only dial, and close them at the end."""
+    nodes = [await start_node(listen=False) for _ in range(count)]
+    try:
+        yield nodes
+    finally:
+        await asyncio.gather(*(node.close() for node in nodes))
+
+
 def where(node: Node) -> dict[str, Any]:
     return {"id": node.id.hex(), "addresses": node.contact.addresses}
 
@@ -70,17 +81,15 @@ def run(report: BenchReport) -> None:
 
 
 async def _measure(child: dict[str, Any], report: BenchReport) -> None:
-    node, peer = await start_node(listen=False), contact(child)
-    node.learn(peer)
+    peer = contact(child)
     rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
     pieces = size_mib * MIB // len(PIECE)
-    ways = {"": partial(send_pieces, node, peer.id, PIECE), "raw_": partial(_send_raw, child["raw"])}
-    try:
+    async with callers(1) as (node,):
+        node.learn(peer)
+        ways = {"": partial(send_pieces, node, peer.id, PIECE), "raw_": partial(_send_raw, child["raw"])}
         took = [[await time_transfer(send, pieces) for send in ways.values()] for _ in range(rounds + 1)][1:]
         one_ms, _ = await _round_trips(node, peer.id, count=calls, in_flight=1)
         many_ms, calls_per_s = await _round_trips(node, peer.id, count=calls * 4, in_flight=IN_FLIGHT)
-    finally:
-        await node.close()
     ratios = [raw_s / link_s for (link_s, _), (raw_s, _) in took]
     report.add("vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
     gb = pieces * len(PIECE) / 1e9
@@ -212,55 +221,41 @@ async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
 
 
 async def _measure_relay(report: BenchReport, process: Worker, relay: Contact, far: Contact) -> None:
-    direct, relayed = [await start_node(listen=False) for _ in range(2)]
     circuit = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
-    try:
+    rounds, size_mib = (3, 64) if report.quick else (9, 256)
+    pieces, mb, took = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6, []
+    async with callers(2) as (direct, relayed):
         direct.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" not in one)))
         _circuits(relayed, relay)
         relayed.learn(circuit)
-        await _relayed_bulk(report, process, {"direct_": direct, "": relayed}, far.id)
-    finally:
-        await direct.close()
-        await relayed.close()
-    await _idle(report, process, relay, circuit)
-
-
-async def _relayed_bulk(report: BenchReport, process: Worker, nodes: dict[str, Node], far: PeerId) -> None:
-    rounds, size_mib = (3, 64) if report.quick else (9, 256)
-    pieces, mb = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6
-    took: dict[str, list[float]] = {prefix: [] for prefix in nodes}
-    relay_cpu_s = []
-    for _ in range(rounds + 1):
-        for prefix, node in nodes.items():
+        for _ in range(rounds + 1):
+            one_s, _ = await time_transfer(partial(send_pieces, direct, far.id, CHUNK), pieces)
             before = await process.wait_call()
-            wall_s, _ = await time_transfer(partial(send_pieces, node, far, CHUNK), pieces)
-            took[prefix].append(wall_s)
+            other_s, _ = await time_transfer(partial(send_pieces, relayed, far.id, CHUNK), pieces)
             used = await process.wait_call()
-        relay_cpu_s.append(used["cpu_s"] - before["cpu_s"])  # of the relayed one
-    direct_s, relayed_s = (seconds[1:] for seconds in took.values())
+            took.append((one_s, other_s, used["cpu_s"] - before["cpu_s"]))
+    direct_s, relayed_s, relay_cpu_s = zip(*took[1:], strict=True)
     ratios = [a / b for a, b in zip(direct_s, relayed_s, strict=True)]
     report.add_rows(
         ("vs_direct", statistics.median(ratios), "", "bulk, same run"),
         ("mb_s", mb / statistics.median(relayed_s), "MB/s", "relayed"),
         ("direct_mb_s", mb / statistics.median(direct_s), "MB/s", "direct"),
-        ("cpu_s_per_gb", 1e3 * statistics.median(relay_cpu_s[1:]) / mb, "CPU-s/GB", "the relay's process"),
+        ("cpu_s_per_gb", 1e3 * statistics.median(relay_cpu_s) / mb, "CPU-s/GB", "the relay's process"),
     )
+    await _idle(report, process, relay, circuit)
 
 
 async def _idle(report: BenchReport, process: Worker, relay: Contact, circuit: Contact) -> None:
     before, seconds = await process.wait_call(), 5.0 if report.quick else 30.0
-    callers = [await start_node(listen=False) for _ in range(IDLE_CIRCUITS)]
-    try:
-        for caller in callers:
+    async with callers(IDLE_CIRCUITS) as nodes:
+        for caller in nodes:
             _circuits(caller, relay)
             caller.learn(circuit)
             await caller.linker.link_to(circuit.id, 10.0)
         opened = await process.wait_call()
         await asyncio.sleep(seconds)
         later = await process.wait_call()
-        still = sum(bool(caller.linker.table.of(circuit.id)) for caller in callers)
-    finally:
-        await asyncio.gather(*(caller.close() for caller in callers))
+        still = sum(bool(caller.linker.table.of(circuit.id)) for caller in nodes)
     idle_percent = 100 * (later["cpu_s"] - opened["cpu_s"]) / seconds
     report.add_rows(
         ("idle_mb", later["memory_mb"] - before["memory_mb"], "MB", f"{still} idle circuits"),

@@ -48,6 +48,7 @@ from colab_swarm.bench.harness import (
     call_all,
     draw,
     receive_all,
+    timed,
 )
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
@@ -252,12 +253,9 @@ async def _serve(
         expert = Expert(uid, torch.nn.Identity() if nop else FeedForward(dim), rule, (dim,))
         expert.forward(torch.zeros(2, dim))  # on this thread, as a host does before: OpenMP spins less then
         server.add(expert)
-    inputs, rates = torch.randn(alone, dim), []
-    for _ in range(4 if alone else 0):
-        began = time.perf_counter()
-        await server.device.run(partial(expert.forward, inputs))
-        rates.append(alone / (time.perf_counter() - began))
-    return server, {"samples_per_s": max(rates[1:], default=0.0)}  # the first warms up
+    forward = partial(expert.forward, torch.randn(alone, dim))
+    took_s = [(await timed(server.device.run(forward)))[0] for _ in range(4 if alone else 0)]
+    return server, {"samples_per_s": alone / min(took_s[1:], default=1.0)}  # the first warms up
 
 
 DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
@@ -368,7 +366,7 @@ class ConvergenceEmulation:
         self._layers = [Experts(self._experts) for _ in self._trunk.gates]
         trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.Adam(trained, lr=LR, amsgrad=True, foreach=True)
-        self._lr, self._taken, self._applied = LR, 0, 0
+        self._taken = self._applied = 0
         self._accuracies: list[float] = []
 
     async def run(self) -> list[float]:
@@ -405,7 +403,7 @@ class ConvergenceEmulation:
         for mixing in reversed(passed):
             mixing.mixed_BD.backward(grads)  # type: ignore[no-untyped-call]
             await self._delay(share)
-            grads = mixing.experts_backward(self._failed(), self._lr)
+            grads = mixing.experts_backward(self._failed(), self._optimizer.param_groups[0]["lr"])
         stem.backward(grads)
         if self._scene.faithful:
             await self._delay(1.0)
@@ -421,8 +419,7 @@ class ConvergenceEmulation:
         self._optimizer.step()
         self._applied += 1
         if not self._scene.faithful:  # at a constant rate, single evaluations at the end vary too much
-            self._lr = LR * (1 - self._applied / self._scene.batches)
-            self._optimizer.param_groups[0]["lr"] = self._lr
+            self._optimizer.param_groups[0]["lr"] = LR * (1 - self._applied / self._scene.batches)
         if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
             self._accuracies.append(self._evaluate())
 

@@ -195,11 +195,11 @@ START_S, STOP_S = 60.0, 30.0
 @contextmanager
 def redis_server(*, durable: bool = False) -> Iterator[str]:
     """Run a Redis server, in memory or writing all to disk, if it is installed; give its URL."""
-    with _folder() as (folder, user):
+    with _folder() as folder:
         socket = folder / "redis.sock"
         options = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""]
         command = [_program("redis-server"), *options, "--appendonly", "yes" if durable else "no"]
-        with _running([command], socket.exists, folder, user):
+        with _running([command], socket.exists, folder):
             yield f"unix://{socket}"
 
 
@@ -208,17 +208,17 @@ def postgresql_server() -> Iterator[str]:
     found = map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))
     folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
-    with _folder("postgres") as (folder, user):
+    with _folder("postgres") as folder:
         data, pid = folder / "data", folder / "data" / "postmaster.pid"
         options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
         install = [initdb, *options, f"--pgdata={data}"]
         server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
-
-        def ready() -> bool:
-            return pid.exists() and "ready" in pid.read_text()
-
-        # SIGTERM waits for clients to leave
-        with _running([install, server], ready, folder, user, end=signal.SIGINT):
+        with _running(
+            [install, server],
+            lambda: pid.exists() and "ready" in pid.read_text(),
+            folder,
+            end=signal.SIGINT,  # SIGTERM waits for clients to leave
+        ):
             yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
 
 
@@ -226,11 +226,11 @@ def postgresql_server() -> Iterator[str]:
 def mariadb_server() -> Iterator[str]:
     program = _program("mariadb-install-db")
     mariadbd = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
-    with _folder("mysql") as (folder, user):
+    with _folder("mysql") as folder:
         data, socket = f"--datadir={folder / 'data'}", folder / "mariadb.sock"
         options = ["--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"]
         server = [mariadbd, "--no-defaults", "--skip-networking", data, f"--socket={socket}"]
-        with _running([[program, *options, data], server], socket.exists, folder, user):
+        with _running([[program, *options, data], server], socket.exists, folder):
             yield f"mysql+pymysql://root@localhost/mysql?unix_socket={socket}"
 
 
@@ -241,30 +241,24 @@ def _program(name: str, path: str | None = None) -> str:
 
 
 @contextmanager
-def _folder(user: str | None = None) -> Iterator[tuple[Path, str | None]]:
-    """Make a folder with a path short enough for sockets; as root it belongs to ``user``, else to None."""
-    if os.name != "posix" or os.geteuid() != 0:
-        user = None
+def _folder(user: str = "") -> Iterator[Path]:
+    """Make a folder with a path short enough for sockets; root gives it to ``user``, to run its server."""
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
-        if user is not None:
+        if user and os.name == "posix" and os.geteuid() == 0:
             try:
                 shutil.chown(folder, user)
             except LookupError as error:
                 raise FileNotFoundError(f"there is no user {user} to run its server") from error
-        yield Path(folder), user
+        yield Path(folder)
 
 
 @contextmanager
 def _running(
-    commands: Sequence[list[str]],
-    ready: Callable[[], bool],
-    folder: Path,
-    user: str | None,
-    *,
-    end: int = signal.SIGTERM,
+    commands: Sequence[list[str]], ready: Callable[[], bool], folder: Path, *, end: int = signal.SIGTERM
 ) -> Iterator[None]:
-    """Run the last command as a server, after the others have ended."""
+    """Run the last command as a server, after the others have ended, all by the folder's owner."""
     *before, command = commands
+    user = folder.stat().st_uid if os.name == "posix" else None
     for program in before:
         subprocess.run(program, user=user, cwd="/", check=True, capture_output=True)
     log = folder / "server.log"
@@ -288,7 +282,7 @@ def _running(
 
 @contextmanager
 def _sqlite() -> Iterator[str]:
-    with _folder() as (folder, _):
+    with _folder() as folder:
         yield str(folder / "job.db")
 
 

@@ -155,21 +155,17 @@ def _demo(options: Options) -> None:
         trainer = ["peer", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
             demo.start_peer(name, *trainer)
-        _watch(demo, options.steps, trainer)
-
-
-def _watch(demo: _Demo, steps: int, trainer: list[str]) -> None:
-    digests: dict[str, str] = {}
-    while not digests.keys() >= set(SURVIVORS):
-        name, event = demo.next_event()
-        if (kind := event.pop("event")) in ("training", "step", "state", "finished", "ended"):
-            print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
-        if kind == "finished":
-            digests[name] = event["parameters"]
-        if kind == "step" and event["step"] >= steps // 2 and "dave" not in demo.by_name:
-            demo.by_name["carol"].process.kill()
-            demo.start_peer("dave", *trainer)
-            print("    --- carol is killed, dave joins ---", flush=True)
+        digests: dict[str, str] = {}
+        while not digests.keys() >= set(SURVIVORS):
+            name, event = demo.next_event()
+            if (kind := event.pop("event")) in ("training", "step", "state", "finished", "ended"):
+                print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
+            if kind == "finished":
+                digests[name] = event["parameters"]
+            if kind == "step" and event["step"] >= options.steps // 2 and "dave" not in demo.by_name:
+                demo.by_name["carol"].process.kill()
+                demo.start_peer("dave", *trainer)
+                print("    --- carol is killed, dave joins ---", flush=True)
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")
     print(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}", flush=True)

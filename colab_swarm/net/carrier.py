@@ -14,7 +14,7 @@ carries at most 4/3 of the size.
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -348,8 +348,8 @@ class SpeedTests:
         self._busy = True
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await _absorb(stream, test.size_bytes)
-                await _send_bursts(stream, test.size_bytes)
+                await _rate_bps(partial(_absorb, stream), test.size_bytes)
+                await _rate_bps(partial(_send, stream), test.size_bytes)
         except TimeoutError:
             raise Refusal(f"a speed test may take {ANSWER_TIMEOUT_S:g} s") from None
         finally:
@@ -366,49 +366,38 @@ async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, time
     try:
         async with asyncio.timeout(timeout_s), await peers.stream(peer, test, timeout_s=timeout_s) as stream:
             rtt_s = peers.statistics(peer).rtt_s or 0.0
-            upload_bps = await _send_bursts(stream, size_bytes)
-            download_bps = await _absorb(stream, size_bytes)
+            upload_bps = await _rate_bps(partial(_send, stream), size_bytes)
+            download_bps = await _rate_bps(partial(_absorb, stream), size_bytes)
     except TimeoutError:
         raise PeerTimeout(f"the speed test with {short(peer)} did not end in {timeout_s:g} s") from None
     return Speed(upload_bps, download_bps, rtt_s)
 
 
-def _sizes(limit_bytes: int) -> Iterator[int]:
-    size_bytes = FIRST_BYTES
-    while size_bytes < limit_bytes:
-        yield size_bytes
-        size_bytes *= 4
-    yield limit_bytes
+async def _rate_bps(burst: Callable[[int], Awaitable[float]], limit_bytes: int) -> float:
+    """Return the rate of the last burst; ``burst(size_bytes)`` returns its seconds."""
+    size_bytes = min(FIRST_BYTES, limit_bytes)
+    took_s = await burst(size_bytes)
+    while size_bytes < limit_bytes and took_s < ENOUGH_S:
+        size_bytes = min(4 * size_bytes, limit_bytes)
+        took_s = await burst(size_bytes)
+    return size_bytes * 8 / max(took_s, 1e-9)
 
 
-async def _send_bursts(stream: Stream, limit_bytes: int) -> float:
-    rate_bps = 0.0
-    for size_bytes in _sizes(limit_bytes):
-        await stream.send(BurstPart())
-        for begin in range(0, size_bytes, len(PART)):
-            await stream.send(BurstPart(), PART[: size_bytes - begin])
-        took_s = (await stream.receive(TransferReport))[0].seconds
-        rate_bps = size_bytes * 8 / max(took_s, 1e-9)
-        if took_s >= ENOUGH_S:
-            break
-    return rate_bps
+async def _send(stream: Stream, size_bytes: int) -> float:
+    await stream.send(BurstPart())
+    for begin in range(0, size_bytes, len(PART)):
+        await stream.send(BurstPart(), PART[: size_bytes - begin])
+    return (await stream.receive(TransferReport))[0].seconds
 
 
-async def _absorb(stream: Stream, limit_bytes: int) -> float:
-    clock, rate_bps = asyncio.get_running_loop().time, 0.0
-    for missing_bytes in _sizes(limit_bytes):
-        await stream.receive(BurstPart)
-        began_at, size_bytes = clock(), missing_bytes
-        while missing_bytes > 0:
-            missing_bytes -= len((await stream.receive(BurstPart))[1])
-        require(
-            not missing_bytes,
-            f"{short(stream.peer)} sends more than was agreed in a speed test",
-            ProtocolError,
-        )
-        took_s = clock() - began_at
-        await stream.send(TransferReport(took_s))
-        rate_bps = size_bytes * 8 / max(took_s, 1e-9)
-        if took_s >= ENOUGH_S:
-            break
-    return rate_bps
+async def _absorb(stream: Stream, missing_bytes: int) -> float:
+    clock = asyncio.get_running_loop().time
+    await stream.receive(BurstPart)
+    began_at = clock()
+    while missing_bytes > 0:
+        missing_bytes -= len((await stream.receive(BurstPart))[1])
+    too_much = f"{short(stream.peer)} sends more than was agreed in a speed test"
+    require(not missing_bytes, too_much, ProtocolError)
+    took_s = clock() - began_at
+    await stream.send(TransferReport(took_s))
+    return took_s

@@ -34,7 +34,7 @@ from colab_swarm.errors import (
 from colab_swarm.net.addresses import VisitorLogger, network_of
 from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
-from colab_swarm.net.link import Link
+from colab_swarm.net.link import Link, fail
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, end_tasks, short
@@ -187,18 +187,13 @@ class HandshakeReceiver:
             if answer is not None:
                 self._send(answer)
         except PeerError as error:
-            self._fail(error)
+            fail(self.link, error)
 
     def on_writable(self, writable: bool) -> None:
         """Do nothing: handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
-        if not self.link.done():
-            self._fail(PeerLost(reason))
-
-    def _fail(self, error: PeerError) -> None:
-        self.link.set_exception(error)
-        self.link.exception()  # there may be no waiter: the connection was refused, or is a circuit's
+        fail(self.link, PeerLost(reason))  # no waiter: the connection was refused, or is a circuit's
 
     def _send(self, message: bytes) -> None:
         assert self._carrier is not None

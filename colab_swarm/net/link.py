@@ -9,12 +9,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.mux import (
+    ENCODER,
     FAILURE,
     Frame,
     FrameKind,
@@ -48,12 +47,13 @@ MAX_BACKLOG_BYTES = 64 << 20
 SIMULTANEOUS_S = 10.0
 LEAVE_TIMEOUT_S = 30.0  # a quiet link that only this end leaves is closed then
 _TOKEN = struct.Struct("<d")
-_encoder = msgspec.msgpack.Encoder()
 
 
-def _expire(answer: asyncio.Future[memoryview]) -> None:
-    if not answer.done():
-        answer.set_exception(TimeoutError())
+def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
+    """Let a future raise ``error``, unless it is done; its waiters may all have given up."""
+    if not waiting.done():
+        waiting.set_exception(error)
+        waiting.exception()  # counts as seen
 
 
 class Link:
@@ -121,7 +121,8 @@ class Link:
         id = self.mux.call(opening)
         self.flush_soon()
         answer = self._calls[id] = self._loop.create_future()
-        timer = self._loop.call_later(timeout_s, _expire, answer)  # 5 us less than asyncio.timeout
+        # 5 us less than asyncio.timeout
+        timer = self._loop.call_later(timeout_s, fail, answer, TimeoutError())
         try:
             return self.decode(reply, await answer)
         except TimeoutError:
@@ -221,7 +222,7 @@ class Link:
 
     async def _answer(self, id: int, handler: Handler, message: Any) -> None:
         try:
-            body = _encoder.encode(await handler(self.peer, message))
+            body = ENCODER.encode(await handler(self.peer, message))
             if len(body) > MAX_MESSAGE_BYTES:
                 raise ValueError(f"a reply of {len(body)} bytes is over {MAX_MESSAGE_BYTES}")
             self.mux.reply(id, body)
@@ -331,8 +332,7 @@ class Link:
         self.lost = reason
         text = f"the link to {short(self.peer)} is lost: {reason}"
         for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(PeerLost(text))
+            fail(answer, PeerLost(text))
         for stream in self._streams.values():
             stream.on_fault(PeerLost(text))
         for task in self._answering.values():
@@ -363,9 +363,7 @@ class Link:
     def _on_rare_frame(self, frame: Frame) -> None:
         kind, id = frame.kind, frame.id
         if kind is FrameKind.ERROR:
-            answer = self._calls.pop(id)
-            if not answer.done():
-                answer.set_exception(CallRefused(*self._failure(frame)))
+            fail(self._calls.pop(id), CallRefused(*self._failure(frame)))
         elif kind is FrameKind.CANCEL:
             self._answering.pop(id).cancel()
         elif kind is FrameKind.CREDIT:

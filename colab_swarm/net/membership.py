@@ -101,24 +101,21 @@ class Membership(Signed, frozen=True):
         """Return the longest membership that ``grant`` allows, signed by the invitation's key."""
         return cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant).signed(invitation.sign)
 
-    def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
-        """Raise `NotAdmitted` unless run, owner, signatures and limits are right; it may have ended."""
-        grant, signer = self.grant, authority
-        _require(self.key == key, f"the membership is another peer's: {AGAIN}")
-        _require(self.run_id == run_id == (grant or self).run_id, f"a membership of another run: {AGAIN}")
-        _require(Role.GUEST < self.role < Role.AUTHORITY, f"its role cannot be granted: {AGAIN}")
-        if grant is not None:
-            signer = grant.key
-            _require(grant.is_signed_by(authority), "not signed by this run's authority: ask for another")
-            in_time = self.issued_at <= grant.join_until and self.expires_at <= grant.member_until
-            _require(in_time and self.role <= grant.role, "more than its invitation allows: ask for another")
-        _require(self.is_signed_by(signer), f"the membership's signature is wrong: {AGAIN}")
-
 
 @lru_cache(10_000)  # checking a membership takes up to 340 microseconds
 def _sound_membership(data: bytes, run_id: str, authority: bytes, key: bytes) -> Membership:
-    found = Membership.decode(data)
-    found.require_sound(run_id, authority=authority, key=key)
+    """Return a membership whose run, owner, signatures and limits are right, though it may have ended."""
+    found, signer = Membership.decode(data), authority
+    grant = found.grant
+    _require(found.key == key, f"the membership is another peer's: {AGAIN}")
+    _require(found.run_id == run_id == (grant or found).run_id, f"a membership of another run: {AGAIN}")
+    _require(Role.GUEST < found.role < Role.AUTHORITY, f"its role cannot be granted: {AGAIN}")
+    if grant is not None:
+        signer = grant.key
+        _require(grant.is_signed_by(authority), "not signed by this run's authority: ask for another")
+        in_time = found.issued_at <= grant.join_until and found.expires_at <= grant.member_until
+        _require(in_time and found.role <= grant.role, "more than its invitation allows: ask for another")
+    _require(found.is_signed_by(signer), f"the membership's signature is wrong: {AGAIN}")
     return found
 
 

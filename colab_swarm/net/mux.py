@@ -111,16 +111,14 @@ class FrameReader:
             message_at = content_at + payload_bytes
             at = message_at + message_bytes
             if at > end:
-                self._begin(view, at - content_at + HEADER.size, alone=not frames)
-                return frames
+                frame_bytes = at - content_at + HEADER.size
+                alone = not frames and end == MAX_PACKET_BYTES
+                require(alone, f"a frame of {frame_bytes} bytes is truncated", ProtocolError)
+                self._partial, self._frame_bytes = bytearray(view), frame_bytes
+                break
             frames.append(Frame(kind, id, view[message_at:at], view[content_at:message_at]))
             at += -at % ALIGNMENT
         return frames
-
-    def _begin(self, view: memoryview, frame_bytes: int, *, alone: bool) -> None:
-        whole = alone and len(view) == MAX_PACKET_BYTES
-        require(whole, f"a frame of {frame_bytes} bytes is truncated", ProtocolError)
-        self._partial, self._frame_bytes = bytearray(view), frame_bytes
 
     def _continue(self, packet: Buffer) -> list[Frame]:
         self._partial += packet
@@ -150,7 +148,7 @@ STREAM_WINDOW_BYTES = 1 << 21
 ITEM_OVERHEAD_BYTES = 64
 MAX_CREDIT_BYTES = 1 << 31
 _U32 = struct.Struct("<I")
-_encoder = msgspec.msgpack.Encoder()
+ENCODER = msgspec.msgpack.Encoder()
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])  # the name of the message's type, and it
 FAILURE = msgspec.msgpack.Decoder(tuple[str, str])  # a code, of `CallRefused` or ``reset``; a text
@@ -180,15 +178,12 @@ class ServiceTable:
         """Return the handler of an encoded opening and its message; `CallRefused` if none takes it."""
         try:
             name, body = OPENING.decode(encoded)
-        except UNDECODABLE as error:
-            raise CallRefused("invalid", f"undecodable message: {error}") from error
-        if name not in self._by_name:
-            raise CallRefused("unknown", f"{name[:100]} is not served here")
-        decoder, handler, least = self._by_name[name]
-        if role < least:
-            needed = f"{name} needs the role {least.name.lower()}; yours is {role.name.lower()}"
-            raise CallRefused("refused", f"{needed}: ask for another invitation")
-        try:
+            if name not in self._by_name:
+                raise CallRefused("unknown", f"{name[:100]} is not served here")
+            decoder, handler, least = self._by_name[name]
+            if role < least:
+                needed = f"{name} needs the role {least.name.lower()}; yours is {role.name.lower()}"
+                raise CallRefused("refused", f"{needed}: ask for another invitation")
             return handler, decoder.decode(body)
         except UNDECODABLE as error:
             raise CallRefused("invalid", f"undecodable message: {error}") from error
@@ -337,16 +332,12 @@ class Mux:
         if kind is FrameKind.CANCEL:
             return self._remove(self._serving, id)
         if kind is FrameKind.PING:
-            return self._on_ping(frame)
+            require(len(frame.message) <= 32, f"a ping of {len(frame.message)} bytes", ProtocolError)
+            self.queue.append(encode(FrameKind.PONG, 0, frame.message))
+            return False
         if kind is FrameKind.LEAVING:
             self.peer_leaving = True
         return kind in (FrameKind.LEAVING, FrameKind.PONG) or self._on_stream_control(frame)
-
-    def _on_ping(self, frame: Frame) -> bool:
-        if len(frame.message) > 32:
-            raise ProtocolError(f"a ping of {len(frame.message)} bytes")
-        self.queue.append(encode(FrameKind.PONG, 0, frame.message))
-        return False
 
     def _on_opening(self, frame: Frame) -> bool:
         id = frame.id
@@ -354,19 +345,15 @@ class Mux:
             raise ProtocolError(f"{frame.kind.name} with number {id} after {self._last_theirs}")
         self._last_theirs = id
         if frame.kind is FrameKind.CALL:
-            if len(self._serving) >= self._max_calls:
-                text = f"{self._max_calls} calls are pending on this link"
-                self.queue.append(encode(FrameKind.ERROR, id, _failure("busy", text)))
-                return False
             self._serving.add(id)
-        elif self._their_streams >= self._max_streams:
-            text = f"{self._max_streams} streams are open on this link"
-            self.queue.append(encode(FrameKind.RESET, id, _failure("busy", text)))
-            return False
+            if busy := len(self._serving) > self._max_calls:
+                self.fail(id, "busy", f"{self._max_calls} calls are pending on this link")
         else:
             self.streams[id] = Flow()
             self._their_streams += 1
-        return True
+            if busy := self._their_streams > self._max_streams:
+                self.reset(id, "busy", f"{self._max_streams} streams are open on this link")
+        return not busy
 
     def _on_item(self, frame: Frame) -> bool:
         if (flow := self._flow(frame)) is None:
@@ -406,8 +393,8 @@ class Mux:
         return False
 
     def _require_known(self, id: int) -> None:
-        if not 0 < id <= (self._next_id - 1 if self._is_ours(id) else self._last_theirs):
-            raise ProtocolError(f"a frame names call or stream {id}, which was never opened")
+        known = 0 < id <= (self._next_id - 1 if self._is_ours(id) else self._last_theirs)
+        require(known, f"a frame names call or stream {id}, which was never opened", ProtocolError)
 
     def _is_ours(self, id: int) -> bool:
         return id % 2 == self._next_id % 2
@@ -424,7 +411,7 @@ class Mux:
 
 def encode_opening(message: Message) -> bytes:
     """Return an encoded opening with this message; raises `ValueError` if it is too big."""
-    opening = _encoder.encode((type(message).__name__, message))
+    opening = ENCODER.encode((type(message).__name__, message))
     if len(opening) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}")
     return opening
@@ -432,4 +419,4 @@ def encode_opening(message: Message) -> bytes:
 
 def _failure(code: str, text: str) -> bytes:
     sendable = text[:1000].encode(errors="replace").decode()  # a file name may hold surrogates
-    return _encoder.encode((code, sendable))
+    return ENCODER.encode((code, sendable))

@@ -42,7 +42,7 @@ from colab_swarm.net.carrier import (
 )
 from colab_swarm.net.handshake import HandshakeReceiver, Introduction, Listener, describe_run, dial_any
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable
+from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, fail
 from colab_swarm.net.membership import Admission, OpenAdmission
 from colab_swarm.net.mux import ServiceTable
 from colab_swarm.net.peers import Contact, LeftOut, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
@@ -164,9 +164,7 @@ class Linker:
         finally:
             if self._awaited.get(peer) is awaited:
                 del self._awaited[peer]
-            if not awaited.done():
-                awaited.set_exception(failure)
-                awaited.exception()  # the waiters may all have given up
+            fail(awaited, failure)
 
     async def _dial_address(self, peer: PeerId, address: str) -> Link:
         relay, open_circuit = relay_of(address), self.open_circuit
@@ -419,9 +417,7 @@ class Linker:
         for task in tasks:
             task.cancel()
         for awaited in self._awaited.values():
-            if not awaited.done():
-                awaited.set_exception(PeerLost(reason))
-                awaited.exception()  # there may be no waiter
+            fail(awaited, PeerLost(reason))
         self._awaited.clear()
         return tasks
 

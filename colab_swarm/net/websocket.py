@@ -81,14 +81,13 @@ def unmask(data: memoryview, mask: bytes) -> memoryview:
 def write_head(opcode: int, size: int, *, masked: bool) -> bytes:
     """Return the header of a final frame; masked with the key zero."""
     bit = 0x80 if masked else 0
-    first = bytes((0x80 | opcode,))
     if size < 126:
-        head = first + bytes((bit | size,))
+        length = bytes((bit | size,))
     elif size < 1 << 16:
-        head = first + bytes((bit | 126,)) + size.to_bytes(2, "big")
+        length = bytes((bit | 126,)) + size.to_bytes(2, "big")
     else:
-        head = first + bytes((bit | 127,)) + size.to_bytes(8, "big")
-    return head + bytes(4) if masked else head
+        length = bytes((bit | 127,)) + size.to_bytes(8, "big")
+    return bytes((0x80 | opcode,)) + length + bytes(4 if masked else 0)
 
 
 def write_message(data: memoryview, out: memoryview) -> int:
@@ -143,21 +142,20 @@ class WebSocket(asyncio.BufferedProtocol):
         message = bytearray(len(head) + size)
         message[: len(head)] = head
         fill(memoryview(message)[len(head) :])
-        if not self._transport.is_closing():
-            self._transport.write(message)
-        return len(message)
+        return self._write(message)
 
     def send_framed(self, frames: memoryview) -> bool:
         """Send whole frames made by `write_message`; return whether the memory may be reused at once."""
-        if not self._transport.is_closing():
-            self._transport.write(frames)
+        self._write(frames)
         return not self.backlog_bytes
 
     def send_bytes(self, data: bytes) -> int:
-        def copy(out: memoryview) -> None:
-            out[:] = data
+        return self._write(write_head(_BINARY, len(data), masked=self._client) + data)
 
-        return self.send(len(data), copy)
+    def _write(self, frames: bytes | bytearray | memoryview) -> int:
+        if not self._transport.is_closing():
+            self._transport.write(frames)
+        return len(frames)
 
     def close(self, reason: str = "") -> None:
         """Send what is queued and ``reason`` (123 bytes of it, in clear), then close."""

@@ -53,7 +53,7 @@ def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
 def _expert(one: "LiveExpert | tuple[str, str]") -> tuple[theme.Cell, ...]:
     if isinstance(one, tuple):  # without a host
         return (*one, "", "", "")
-    share = _percent(one.share)
+    share = "–" if one.share is None else f"{one.share:.0%}"
     bar = theme.bar(one.share or 0.0, f"{share} of the updates")
     return one.uid, "live", one.host + " (me)" * one.mine, f"{one.step:,}", (share, share + bar)
 
@@ -63,10 +63,6 @@ def _served(row: "ExpertStatistics") -> tuple[str, ...]:
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
     return (row.uid, f"{row.step:,}", f"{row.queued:,}", batch, *rates, latency)
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}"
 
 
 EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts, summarize_experts, lambda one: one.over)

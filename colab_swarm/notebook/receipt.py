@@ -17,7 +17,7 @@ import msgspec
 
 from colab_swarm.dht.records import Record
 from colab_swarm.dht.service import key_id
-from colab_swarm.errors import NotAdmitted
+from colab_swarm.errors import NotAdmitted, require
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, OpenAdmission, RunId
@@ -53,8 +53,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if not verify(self.key, self.signature, self.signed_bytes()):
             raise ValueError("it was changed after it was signed, or the signature is not the peer's")
-        if authority is not None and authority != self.authority:
-            raise ValueError("it belongs to a run of another authority")
+        require(authority in (None, self.authority), "it belongs to a run of another authority")
         try:
             records = [msgspec.msgpack.decode(voucher, type=Record) for voucher in self.vouchers]
             for record in records:
@@ -142,8 +141,7 @@ def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tu
     if not verify(record.owner, record.signature, record.signed_bytes(key_id(tally_key(run_id, writer)))):
         raise ValueError(f"the tally of {short(writer)} has a wrong signature, or is of another run")
     amounts = {} if tally is None else {row.peer: row.amounts for row in tally.rows}
-    if tally is None or peer not in amounts:
-        raise ValueError(f"the tally of {short(writer)} does not mention this peer")
+    require(peer in amounts, f"the tally of {short(writer)} does not mention this peer")
     run = MembershipAdmission(run_id, authority=authority, own=b"") if authority else OpenAdmission()
     with suppress(NotAdmitted):
         if run.verify(record.owner, record.membership, now=record.written_at) >= Role.REDUCER:
