@@ -33,22 +33,6 @@ PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elasti
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parsed(arguments)
-    more = {key: value for key in ("python", "faithful") if (value := getattr(options, key))}
-    merged = BenchReport(options.name, options.quick)
-    for name in BENCHMARKS if options.name == "all" else [options.name]:
-        module_name, _, run = BENCHMARKS[name].partition(":")
-        module = importlib.import_module(f"colab_swarm.bench.{module_name}")
-        report = getattr(module, run)(quick=options.quick, **more)
-        print(report.table(), flush=True)
-        merged.rows += report.rows
-        if options.plot:
-            getattr(module, run.replace("run", "plot"))(report, options.plot)
-    if options.json:
-        merged.save(options.json)
-
-
-def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench", description=__doc__)
     parser.add_argument("name", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
@@ -64,7 +48,18 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{option} is for {' or '.join(allowed)}, not {options.name}")
     if (options.vs is None) != (options.python is None):
         parser.error("use: averaging --vs hivemind --python PATH")
-    return options
+    more = {key: value for key in ("python", "faithful") if (value := getattr(options, key))}
+    merged = BenchReport(options.name, options.quick)
+    for name in BENCHMARKS if options.name == "all" else [options.name]:
+        module_name, _, run = BENCHMARKS[name].partition(":")
+        module = importlib.import_module(f"colab_swarm.bench.{module_name}")
+        report = getattr(module, run)(quick=options.quick, **more)
+        print(report.table(), flush=True)
+        merged.rows += report.rows
+        if options.plot:
+            getattr(module, run.replace("run", "plot"))(report, options.plot)
+    if options.json:
+        merged.save(options.json)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,17 @@ async def take_part(parent: Channel) -> None:
                 found = {"good": await _store_and_get(dht, name, operations)}
 
 
-def _processes(report: BenchReport, operations: int) -> None:
+@benchmark("dht")
+def run(report: BenchReport) -> None:
+    for peers, name in SIZES.items():
+        lookups = run_virtual(read_records(peers, 50 if report.quick else 400))
+        report.add_rows(
+            (f"found_{name}", statistics.mean(lookups["found"]), "", "a fifth is silent"),
+            (f"hops_{name}", statistics.median(lookups["hops"]), "hops", "median"),
+            (f"calls_{name}", statistics.mean(lookups["calls"]), "calls", "mean per read"),
+            (f"latency_ms_{name}", 1e3 * statistics.median(lookups["seconds"]), "ms", "virtual, median"),
+        )
+    operations = 160 if report.quick else 800
     with Crew() as crew:
         for _ in range(PROCESSES):
             crew.start(take_part)
@@ -187,19 +197,6 @@ def _processes(report: BenchReport, operations: int) -> None:
         seconds = time.perf_counter() - began
     report.add("ops_per_s", good / seconds, "/s", f"{PROCESSES} processes, {IN_FLIGHT} in flight in each")
     report.add("ops_success", good / (operations * PROCESSES), "", "stored, and read back")
-
-
-@benchmark("dht")
-def run(report: BenchReport) -> None:
-    for peers, name in SIZES.items():
-        lookups = run_virtual(read_records(peers, 50 if report.quick else 400))
-        report.add_rows(
-            (f"found_{name}", statistics.mean(lookups["found"]), "", "a fifth is silent"),
-            (f"hops_{name}", statistics.median(lookups["hops"]), "hops", "median"),
-            (f"calls_{name}", statistics.mean(lookups["calls"]), "calls", "mean per read"),
-            (f"latency_ms_{name}", 1e3 * statistics.median(lookups["seconds"]), "ms", "virtual, median"),
-        )
-    _processes(report, 160 if report.quick else 800)
 
 
 GRID = Grid("ffn", (32, 32))

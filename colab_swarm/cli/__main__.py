@@ -32,7 +32,15 @@ SURVIVORS = ("alice", "bob", "dave")  # of the demo
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Errors of the swarm end with one sentence and status 1, an interrupt with 130."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="colab-swarm", description="Train one large model together.")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
+    commands = parser.add_subparsers(required=True)
+    for run, (words, settings) in COMMANDS.items():
+        command = commands.add_parser(run.__name__.strip("_"), help=words, add_help=run is not _bench)
+        command.set_defaults(command=run)
+        for name, (told, given) in settings.items():
+            command.add_argument(name, help=told, **given)
+    options = parser.parse_args(arguments)
     logging.basicConfig(level="INFO" if options.verbose else "ERROR", format="%(name)s: %(message)s")
     try:
         options.command(options)
@@ -40,18 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"colab-swarm: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="colab-swarm", description="Train one large model together.")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
-    commands = parser.add_subparsers(required=True)
-    for run, (words, arguments) in COMMANDS.items():
-        command = commands.add_parser(run.__name__.strip("_"), help=words, add_help=run is not _bench)
-        command.set_defaults(command=run)
-        for name, (told, settings) in arguments.items():
-            command.add_argument(name, help=told, **settings)
-    return parser
 
 
 def _steps(text: str) -> int | Literal["auto"]:

@@ -37,7 +37,7 @@ from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link, fail
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.noise import Handshake
-from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, end_tasks, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role, decoded, end_tasks, short
 from colab_swarm.net.websocket import WebSocket, accept
 
 VERSION = 1
@@ -127,10 +127,7 @@ class Introduction:
         return self._noise.write(msgspec.msgpack.encode(hello))
 
     def _check_hello(self, payload: bytes, hash_before: bytes) -> Hello:
-        try:
-            hello = msgspec.msgpack.decode(payload, type=Hello)
-        except UNDECODABLE as error:
-            raise ProtocolError(f"an undecodable hello: {error}") from error
+        hello = decoded(payload, Hello, "an undecodable hello", ProtocolError)
         told = _DOMAIN + self._noise.remote_static + hash_before
         genuine = verify(hello.public_key, hello.signature, told)
         require(genuine, "a hello with a wrong signature", ProtocolError)

@@ -23,7 +23,7 @@ import msgspec
 from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError, require
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role, remember
+from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role, decoded, remember
 
 SLACK_S = 600.0  # how far clocks may be apart
 MAX_NAME_CHARS = 64
@@ -194,10 +194,7 @@ class MembershipAdmission:
 
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list; return whether it is newer, or raise `ProtocolError` if it is forged."""
-        try:
-            found = msgspec.msgpack.decode(revocations, type=Revocations)
-        except UNDECODABLE as error:
-            raise ProtocolError(f"undecodable revocations: {error}") from error
+        found = decoded(revocations, Revocations, "undecodable revocations", ProtocolError)
         if found.version <= self.revoked.version:
             return False
         sound = found.run_id == self.run_id and found.is_signed_by(self.authority)

@@ -297,6 +297,14 @@ def short(peer: PeerId) -> str:
     return peer.hex()[:8]
 
 
+def decoded(data: Buffer, kind: type[V], problem: str, error: type[Exception]) -> V:
+    """Decode what a stranger sent; raise ``error`` with the ``problem`` if it is not valid."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UNDECODABLE as fault:
+        raise error(f"{problem}: {fault}") from fault
+
+
 async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait until they have ended; what they return or raise is dropped."""
     for task in tasks:

@@ -72,8 +72,11 @@ def draw_job(status: "JobStatus") -> Document:
     shown.draw(_accuracy(status))
 
     def cells(row: "VolunteerState") -> tuple[str, ...]:
+        reliability = f"{1 - row.error_rate:.0%}" if row.accepted + row.rejected + row.expired else "new"
+        if row.banned_until > status.at:
+            reliability = f"banned for {duration(row.banned_until - status.at)}"
         counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
-        return (plain(row.name or row.volunteer[:8], 40), _reliability(row, status.at), *counts)
+        return (plain(row.name or row.volunteer[:8], 40), reliability, *counts)
 
     shown.table(COLUMNS, status.volunteers, cells, numbers=range(2, 6), what="volunteers")
     return shown
@@ -87,12 +90,6 @@ def _accuracy(status: "JobStatus") -> str:
         return '<p class="soft">The accuracy is drawn after the second epoch.</p>'
     dashed = "" if target is None else f"; dashed: the target, {target:.1%}"
     return f'{chart}<p class="soft">accuracy: mean of each epoch{dashed}</p>'
-
-
-def _reliability(one: "VolunteerState", now: float) -> str:
-    if one.banned_until > now:
-        return f"banned for {duration(one.banned_until - now)}"
-    return f"{1 - one.error_rate:.0%}" if one.accepted + one.rejected + one.expired else "new"
 
 
 def _page(status: "JobStatus") -> list[Document]:

@@ -272,7 +272,11 @@ def draw_waterfall(
 
     def cells(member: MemberTrace) -> tuple[theme.Cell, ...]:
         short = member.peer[:ID_CHARS]
-        hue, outcome = _outcome(member)
+        hue, outcome = "green", "✔ complete"
+        if member.dropped:
+            hue, outcome = "red", f"✖ {plain(member.dropped, 80)}"
+        elif not any((member.sent, member.received, member.means)):
+            hue, outcome = "soft", "– nothing to exchange"  # this peer itself
         drawn = f'<span class="{hue}">{text(outcome, 90)}</span>'
         return (
             plain(names.get(short, short), 24),
@@ -316,14 +320,6 @@ def _facts(finished: RoundFinished) -> str:
     if finished.kept_local:
         facts.append(f"{finished.kept_local:,} values not averaged")
     return ", ".join(facts)
-
-
-def _outcome(member: MemberTrace) -> tuple[str, str]:
-    if member.dropped:
-        return "red", f"✖ {plain(member.dropped, 80)}"
-    if not any((member.sent, member.received, member.means)):
-        return "soft", "– nothing to exchange"  # this peer itself
-    return "green", "✔ complete"
 
 
 def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:

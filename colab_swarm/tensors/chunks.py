@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.net.peers import (
     MAX_PAYLOAD_BYTES,
-    UNDECODABLE,
     Buffer,
     Message,
     PeerId,
     Peers,
     Refusal,
     Stream,
+    decoded,
     short,
 )
 from colab_swarm.tensors.statedict import KINDS, TensorBytes, as_bytes, as_tensors, flatten, unflatten
@@ -76,12 +76,9 @@ def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes
 
     Raises StateError if the blob is not of this layout, or holds values that are not finite.
     """
-    try:
-        decoded = msgspec.msgpack.decode(layout, type=Layout)
-    except UNDECODABLE as error:
-        raise StateError(f"the layout of the state cannot be read: {error}") from error
+    made = decoded(layout, Layout, "the layout of the state cannot be read", StateError)
     tensors: dict[str, TensorBytes] = {}
-    for (name, kind, shape), span in zip(decoded.tensors, _spans(decoded.tensors, blob.nbytes), strict=True):
+    for (name, kind, shape), span in zip(made.tensors, _spans(made.tensors, blob.nbytes), strict=True):
         tensors[name] = TensorBytes(kind, shape, memoryview(blob.data)[span])
         finite = True
         if kind == "bfloat16":
@@ -89,8 +86,8 @@ def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes
         elif kind.startswith("float"):
             finite = np.isfinite(blob[span].view(kind)).all()
         require(finite, f"the state holds NaN or infinite values in {name[:80]!r}", StateError)
-    require(len(tensors) == len(decoded.tensors), "the layout of the state names a tensor twice", StateError)
-    return tensors, decoded.skeleton
+    require(len(tensors) == len(made.tensors), "the layout of the state names a tensor twice", StateError)
+    return tensors, made.skeleton
 
 
 def pack(state: Any) -> tuple[bytes, Blob]:
@@ -140,10 +137,7 @@ class Manifest(Message, frozen=True):
     @classmethod
     def decode(cls, data: Buffer) -> "Manifest":
         """Decode a stranger's manifest; raises StateError unless it is valid, in its one spelling."""
-        try:
-            manifest = msgspec.msgpack.decode(data, type=cls)
-        except UNDECODABLE as error:
-            raise StateError(f"the manifest of a state cannot be read: {error}") from error
+        manifest = decoded(data, cls, "the manifest of a state cannot be read", StateError)
         if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
             raise StateError("the manifest of a state is not encoded as we do")
         return manifest

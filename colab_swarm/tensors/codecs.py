@@ -264,12 +264,9 @@ class Float16:
         return 2.0**-22
 
     def encode(self, values: Floats) -> Buffer:
-        clamped: Any
         if torch := sys.modules.get("torch"):  # loading it for a cast would take seconds
-            clamped = torch.from_numpy(values).clamp(-FLOAT16_MAX, FLOAT16_MAX).half().numpy()
-        else:
-            clamped = np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16)
-        return _as_bytes(clamped)
+            return _as_bytes(torch.from_numpy(values).clamp(-FLOAT16_MAX, FLOAT16_MAX).half().numpy())
+        return _as_bytes(np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16))
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         halves = np.frombuffer(_checked(buffer, 2 * numel), np.int16)
