@@ -5,6 +5,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from timeit import timeit
@@ -36,15 +37,9 @@ STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
 @benchmark("averaging")
 def run(report: BenchReport, python: str | None = None) -> None:
     """With a ``python`` that has hivemind, also measure the steps of hivemind."""
-    numel = 2_000_000 if report.quick else 18_000_000
-    _compare_with_gloo(report, numel, rounds=6 if report.quick else 50)
-    _measure_steps(report, python)
-
-
-def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
+    numel, rounds = (2_000_000, 6) if report.quick else (18_000_000, 50)
     with Crew() as crew, tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        gloo = [crew.start(average_with_gloo, rank, numel, meeting) for rank in range(PEERS)]
+        gloo = [crew.start(average_with_gloo, rank, numel, f"{folder}/meeting") for rank in range(PEERS)]
         peers = [crew.start(average_as_peer, rank, numel) for rank in range(PEERS)]
         found = map(contact, receive_all(peers))
         members = [GroupMember(one.id, one.addresses, 1.0 + rank, 1.0) for rank, one in enumerate(found)]
@@ -71,6 +66,7 @@ def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
         ("clipped_vs_plain", clipped_s / plain_s, "times", 'robust="clip"; lower is better'),
         ("success", statistics.mean(right), "", f"of {rounds} rounds"),
     )
+    _measure_steps(report, python)
 
 
 def _run_together(workers: list[Worker], **task: object) -> list[dict[str, Any]]:
@@ -179,11 +175,9 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         lineage = collaboration.progress.own.lineage
         await collaboration.average(values, 1.0, UploadEncoding(), partial(next_lineage, lineage))
 
+    enter: Callable[..., cs.Swarm] = partial(cs.join, *invites) if invites else partial(cs.create, "bench")
     options = cs.NetworkOptions(lan=False, use_relays=False)
-    if invites:
-        swarm = cs.join(invites[0], peer_name=f"peer-{time.monotonic_ns()}", options=options)
-    else:
-        swarm = cs.create("bench", options=options)
+    swarm = enter(peer_name=f"peer-{time.monotonic_ns()}", options=options)
     collaboration = swarm.runtime.call(begin())
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
     found: dict[str, Any] = {"contact": "" if invites else str(swarm.invite())}

@@ -397,28 +397,24 @@ def run_groups(report: BenchReport) -> None:
         worst = max(float(np.abs(values - town.mean()).max()) for values in story.means.values())
         report.add(f"error_{count}", worst, "", f"{count} peers, m = 4, {len(story.history) - 1} rounds")
     for size in SIZES:
-        _with_failures(report, size, seeds=1 if report.quick else 10)
+        stories = [
+            play(Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed), passes=2)
+            for seed in range(1 if report.quick else 10)
+        ]
+        spreads = [story.spread() for story in stories]
+        results = [result for story in stories for result in story.results.values()]
+        left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
+        rounds = [one for result in results for one in result.rounds]
+        whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
+        report.add_rows(
+            (f"error_kept_m{size}", max(left), "", "10 % crash in every round: worst round"),
+            (f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash"),
+            (f"slowest_pass_m{size}", max(result.seconds for result in results), "s", ""),
+        )
+        means = map(np.mean, zip(*spreads, strict=False))
+        report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
     chosen = {f"size_16_q{percent}": chosen_size(16, percent / 100) for percent in (0, 5, 10, 20, 50)}
     report.add_all(chosen, "peers", "chosen")
-
-
-def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
-    stories = [
-        play(Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed), passes=2)
-        for seed in range(seeds)
-    ]
-    spreads = [story.spread() for story in stories]
-    results = [result for story in stories for result in story.results.values()]
-    left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
-    rounds = [one for result in results for one in result.rounds]
-    whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
-    report.add_rows(
-        (f"error_kept_m{size}", max(left), "", "10 % crash in every round: worst round"),
-        (f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash"),
-        (f"slowest_pass_m{size}", max(result.seconds for result in results), "s", ""),
-    )
-    means = map(np.mean, zip(*spreads, strict=False))
-    report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
 
 
 def plot_groups(report: BenchReport, path: str) -> None:

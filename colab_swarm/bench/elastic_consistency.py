@@ -41,16 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import (
-    BenchReport,
-    Channel,
-    Crew,
-    Lines,
-    benchmark,
-    call_all,
-    draw,
-    python_command,
-)
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, draw, python_command
 from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter, Recent
 from colab_swarm.recipes.classify import classification_job
@@ -367,7 +358,7 @@ def run_emulated(report: BenchReport) -> None:
 def plot(report: BenchReport, path: str) -> None:
     figures, panels = report.figures, []
     for kind in ("accuracy", "distance"):
-        lines: Lines = {}
+        lines = dict[str, Any]()
         for model in STRESS:
             if variance := figures.get(f"{kind}_{model}_variance"):
                 values = [figures[f"{kind}_{model}_beta_{beta:g}"] for beta in BETAS]
@@ -412,16 +403,11 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
         for seed in range(seeds):
             for way, found in runs.items():
                 found.append(call_all(crew, way=way, seed=seed, steps=steps))
-    step_s = {
-        way: statistics.median(max(one["step_s"] for one in peers) for peers in found)
-        for way, found in runs.items()
-    }
-    accuracy = {
-        way: statistics.mean(one["accuracy"] for peers in found for one in peers)
-        for way, found in runs.items()
-    }
-    for way, seconds in step_s.items():
-        report.add(f"step_ms_{way}", 1e3 * seconds, "ms", f"accuracy {accuracy[way]:.1%}")
+    step_s, accuracy = dict[str, float](), dict[str, float]()
+    for way, found in runs.items():
+        step_s[way] = statistics.median(max(one["step_s"] for one in peers) for peers in found)
+        accuracy[way] = statistics.mean(one["accuracy"] for peers in found for one in peers)
+        report.add(f"step_ms_{way}", 1e3 * step_s[way], "ms", f"accuracy {accuracy[way]:.1%}")
     synchronous_s, lost = step_s["synchronous"], 100 * (accuracy["synchronous"] - accuracy[HEADLINE])
     report.add_rows(
         ("step_time_vs_synchronous", step_s[HEADLINE] / synchronous_s, "", f"{HEADLINE}; <= 0.8 wanted"),

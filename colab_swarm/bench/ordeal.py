@@ -109,13 +109,8 @@ def run_experts(report: BenchReport) -> None:
             with suppress(EOFError):
                 while True:
                     taken_over += worker.receive().get("taken_over", 0)
-    found = {
-        "ordeal_steps": len(losses),
-        "ordeal_loss": statistics.mean(losses[-50:]),
-        "ordeal_killed": len(crew) - len(alive),
-        "ordeal_taken_over": taken_over,
-    }
-    report.add_all(found)
+    report.add_all({"ordeal_steps": len(losses), "ordeal_loss": statistics.mean(losses[-50:])})
+    report.add_all({"ordeal_killed": len(crew) - len(alive), "ordeal_taken_over": taken_over})
 
 
 NAMES = ("alice", "bob", "carol")

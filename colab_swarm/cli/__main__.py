@@ -256,12 +256,12 @@ def _experts(options: Options) -> None:
 
 
 def _peer(options: Options) -> None:
-    if not options.reduce_only:
+    if options.reduce_only:
+        with _join(options, "reducer") as swarm:
+            swarm.serve_as_reducer()
+            _stay(swarm, options, {"reached": str(swarm.reachability)}, hours=options.hours)
+    else:
         _train(options)
-        return
-    with _join(options, "reducer") as swarm:
-        swarm.serve_as_reducer()
-        _stay(swarm, options, {"reached": str(swarm.reachability)}, hours=options.hours)
 
 
 def _train(options: Options) -> None:

@@ -101,22 +101,26 @@ class Introduction:
 
         Raises `ProtocolError` (another run or version, garbled), `WrongPeer` or `NotAdmitted`.
         """
-        before = self._noise.hash
-        payload = self._noise.read(message)
+        before, payload = self._noise.hash, self._noise.read(message)
         if not self._run_checked:
             require(
                 payload == self._digest, f"this peer belongs to {describe_run(self._run_id)}", ProtocolError
             )
             self._run_checked = True
             return self._write_hello(wall_time)
-        hello = self._check_hello(payload, before)
+        hello = decoded(payload, Hello, "an undecodable hello", ProtocolError)
+        genuine = verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + before)
+        require(genuine, "a hello with a wrong signature", ProtocolError)
+        if (peer := id_of(hello.public_key)) == self._identity.id:
+            raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
+        if self._expected is not None and peer != self._expected:
+            raise WrongPeer(f"peer {short(peer)} answered, {short(self._expected)} was expected")
         try:
             role = self._admit(hello.public_key, hello.membership)
         except NotAdmitted as error:
             raise NotAdmitted(f"not admitted: {error}") from error
         answer = None if self._noise.finished else self._write_hello(wall_time)
-        contact = Contact(id_of(hello.public_key), hello.addresses)
-        keys = self._noise.split()
+        contact, keys = Contact(peer, hello.addresses), self._noise.split()
         self.result = Remote(contact, hello.public_key, hello.membership, role, hello.time, keys)
         return answer
 
@@ -125,17 +129,6 @@ class Introduction:
         signature = self._identity.sign(_DOMAIN + public + self._noise.hash)
         hello = Hello(self._identity.public_key, signature, self._addresses, wall_time, self._membership)
         return self._noise.write(msgspec.msgpack.encode(hello))
-
-    def _check_hello(self, payload: bytes, hash_before: bytes) -> Hello:
-        hello = decoded(payload, Hello, "an undecodable hello", ProtocolError)
-        told = _DOMAIN + self._noise.remote_static + hash_before
-        genuine = verify(hello.public_key, hello.signature, told)
-        require(genuine, "a hello with a wrong signature", ProtocolError)
-        if (peer := id_of(hello.public_key)) == self._identity.id:
-            raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
-        if self._expected is not None and peer != self._expected:
-            raise WrongPeer(f"peer {short(peer)} answered, {short(self._expected)} was expected")
-        return hello
 
 
 class HandshakeReceiver:

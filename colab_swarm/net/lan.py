@@ -138,26 +138,22 @@ class LanAnnouncer:
 
 async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -> list[LanSwarm]:
     """Listen; return the runs announced in the local network, none without multicast."""
-    with suppress(OSError):
-        async with _open(interfaces) as zeroconf:
-            return merge(await _listen(zeroconf.zeroconf, seconds))
-    return []
-
-
-async def _listen(zeroconf: Zeroconf, seconds: float) -> list[LanSwarm]:
     names: dict[str, None] = {}
 
     def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         if state_change is not ServiceStateChange.Removed and len(names) < MAX_SERVICES:
             names[name] = None
 
-    browser = AsyncServiceBrowser(zeroconf, SERVICE, handlers=[on_change])
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        await browser.async_cancel()
-    said = await asyncio.gather(*(_ask(zeroconf, name) for name in names))
-    return [one for one in said if one is not None]
+    with suppress(OSError):
+        async with _open(interfaces) as opened:
+            browser = AsyncServiceBrowser(opened.zeroconf, SERVICE, handlers=[on_change])
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                await browser.async_cancel()
+            said = await asyncio.gather(*(_ask(opened.zeroconf, name) for name in names))
+            return merge(one for one in said if one is not None)
+    return []
 
 
 async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:

@@ -82,7 +82,7 @@ class Link:
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
         self.carrier, self._keys, self._events = carrier, remote.keys, events
         self._sent, self._received = traffic
-        self._call_services, self._stream_services = services
+        self._services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.used_at = self._loop.time()
         self.rtts_s: deque[float] = deque(maxlen=5)
@@ -192,11 +192,10 @@ class Link:
 
     def _on_opening(self, frame: Frame) -> None:
         id, is_call = frame.id, frame.kind is FrameKind.CALL
-        services = self._call_services if is_call else self._stream_services
         try:
             if len(self.tasks) >= MAX_TASKS:
                 raise CallRefused("busy", f"{len(self.tasks)} handlers still run for this link")
-            handler, message = self.find_handler(services, frame.message)
+            handler, message = self.find_handler(self._services[not is_call], frame.message)
         except CallRefused as error:
             (self.mux.fail if is_call else self.mux.reset)(id, error.code, str(error))
             return

@@ -30,16 +30,7 @@ from colab_swarm.errors import (
 )
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_local, is_loopback, reachable_addresses, relay_of
-from colab_swarm.net.carrier import (
-    LinkType,
-    Loopback,
-    Metering,
-    NodeSettings,
-    Path,
-    Receiver,
-    Remote,
-    Traffic,
-)
+from colab_swarm.net.carrier import LinkType, Loopback, Metering, NodeSettings, Path, Remote, Traffic
 from colab_swarm.net.handshake import HandshakeReceiver, Introduction, Listener, describe_run, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, fail
@@ -207,7 +198,7 @@ class Linker:
             if not proof:
                 raise
 
-    async def connect(self, address: str, receiver: Receiver) -> WebSocket:
+    async def connect(self, address: str, receiver: HandshakeReceiver) -> WebSocket:
         self._require_open()
         if self._session is None:
             connector = aiohttp.TCPConnector(
@@ -356,8 +347,7 @@ class Linker:
 
     def readmit(self, peer: PeerId, membership: bytes) -> Role:
         """Admit the peer with a renewed membership and return its role, or raise `NotAdmitted`."""
-        roles = [self._admit_again(link, membership) for link in self.table.of(peer)]
-        return max(roles, default=Role.GUEST)
+        return max((self._admit_again(link, membership) for link in self.table.of(peer)), default=Role.GUEST)
 
     def _admit_again(self, link: Link, membership: bytes) -> Role:
         role = self.admission.admit(link.remote.public_key, membership, now=self.time())
@@ -377,11 +367,8 @@ class Linker:
     def require_room(self) -> None:
         """Raise `PeerLost` if no link may be added."""
         self._require_open()
-        require(
-            not self.table.full(self._settings.max_links),
-            f"this peer has {len(self.table)} links, all busy",
-            PeerLost,
-        )
+        full = self.table.full(self._settings.max_links)
+        require(not full, f"this peer has {len(self.table)} links, all busy", PeerLost)
 
     async def close(self) -> None:
         """Cancel handlers, close all links. Idempotent; continues if the caller is cancelled."""

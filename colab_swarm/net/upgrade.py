@@ -67,9 +67,8 @@ def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
     host, port = endpoint
     ip = ip_of(host)
     # the part after % names an interface of the other machine
-    if ip is None or ip.is_multicast or ip.is_unspecified or ip.is_link_local or "%" in host:
-        return None
-    if not 0 < port < 1 << 16:
+    usable = "%" not in host and 0 < port < 1 << 16
+    if not usable or ip is None or ip.is_multicast or ip.is_unspecified or ip.is_link_local:
         return None
     return socket.AF_INET if ip.version == 4 else socket.AF_INET6
 

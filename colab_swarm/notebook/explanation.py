@@ -90,8 +90,7 @@ def _advice(kind: type[BaseException], error: object, said: str) -> Advice:
         package = f'"colab-swarm[{extra}]"' if extra else name
         part = f"; it belongs to the extra {extra!r} of colab-swarm" if extra else ""
         return f"{name} is not installed{part}", f"%pip install {package}, then run the cell again"
-    known = COMMON.get(getattr(error, "errno", None)) or COMMON.get(kind.__name__)
-    return known or _unknown(error)
+    return COMMON.get(getattr(error, "errno", None)) or COMMON.get(kind.__name__) or _unknown(error)
 
 
 def extra_of(module: str) -> str | None:

@@ -262,7 +262,10 @@ def draw_waterfall(
     if not rounds:
         shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return
-    one = _drawable(rounds[max(len(rounds) - 1 - back, 0)])
+    one = rounds[max(len(rounds) - 1 - back, 0)]
+    seconds = one.seconds if 0 < one.seconds < MAX_S else MIN_S  # a recording may hold anything
+    averaging_s = one.averaging_s if 0 <= one.averaging_s < seconds else seconds
+    one = replace(one, seconds=seconds, averaging_s=averaging_s)
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
@@ -277,26 +280,18 @@ def draw_waterfall(
             hue, outcome = "red", f"✖ {plain(member.dropped, 80)}"
         elif not any((member.sent, member.received, member.means)):
             hue, outcome = "soft", "– nothing to exchange"  # this peer itself
-        drawn = f'<span class="{hue}">{text(outcome, 90)}</span>'
         return (
             plain(names.get(short, short), 24),
             _lane(member, one),
             f"{member.weight:,.0f}",
             f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?",
-            (outcome, drawn),
+            (outcome, f'<span class="{hue}">{text(outcome, 90)}</span>'),
         )
 
     members = sorted(one.members, key=lambda member: not member.dropped)  # the failed ones first
     columns = ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result")
     shown.table(columns, members, cells, numbers=(2, 3), what="members of the round")
     shown.note("  ".join(f"{character} {meaning}" for character, meaning in TRACKS.values()))
-
-
-def _drawable(finished: RoundFinished) -> RoundFinished:
-    """Return the round with finite, positive times: a recording may hold anything."""
-    seconds = finished.seconds if 0 < finished.seconds < MAX_S else MIN_S
-    averaging_s = finished.averaging_s if 0 <= finished.averaging_s < seconds else seconds
-    return replace(finished, seconds=seconds, averaging_s=averaging_s)
 
 
 def _seconds(seconds: float) -> str:

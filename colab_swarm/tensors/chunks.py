@@ -278,11 +278,8 @@ class ChunkDownload:
         while self._queue and left:  # the remaining donors send the chunks of a lost one
             kept = await asyncio.gather(*map(self._work, left))
             left = [donor for donor, works in zip(left, kept, strict=True) if works]
-        require(
-            not self._queue,
-            f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive",
-            StateError,
-        )
+        missing = f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive"
+        require(not self._queue, missing, StateError)
 
     async def _work(self, donor: PeerId) -> bool:
         count, now = 1, asyncio.get_running_loop().time
