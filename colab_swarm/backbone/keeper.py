@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from colab_swarm.averaging.matchmaking import loop_now
 from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
@@ -140,8 +141,9 @@ class Forwarder:
     """Logs points to a tracker, whose package must be installed; loses those that it cannot reach."""
 
     def __init__(self, settings: Forward, prefix: str) -> None:
-        missing = f"to forward to {settings.to}: pip install {settings.to}"
-        require(importlib.util.find_spec(settings.to), missing)
+        require(
+            importlib.util.find_spec(settings.to), f"to forward to {settings.to}: pip install {settings.to}"
+        )
         self._settings, self._run_id = settings, prefix.replace("/", "-")
         self._waiting: queue.Queue[LossPoint | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="colab-swarm-forward", daemon=True)
@@ -350,7 +352,7 @@ class Keeper:
                 logger.info("records of %s not read: %s", self._prefix, error)
             except Exception as error:  # the others' run must not end by our fault
                 logger.exception("keeping %s failed", self._prefix)
-                self._services.events.emit(Fault(_now(), f"keeping {self._prefix}", str(error)))
+                self._services.events.emit(Fault(loop_now(), f"keeping {self._prefix}", str(error)))
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
@@ -359,7 +361,7 @@ class Keeper:
         await self.progress.refresh(services.dht, services.peers)
         branch = self._last_branch = self.branch
         if branch != branch_before or (branch is not None and branch.peers & services.peers.linked()):
-            self._heard_at = _now()
+            self._heard_at = loop_now()
         if points := self.curve.on_records(self.trainers, branch, at=time.time()):
             self._append(points)
         await self._stand_in(branch)
@@ -379,7 +381,7 @@ class Keeper:
             logger.warning("%s could not be written: %s", self._losses, error)
 
     def _on_lost(self, peer: PeerId) -> None:
-        self.progress.on_lost(peer, now=_now())
+        self.progress.on_lost(peer, now=loop_now())
 
     @property
     def trainers(self) -> dict[PeerId, ProgressRecord]:
@@ -395,7 +397,7 @@ class Keeper:
         ahead, old_s = step - self._saved_step, time.time() - self._saved_at
         every_steps, every_s = self.settings.every_steps, 60 * self.settings.every_minutes
         enough = (every_steps and ahead >= every_steps) or (every_s and old_s >= every_s)
-        return ahead > 0 and bool(enough) and _now() - self._failed_at >= RETRY_S
+        return ahead > 0 and bool(enough) and loop_now() - self._failed_at >= RETRY_S
 
     async def _save(self, branch: Branch) -> None:
         try:
@@ -410,8 +412,8 @@ class Keeper:
             path = await asyncio.to_thread(self.vault.save, snapshot)
         except (StateError, PeerError) as error:
             logger.warning("no checkpoint at step %d: %s; next try in %g s", branch.step, error, RETRY_S)
-            self._services.events.emit(Fault(_now(), f"checkpoint of step {branch.step}", str(error)))
-            self._failed_at = _now()
+            self._services.events.emit(Fault(loop_now(), f"checkpoint of step {branch.step}", str(error)))
+            self._failed_at = loop_now()
         else:
             step = snapshot.manifest.step
             self._saved_step, self._saved_at = step, time.time()
@@ -422,14 +424,14 @@ class Keeper:
                 self.hub.newest = path, title
 
     async def _stand_in(self, branch: Branch | None) -> None:
-        newest, silent = self._saved_step, _now() - self._heard_at >= SILENCE_S  # records outlive peers
+        newest, silent = self._saved_step, loop_now() - self._heard_at >= SILENCE_S  # records outlive peers
         if newest and (silent or branch is None or branch.step < newest):
             if self.stored is None:
                 self._on_standing_in(self._prefix)
                 found = self.stored = await asyncio.to_thread(self.vault.latest)
                 self._saved_step = 0 if found is None else found.manifest.step  # files may be damaged
                 self._published_at = float("-inf")
-            if self.stored is not None and _now() - self._published_at >= PUBLISH_S:
+            if self.stored is not None and loop_now() - self._published_at >= PUBLISH_S:
                 await self._publish(self.stored, TTL_S)
         elif self.stored is not None:
             stored, self.stored = self.stored, None
@@ -446,9 +448,5 @@ class Keeper:
             name=f"{self._name} (checkpoint)",
             addresses=self._services.peers.contact.addresses,
         )
-        self._published_at = _now()
+        self._published_at = loop_now()
         await self._services.dht.publish(progress_key(self._prefix), record, ttl_s=ttl_s)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

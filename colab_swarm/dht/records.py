@@ -188,8 +188,13 @@ class Storage:
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
         if len(record.value) > self._settings.value_bytes or len(record.membership) > MAX_MEMBERSHIP_BYTES:
             return f"a value of {len(record.value)} bytes, or its membership, is too long"
-        if fault := self._age_fault(record, swarm_time):
-            return fault
+        max_ttl_s, left_s = self._settings.max_ttl_s, record.expires_at - swarm_time
+        if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
+            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
+        if record.expires_at - record.written_at > max_ttl_s + CLOCK_SLACK_S:
+            return "it was written too long before its end"
+        if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
+            return "its version is from the future: check the writer's clock"
         if not _signed(key, record):
             return "its signature is forged"
         try:
@@ -200,17 +205,6 @@ class Storage:
 
     def role_of(self, record: Record) -> Role:
         return self._role_by(record.owner, record.membership, record.written_at)
-
-    def _age_fault(self, record: Record, swarm_time: float) -> str | None:
-        max_ttl_s = self._settings.max_ttl_s
-        left_s = record.expires_at - swarm_time
-        if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
-            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
-        if record.expires_at - record.written_at > max_ttl_s + CLOCK_SLACK_S:
-            return "it was written too long before its end"
-        if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
-            return "its version is from the future: check the writer's clock"
-        return None
 
     def get(self, key: bytes, *, now: float) -> tuple[Record, ...]:
         """Return the live records under ``key``, with the rest of their lives."""

@@ -64,6 +64,11 @@ def is_sound(contact: Contact) -> bool:
     return len(contact.id) == ID_BYTES and few
 
 
+async def on_loop(work: Callable[[], T]) -> T:
+    """Return ``work()``; for `Runner.call`, which runs coroutines only."""
+    return work()
+
+
 class BackgroundTasks:
     """The background tasks of one service, on the event loop; ``what`` names them in a `Fault`."""
 

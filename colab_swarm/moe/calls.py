@@ -185,7 +185,6 @@ class ExpertCalls:
         """
         inputs = tensors[0]
         opening = kind(info.uid, len(inputs), inputs.shape[1:], self._codec.name)
-        where = f"expert {info.uid} at {short(info.host.id)}"
         self._peers.learn(info.host)
         try:
             async with await self._peers.stream(info.host.id, opening, timeout_s=self.timeout_s) as stream:
@@ -197,7 +196,9 @@ class ExpertCalls:
         except (PeerError, ValueError) as error:
             busy = isinstance(error, CallRefused) and error.code == "busy"
             retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
-            raise ExpertError(f"{where}: {error}", retry_s=retry_s) from error
+            raise ExpertError(
+                f"expert {info.uid} at {short(info.host.id)}: {error}", retry_s=retry_s
+            ) from error
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
         try:
@@ -271,9 +272,8 @@ class Batching:
         """
         limits, caller = self.limits, call.caller
         require(call.samples >= 1, f"a call of {call.samples} samples: send at least one")
-        if call.size_bytes > limits.max_batch_bytes:
-            most = f"this host takes {limits.max_batch_bytes / 2**20:.4g} MiB at once"
-            raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
+        mine, most = call.size_bytes / 2**20, limits.max_batch_bytes / 2**20
+        require(mine <= most, f"a call of {mine:.4g} MiB: this host takes {most:.4g} MiB at once; split it")
         free = limits.max_held_bytes - self._held.total() - call.size_bytes
         if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
             return min(max(MIN_RETRY_S, self._held.total() * self._byte_s), LONGEST_RETRY_S)
@@ -323,11 +323,10 @@ class Batching:
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
     """Compute calls of one key as one batch; return the answer or the error of each."""
     samples = sum(call.samples for call in calls)
-    key = calls[0].key
+    key, row = calls[0].key, 0
     stacks = [np.empty((samples, *key.shape), np.float32) for _ in range(1 + key.backward)]
     answers: list[tuple[Call, Outcome]] = []
     valid: list[Call] = []
-    row = 0
     for call in calls:
         try:
             call.decode_into([stack[row : row + call.samples] for stack in stacks])
@@ -478,10 +477,8 @@ class ExpertServer:
         require(
             len(shape) == len(expert.shape)
             and all(
-                (
-                    side > 0 and expected in (side, ANY_LENGTH)
-                    for side, expected in zip(shape, expert.shape, strict=True)
-                )
+                side > 0 and expected in (side, ANY_LENGTH)
+                for side, expected in zip(shape, expert.shape, strict=True)
             ),
             f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}",
             Refusal,

@@ -169,9 +169,8 @@ class Directory:
         lost = []
         for uid, page in pages.items():
             place = mine[grid.index(uid)]
-            live = listings[page].live(place.index, self._now())
-            rivals = (one for one in live if one.host.id != self._peers.id)
-            if any(one.claim < (place.claimed_ms, self._peers.id) for one in rivals):
+            me, live = self._peers.id, listings[page].live(place.index, self._now())
+            if any(one.host.id != me and one.claim < (place.claimed_ms, me) for one in live):
                 lost.append(uid)
         return lost
 
@@ -267,9 +266,11 @@ class Directory:
             found, listings = await self._search(grid, scores, k)
         infos = self._infos(grid, set(itertools.chain(*found)), listings)
         chosen = [[infos[index] for index in sample if index in infos] for sample in found]
-        if chosen and not any(chosen):
-            cure = "host some, check the prefix, or wait for their hosts"
-            raise NoExpertsError(f"no expert of {grid} can be called: {cure}")
+        require(
+            any(chosen) or not chosen,
+            f"no expert of {grid} can be called: host some, check the prefix, or wait for their hosts",
+            NoExpertsError,
+        )
         return chosen
 
     async def _search(

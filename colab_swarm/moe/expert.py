@@ -133,8 +133,11 @@ class Expert:
                 bool((buffers[name].isfinite() | (buffers[name] == old)).all())
                 for name, old in self._module.named_buffers()
             )
-            if not (norm.isfinite() and inputs.grad.isfinite().all() and changes_are_finite):
-                raise FloatingPointError(f"{self.uid}: these tensors lead to values that are not finite")
+            require(
+                norm.isfinite() and inputs.grad.isfinite().all() and changes_are_finite,
+                f"{self.uid}: these tensors lead to values that are not finite",
+                FloatingPointError,
+            )
             with torch.no_grad():
                 for name, buffer in self._module.named_buffers():
                     buffer.copy_(buffers[name])
@@ -224,9 +227,10 @@ def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> Exper
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             expert.backward(torch.rand(shape), torch.rand(shape))
     except Exception as error:  # the user's code may raise anything
-        wanted = "an expert maps (n, *sample) to the same shape, float32, and has gradients"
-        text = f"{type(module).__name__} failed on a batch of shape {shape}: {error}; {wanted}"
-        raise ValueError(text) from error
+        raise ValueError(
+            f"{type(module).__name__} failed on a batch of shape {shape}: {error}; "
+            "an expert maps (n, *sample) to the same shape, float32, and has gradients"
+        ) from error
     tensors, skeleton = flatten(expert.state_dict())  # raises now if the state cannot be saved
     return ExpertModel(
         each=sum(tensor.nbytes for tensor in tensors.values()),
@@ -271,9 +275,11 @@ class HostPlan:
     takeover_s: float = 20.0  # between two checks for experts whose hosts died
 
     def __post_init__(self) -> None:
-        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0 or min(self.save_s, self.takeover_s) <= 0:
-            given = f"copies={self.copies}, spare={self.spare}, save_s={self.save_s}, takeover_s={self.takeover_s}"
-            raise ValueError(f"{given}: give 0 to {MAX_HOLDERS}, 0 or more, and times above 0")
+        require(
+            0 <= self.copies <= MAX_HOLDERS and self.spare >= 0 and min(self.save_s, self.takeover_s) > 0,
+            f"copies={self.copies}, spare={self.spare}, save_s={self.save_s}, takeover_s={self.takeover_s}: "
+            f"give 0 to {MAX_HOLDERS}, 0 or more, and times above 0",
+        )
 
 
 def plan_host(
@@ -294,13 +300,13 @@ def plan_host(
     module, rule = make_expert(), rule or ADAM
     shape = getattr(module, "sample", None) if sample is None else sample
     if not isinstance(shape, Sequence):
-        name = type(module).__name__
-        raise ValueError(f"unknown samples of {name}. Say sample=(512,), or sample=(-1, 512) for any length")
+        raise ValueError(
+            f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
+        )
     model = measure(module, rule, shape)
     plan = HostPlan(grid, make_expert, rule, tuple(shape), model, **settings)
-    limits = BatchLimits()
-    most = max(1, limits.max_batch_bytes // (4 * math.prod(_usual(shape))))
-    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=min(limits.max_batch_size, most))
+    most = max(1, BatchLimits.max_batch_bytes // (4 * math.prod(_usual(shape))))
+    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=min(BatchLimits.max_batch_size, most))
     fit = min(fit, grid.size)
     why = f"{fit} of {grid} fit: {why}"
     if isinstance(count, Sequence):
@@ -318,17 +324,18 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
     """Raise `StateError` unless ``found`` has the shapes of ``model``, which took a step, and no more entries."""
     match found, model:
         case torch.Tensor(), torch.Tensor() if found.shape == model.shape and found.dtype == model.dtype:
-            return
+            pass
         case Mapping(), Mapping() if found.keys() <= model.keys():
             for key in found:
                 check_fit(found[key], model[key], f"{path}/{key}")
-            return
         case list() | tuple(), list() | tuple() if len(found) == len(model):
             for i, (one, other) in enumerate(zip(found, model, strict=True)):
                 check_fit(one, other, f"{path}/{i}")
-            return
         case None, _ if path:  # created by the first step
-            return
+            pass
         case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
-            return
-    raise StateError(f"the saved state does not fit this expert at {path or '/'!r}: of another class?")
+            pass
+        case _:
+            raise StateError(
+                f"the saved state does not fit this expert at {path or '/'!r}: of another class?"
+            )

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colab_swarm.dht.service import Found, is_sound
+from colab_swarm.errors import require
 from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId
 from colab_swarm.tensors.codecs import Floats
 
@@ -53,12 +54,14 @@ class Grid:
     sides: tuple[int, ...]  # number of indices along each dimension
 
     def __post_init__(self) -> None:
-        if len(self.prefix) > MAX_NAME_CHARS or not _PREFIX.fullmatch(self.prefix):
-            raise ValueError(f"{self.prefix!r} names no experts: use letters, digits, _ and -, such as 'ffn'")
-        few = 1 <= len(self.sides) <= MAX_DIMENSIONS
-        if not (few and all(1 <= side <= MAX_SIDE for side in self.sides)):
-            limits = f"1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices"
-            raise ValueError(f"a grid has {limits}, got {self.sides}")
+        require(
+            len(self.prefix) <= MAX_NAME_CHARS and _PREFIX.fullmatch(self.prefix),
+            f"{self.prefix!r} names no experts: use letters, digits, _ and -, such as 'ffn'",
+        )
+        require(
+            1 <= len(self.sides) <= MAX_DIMENSIONS and all(1 <= side <= MAX_SIDE for side in self.sides),
+            f"a grid has 1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices, got {self.sides}",
+        )
 
     @property
     def size(self) -> int:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from torch import nn
 
-from colab_swarm.dht.service import BackgroundTasks, RunServices
+from colab_swarm.averaging.matchmaking import loop_now
+from colab_swarm.dht.service import BackgroundTasks, RunServices, on_loop
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
@@ -31,7 +32,6 @@ from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 LIST_EVERY_S = 10.0
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
@@ -81,7 +81,7 @@ class ExpertHost:
         return sorted(self.experts)
 
     def statistics(self) -> dict[str, ExpertStatistics]:
-        served = self._runtime.call(_on_loop(self._server.statistics))
+        served = self._runtime.call(on_loop(self._server.statistics))
         return {uid: served[uid] for uid in self.uids if uid in served}
 
     def panel(self) -> Any:
@@ -148,7 +148,7 @@ class ExpertHost:
             logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
         self.experts.clear()
         for uid in uids:
-            self._services.events.emit(Notice(_now(), f"no longer hosting {uid}: this host stopped"))
+            self._services.events.emit(Notice(loop_now(), f"no longer hosting {uid}: this host stopped"))
 
     async def _fill(self, count: int) -> None:
         if len(self.experts) < count and (saved := await self._saves.saved(self.grid)):
@@ -192,7 +192,7 @@ class ExpertHost:
             expert = await self._server.device.run(lambda: self._build(uid))
         self._server.add(expert)
         self.experts[uid] = expert
-        self._services.events.emit(ExpertHosted(_now(), uid, expert.step, taken_over))
+        self._services.events.emit(ExpertHosted(loop_now(), uid, expert.step, taken_over))
 
     def _build(self, uid: str, state: dict[str, Any] | None = None) -> Expert:
         expert = Expert(uid, self.plan.make(), self.plan.rule, self.plan.sample)
@@ -213,7 +213,7 @@ class ExpertHost:
         for uid in lost:
             self._server.remove(uid)
             self._services.events.emit(
-                Notice(_now(), f"no longer hosting {uid}: another peer claimed it earlier")
+                Notice(loop_now(), f"no longer hosting {uid}: another peer claimed it earlier")
             )
         if lost:
             await self._directory.withdraw(self.grid, lost)
@@ -240,12 +240,8 @@ class ExpertHost:
         else:
             fault = (await self._saves.save(saved, others, copies)).fault
         if fault and not self._save_fault:
-            self._services.events.emit(Fault(_now(), f"save of {uid}", fault))
+            self._services.events.emit(Fault(loop_now(), f"save of {uid}", fault))
         self._save_fault = fault
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True)
@@ -301,8 +297,8 @@ class ExpertsWatch:
         self._closed = True  # a look that is under way may still replace the last one
 
     async def _look(self) -> ExpertsSnapshot:
-        if _now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
-            self._began_at = _now()
+        if loop_now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
+            self._began_at = loop_now()
             self._listing = asyncio.create_task(self._list(), name="list experts")
         left_out = self._seen & self._directory.banned()
         live = tuple(one for one in self._live if one.uid not in left_out)
@@ -331,20 +327,11 @@ class ExpertsWatch:
         first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
         grown = {info.uid: max(0, info.step - first[info.uid]) for info in found}
         total = sum(grown.values())
+        shares = {uid: steps / total if total else None for uid, steps in grown.items()}
         self._live = [
-            LiveExpert(
-                info.uid,
-                short(info.host.id),
-                info.host.id == self._me,
-                info.step,
-                grown[info.uid] / total if total else None,
-            )
-            for info in found
+            LiveExpert(one.uid, short(one.host.id), one.host.id == self._me, one.step, shares[one.uid])
+            for one in found
         ]
-
-
-async def _on_loop(make: Callable[[], T]) -> T:
-    return make()
 
 
 class SwarmExperts:
@@ -361,7 +348,7 @@ class SwarmExperts:
         show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any],
     ) -> None:
         self._runtime, self._services, self._show = runtime, services, show
-        self._directory = runtime.call(_on_loop(partial(Directory, services)))
+        self._directory = runtime.call(on_loop(partial(Directory, services)))
         self._resources: HostResources | None = None
         self._hosts: dict[str, ExpertHost] = {}  # by prefix
         self._watches: dict[Grid, ExpertsWatch] = {}
@@ -418,12 +405,13 @@ class SwarmExperts:
     def watch(self, grid: Grid) -> ExpertsWatch:
         if grid not in self._watches:
             self._watches[grid] = ExpertsWatch(
-                self._runtime, self._services.peers.id, self._directory, grid, self._served
+                self._runtime,
+                self._services.peers.id,
+                self._directory,
+                grid,
+                lambda: {} if self._resources is None else self._resources.server.statistics(),
             )
         return self._watches[grid]
-
-    def _served(self) -> dict[str, ExpertStatistics]:
-        return {} if self._resources is None else self._resources.server.statistics()
 
     def close(self) -> None:
         for watch in self._watches.values():
@@ -448,9 +436,10 @@ class SwarmExperts:
         where = None if folder is None else Path(folder)
         if self._resources is None:
             make = partial(HostResources, self._services, self._directory, where)
-            self._resources = self._runtime.call(_on_loop(make))
+            self._resources = self._runtime.call(on_loop(make))
             self._runtime.call(self._resources.saves.start())
         elif where not in (None, self._resources.folder):
-            here = f"this peer saves experts in {self._resources.folder}"
-            raise ValueError(f"{here}: omit folder=, or leave the swarm first")
+            raise ValueError(
+                f"this peer saves experts in {self._resources.folder}: omit folder=, or leave the swarm first"
+            )
         return self._resources

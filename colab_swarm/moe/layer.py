@@ -125,8 +125,10 @@ class RemoteExpert(nn.Module):
             async with asyncio.timeout(timeout_s):
                 info = await self._calls.directory.find(self.grid, self.uid)
         if info is None:
-            cure = "host it, or wait until a peer takes it over"
-            raise ExpertError(f"no peer hosts {self.uid}, or it was not found in {timeout_s:g} s: {cure}")
+            raise ExpertError(
+                f"no peer hosts {self.uid}, or it was not found in {timeout_s:g} s: "
+                "host it, or wait until a peer takes it over"
+            )
         return info
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -207,9 +209,11 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `NoExpertsError` if no expert is live, `ValueError` if inputs do not fit or are not finite."""
-        if inputs.ndim < (3 if self.sequences else 1) or inputs.shape[-1] != self.dim:
-            wanted = f"(batch, length, {self.dim})" if self.sequences else f"(..., {self.dim})"
-            raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
+        require(
+            inputs.ndim >= (3 if self.sequences else 1) and inputs.shape[-1] == self.dim,
+            f"inputs of {self.grid} must be of shape ({'batch, length' if self.sequences else '...'}, {self.dim}), "
+            f"not {tuple(inputs.shape)}",
+        )
         if not inputs.numel():
             return inputs
         sample = inputs.shape[-2:] if self.sequences else inputs.shape[-1:]
@@ -247,9 +251,10 @@ class _Batch:
     """One batch there and back. Sizes do not depend on the answers, as gradient checkpointing needs."""
 
     def __init__(self, layer: MixtureOfExperts, calls: ExpertCalls, inputs_BS: Floats) -> None:
-        if not all_finite(inputs_BS):
-            cure = "lower the learning rate or clip gradients; float16 overflows"
-            raise ValueError(f"inputs of {layer.grid} are not finite: {cure}")
+        require(
+            all_finite(inputs_BS),
+            f"inputs of {layer.grid} are not finite: lower the learning rate or clip gradients; float16 overflows",
+        )
         self._layer, self._grid, self._calls, self._inputs_BS = layer, layer.grid, calls, inputs_BS
         batch, k = len(inputs_BS), min(layer.k, layer.grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)

@@ -15,8 +15,8 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -137,7 +137,7 @@ class ReplicaStore:
         kept = sum(save.size_bytes for save in self._saves.values() if save.owner != self._me)
         return max(0, self._quota_bytes - kept - sum(size_bytes for _, size_bytes in self._coming))
 
-    @contextmanager
+    @contextlib.contextmanager
     def adding(self, save: Save) -> Iterator[None]:
         """Reserve space for a save while its chunks are put; then drop its owner's oldest beyond two.
 
@@ -240,7 +240,8 @@ class ExpertSaves:
         self._peers, self._dht, self._run_id = services.peers, services.dht, services.run_id
         self._tasks = BackgroundTasks("hold saved experts", services.events, services.rng)
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
-        self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
+        send = partial(send_chunks, read=lambda digest: asyncio.to_thread(store.get, digest))
+        self._peers.serve_stream(FetchSave, send, role=Role.WORKER)
 
     async def start(self) -> None:
         """Announce regularly, until `stop`, that this peer keeps saves."""
@@ -258,8 +259,9 @@ class ExpertSaves:
             self._peers.unserve(kind)
 
     async def others(self) -> Set[PeerId]:
-        found = await self._dht.published(f"{self._run_id}/expert-holders", Contact)
-        return found.keys() - {self._peers.id}
+        return (await self._dht.published(f"{self._run_id}/expert-holders", Contact)).keys() - {
+            self._peers.id
+        }
 
     async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
         self.store.expire(self._peers.time() - KEPT_S)
@@ -283,9 +285,6 @@ class ExpertSaves:
             raise Refusal(str(error) or "the save arrived too slowly") from error
         await stream.send(LackedChunks(()))
         await stream.end()
-
-    async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
-        await send_chunks(request, stream, lambda digest: asyncio.to_thread(self.store.get, digest))
 
     def due(self, uid: str, step: int, others: Set[PeerId], copies: int) -> bool:
         """Return True if a save would store newer steps, reach more holders, or renew a record."""
@@ -397,8 +396,7 @@ class ExpertSaves:
 
     async def _head(self, holder: PeerId, manifest: bytes) -> bytes | None:
         try:
-            request = FetchSave((manifest,))
-            async with await self._peers.stream(holder, request, timeout_s=PROBE_S) as stream:
+            async with await self._peers.stream(holder, FetchSave((manifest,)), timeout_s=PROBE_S) as stream:
                 return bytes(await receive_chunk(stream, manifest, timeout_s=PROBE_S))
         except (PeerError, StateError, TimeoutError) as error:
             logger.info("holder %s has no such save: %s", short(holder), error)

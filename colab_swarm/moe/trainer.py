@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
@@ -128,7 +128,11 @@ class AsyncTrainer(Generic[Batch]):
         try:
             for thread in threads:
                 thread.start()
-            self._watch(run, threads)
+            for thread in threads:
+                while thread.is_alive() and run.error is None:
+                    thread.join(POLL_S)
+                    self._show(run, end=" ")
+            self._show(run, end="\n")
         finally:
             with self._lock:  # a running update finishes, no other starts
                 run.stopped.set()
@@ -137,13 +141,6 @@ class AsyncTrainer(Generic[Batch]):
         if run.error is not None:
             raise run.error
         return self.result
-
-    def _watch(self, run: _Run[Batch], threads: Sequence[threading.Thread]) -> None:
-        for thread in threads:
-            while thread.is_alive() and run.error is None:
-                thread.join(POLL_S)
-                self._show(run, end=" ")
-        self._show(run, end="\n")
 
     def _show(self, run: _Run[Batch], *, end: str) -> None:
         if self._progress:
