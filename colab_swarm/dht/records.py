@@ -9,7 +9,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 
@@ -18,7 +17,6 @@ from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role, remember
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
-RoleBy: TypeAlias = Callable[[bytes, bytes, float], Role]
 ID_BYTES = 32
 SHORT_BYTES = 1024  # shorter records count as equally long
 VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 microseconds
@@ -127,7 +125,7 @@ class Storage:
     peer loses its own records first, and peers that renew theirs keep them. ``role_by`` is `Peers.role_by`.
     """
 
-    def __init__(self, settings: DHTSettings, role_by: RoleBy) -> None:
+    def __init__(self, settings: DHTSettings, role_by: Callable[[bytes, bytes, float], Role]) -> None:
         self._settings, self._role_by = settings, role_by
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
         self._owned: dict[bytes, dict[bytes, int]] = {}  # by owner: keys, the oldest first, and bytes there

@@ -88,10 +88,7 @@ class PeerExchange(PieceExchange):
         await self._begun.wait()
         index = opening.members.index(stream.peer)
         require(
-            index != self.me
-            and (not self._opens(index))
-            and (index not in self._streams)
-            and (index not in self.lost),
+            index not in {self.me, *self._streams, *self.lost} and not self._opens(index),
             "there is, or was, a stream already",
             Refusal,
         )

@@ -222,11 +222,7 @@ class ElasticOptimizer(WrappedOptimizer):
         if not self._closed:
             self._closed = True
             self._buckets.close()
-            self._runtime.call(self._leave())
-
-    async def _leave(self) -> None:
-        self._steps.leave()
-        await self._exchange.close()
+            self._runtime.call(self._steps.leave())
 
     def kill(self) -> None:
         """End without a goodbye, as a crash would; on the runtime's loop."""

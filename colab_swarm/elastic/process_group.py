@@ -73,8 +73,8 @@ def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
     group = dist.new_group(backend="gloo", timeout=timeout)
     gathered: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(gathered, terms, group=group)
-    if len(set(gathered)) > 1:
-        raise ValueError(f"ranks have different settings: {sorted(set(gathered))}; give all the same")
+    different = sorted(set(gathered))
+    require(len(different) == 1, f"ranks have different settings: {different}; give all the same")
     own = replica.snapshot()
     box: list[Manifest] = [own.manifest]
     dist.broadcast_object_list(box, 0, group=group)

@@ -183,10 +183,11 @@ class ElasticSteps:
         self.ledger.on_lost(peer)
         self._changed.set()
 
-    def leave(self) -> None:
-        """Wake a step that still waits; it raises."""
+    async def leave(self) -> None:
+        """Leave the group; wake a step that still waits: it raises."""
         self._left = True
         self._changed.set()
+        await self._exchange.close()
 
     async def finish(self, compute_s: float = 0.0) -> None:
         """Wait until the open step may end, and close it; the result is in `finished`.

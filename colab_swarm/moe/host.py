@@ -180,7 +180,11 @@ class ExpertHost:
         self._saves.safe.pop(uid, None)
         for owner, place in claims:
             try:
-                expert = await self._load(uid, place)
+                saved = await self._saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
+                state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
+                check_fit(state, self.plan.model.state)
+                require(state.get("step") == place.step, "the state is not of the claimed step", StateError)
+                expert = await self._server.device.run(partial(self._build, uid, state))
             except StateError as error:
                 logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
                 continue
@@ -199,13 +203,6 @@ class ExpertHost:
         if state is not None:
             expert.load_state_dict(state)
         return expert
-
-    async def _load(self, uid: str, place: SavePlace) -> Expert:
-        saved = await self._saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
-        state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
-        check_fit(state, self.plan.model.state)
-        require(state.get("step") == place.step, "the state is not of the claimed step", StateError)
-        return await self._server.device.run(lambda: self._build(uid, state))
 
     async def _announce(self) -> None:
         rivals = await self._directory.rivals(self.grid, [*self.experts])

@@ -46,8 +46,7 @@ class Gating(nn.Module):
 
 def priorities(scores: Sequence[Tensor], indices_BKG: Tensor) -> Tensor:
     """Return the priorities (B, K) of the experts at these indices, differentiable in the scores."""
-    picked = [score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]
-    return torch.stack(picked).sum(0)
+    return torch.stack([score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]).sum(0)
 
 
 def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
@@ -135,20 +134,20 @@ class RemoteExpert(nn.Module):
         """Raise `ExpertError` if it failed, in backward too, `ValueError` if the inputs do not fit."""
         info, calls = self.info(), self._calls
         sample = inputs.shape[-len(info.shape) :]
-        if inputs.ndim < len(info.shape) or any(
-            size not in (-1, given) for size, given in zip(info.shape, sample, strict=True)
-        ):
-            raise ValueError(f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}")
+        require(
+            inputs.ndim >= len(info.shape)
+            and all(size in (-1, given) for size, given in zip(info.shape, sample, strict=True)),
+            f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}",
+        )
         if not inputs.numel():
             return inputs
         with torch.autocast(inputs.device.type, enabled=False):
             samples = inputs.reshape(-1, *sample).float().cpu()
-            values = as_floats(samples)
-
-            def backward(grads: Floats) -> Floats:
-                return calls.runtime.call(calls.backward(info, values, grads))
-
-            outputs = attach_backward(samples, calls.runtime.call(calls.forward(info, values)), backward)
+            values, call = as_floats(samples), calls.runtime.call
+            answers = call(calls.forward(info, values))
+            outputs = attach_backward(
+                samples, answers, lambda grads: call(calls.backward(info, values, grads))
+            )
         return outputs.reshape(inputs.shape).to(inputs)
 
 

@@ -303,8 +303,7 @@ def _batches(images: Sequence[Any], size: SwavSize, batch_size: int, rng: torch.
         chosen = [as_image(images[next(order)]) for _ in range(batch_size)]
         batch = {}
         for name, crops in (("large_crops", size.large), ("small_crops", size.small)):
-            repeats = range(crops.count)
-            views = [random_view(image, crops, size.flip, rng) for image in chosen for _ in repeats]
+            views = [random_view(one, crops, size.flip, rng) for one in chosen for _ in range(crops.count)]
             distorted = normalized(distort(torch.stack(views), size, rng))
             batch[name] = distorted.view(batch_size, crops.count, *distorted.shape[1:])
         yield batch

@@ -311,9 +311,11 @@ def fill_mask(
     text = text.replace(MASK, str(tokenizer.mask_token))
     batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
     masked = batch["input_ids"][0] == tokenizer.mask_token_id
-    if not masked.any():
-        first = f"its first {length} tokens, which is all that the model reads"
-        raise ValueError(f"there is no {MASK} in the text, or not within {first}: {text[:80]!r}")
+    require(
+        masked.any(),
+        f"there is no {MASK} in the text, or not within its first {length} tokens, which is all that the model "
+        f"reads: {text[:80]!r}",
+    )
     scores = token_logits(call(model, weights, **batch))[0].cpu()[masked].float()
     chances, tokens = scores.softmax(-1).topk(min(top, scores.shape[1]))
     require(chances.isfinite().all(), "the model has diverged: go back to an earlier checkpoint")

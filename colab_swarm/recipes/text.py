@@ -100,8 +100,7 @@ def _open_named(name: str) -> list[Shard]:
         if file.suffix == ".parquet":
             shards += _open_rows("parquet", data_files=str(file))
         else:
-            starts = range(0, file.stat().st_size, SHARD_BYTES)
-            shards += [partial(_read_shard, file, start) for start in starts]
+            shards += [partial(_read_shard, file, at) for at in range(0, file.stat().st_size, SHARD_BYTES)]
     return shards
 
 

@@ -42,10 +42,6 @@ REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
 CALL_TIMEOUT_S = 10.0
 RETRY_S, MAX_RETRY_S = 30.0, 600.0
-FIX = (
-    "set it (Linux: `sudo timedatectl set-ntp true`; Windows, macOS: switch on automatic time in the settings; "
-    "Colab, Kaggle: restart the runtime)"
-)
 
 
 def clock_advice(behind_s: float) -> str:
@@ -56,7 +52,10 @@ def clock_advice(behind_s: float) -> str:
     text = f"this machine's clock is {in_words(abs(behind_s))} {way} the other peers'"
     if abs(behind_s) <= SLACK_S:
         return f"{text}: compensated, you need to do nothing"
-    return f"{text}: beyond 10 minutes they refuse what it signs; {FIX}"
+    return (
+        f"{text}: beyond 10 minutes they refuse what it signs; set it (Linux: `sudo timedatectl set-ntp true`; "
+        "Windows, macOS: switch on automatic time in the settings; Colab, Kaggle: restart the runtime)"
+    )
 
 
 class RunMember:

@@ -118,11 +118,11 @@ class ContributionLedger:
 
     def _largest(self) -> list[tuple[PeerId, list[float]]]:
         totals = [sum(column) or 1.0 for column in zip(*self._amounts.values(), strict=True)]
-
-        def part(entry: tuple[PeerId, list[float]]) -> float:
-            return sum(amount / total for amount, total in zip(entry[1], totals, strict=True))
-
-        return sorted(self._amounts.items(), key=part, reverse=True)[:MAX_ROWS]
+        parts = {
+            peer: sum(amount / total for amount, total in zip(amounts, totals, strict=True))
+            for peer, amounts in self._amounts.items()
+        }
+        return sorted(self._amounts.items(), key=lambda entry: parts[entry[0]], reverse=True)[:MAX_ROWS]
 
 
 def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...]:
@@ -210,7 +210,7 @@ class Contributions:
             for key, records in zip(keys, found, strict=True)
             for record in records
             if (tally := tally_of(record)) is not None
-            and self._peers.id != record.writer == id_of(tally.key)
+            and record.writer != self._peers.id
             and key == tally_key(self._run_id, record.writer)
         ]
 
