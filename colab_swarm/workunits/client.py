@@ -28,6 +28,7 @@ from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
     FRESH_S,
+    GAP,
     MAX_HELD,
     AskForUnits,
     GivenUnit,
@@ -95,7 +96,6 @@ MAX_ANSWER_BYTES, MAX_CARD_BYTES = 64 << 10, 16 << 20
 # ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
-GAP = 409  # a piece does not continue the upload; the answer says where it ends
 GOOD = (200, 206, GAP)
 
 

@@ -29,6 +29,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import StoreError, require
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
@@ -158,10 +159,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return shown(self.url, given)
 
     def snapshot(self) -> JobStatus:
-        async def look() -> JobStatus:
-            return self.status()
-
-        return Runtime.shared().call(look())
+        return Runtime.shared().call(on_loop(self.status))
 
     def log(self) -> list[AnyEntry]:
         """Return all that happened to the job, in order: see `colab_swarm.workunits.state`."""

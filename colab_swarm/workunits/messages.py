@@ -36,10 +36,10 @@ from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
+GAP = 409  # a piece does not continue the upload; the answer says where it ends
 MAX_UNITS = 64
 MAX_HELD = 1024
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
@@ -55,7 +55,7 @@ class JobCard(Signed, frozen=True):
     """A job as volunteers see it, signed by its coordinator, whose key and membership it has."""
 
     run_id: str
-    name: JobName
+    name: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
     key: bytes
     membership: bytes
     code: Annotated[str, msgspec.Meta(max_length=MAX_CODE_CHARACTERS)]  # of its file; empty: none

@@ -23,6 +23,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from colab_swarm.errors import require
+
 
 class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
     """One subset of the data in one epoch: epochs count from 1, subsets from 0."""
@@ -289,11 +291,11 @@ class JobState:
         return record
 
     def _assigned(self, entry: Assigned) -> None:
-        if entry.unit not in self.units:
-            raise ValueError(
-                f"unit {entry.unit} is in the store, but not in a job of {self.subsets} subsets: it is another job's "
-                "store; name another, or set plan.subsets as it was"
-            )
+        require(
+            entry.unit in self.units,
+            f"unit {entry.unit} is in the store, but not in a job of {self.subsets} subsets: it is another job's "
+            "store; name another, or set plan.subsets as it was",
+        )
         replica = UnitReplica(entry)
         self.replicas[entry.assignment] = self.out[entry.assignment] = replica
         self.units[entry.unit].replicas.append(replica)
@@ -339,8 +341,9 @@ class JobState:
 
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]
-        if unit.staleness is not None:
-            raise ValueError(f"unit {entry.unit} was assimilated twice: this is a fault of the store")
+        require(
+            unit.staleness is None, f"unit {entry.unit} was assimilated twice: this is a fault of the store"
+        )
         unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].given.version)
         self.version = max(self.version, entry.version)
         self.update_s.append(entry.seconds)

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from colab_swarm.errors import StoreError
+from colab_swarm.errors import StoreError, require
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_entry, encode_entry
 from colab_swarm.workunits.weights import Floats, as_bytes
 
@@ -341,8 +341,7 @@ def open_store(url: str, job: str) -> ParameterStore:
         return SqliteStore(url, job)
     if url == "memory":
         return SqliteStore(MEMORY, job)
-    if scheme not in ELSEWHERE:
-        raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
+    require(scheme in ELSEWHERE, f"{scheme or url!r} is no store: use {FORMS}")
     try:
         remote = import_module("colab_swarm.workunits.remote")
         return cast(ParameterStore, getattr(remote, ELSEWHERE[scheme])(url, job))

@@ -404,11 +404,11 @@ def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
     path = folder / "jobs" / f"{card.name}-{sha256(card.code.encode()).hexdigest()[:12]}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(card.code, encoding="utf-8")
-    if not trust_code:
-        raise ValueError(
-            f"the job {card.name!r} runs its organizer's code on this machine ({len(card.code.splitlines())} lines): "
-            f"read {path}, and if you trust it, volunteer with trust_code=True"
-        )
+    require(
+        trust_code,
+        f"the job {card.name!r} runs its organizer's code on this machine ({len(card.code.splitlines())} lines): "
+        f"read {path}, and if you trust it, volunteer with trust_code=True",
+    )
     return Job.from_code(card.code, str(path))
 
 

@@ -9,7 +9,7 @@ import mmap
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
@@ -19,13 +19,14 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from colab_swarm.errors import NotAdmitted, StoreError
+from colab_swarm.errors import NotAdmitted, StoreError, require
 from colab_swarm.net.peers import UNDECODABLE, Message
 from colab_swarm.notebook.page import PATHS, listen
 from colab_swarm.notebook.units_view import status_page
 from colab_swarm.workunits.dispatcher import JobLog
 from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
+    GAP,
     MAX_BODY_BYTES,
     AskForUnits,
     GivenUnit,
@@ -44,7 +45,6 @@ ASSIGNMENT = re.compile("[0-9a-f]{32}")
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
-GAP = 409  # status of an answer to a piece that does not continue the upload
 MAX_PIECE_BYTES = 4 << 20  # of an upload's piece, which is in memory while its digest is checked
 MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8  # at once, and each volunteer; then it must retry
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10  # limits; a large file has longer
@@ -101,8 +101,8 @@ class UploadBuffer:
                 file.unlink(missing_ok=True)
 
     def _file(self, assignment: str) -> Path:
-        if not ASSIGNMENT.fullmatch(assignment):
-            raise ValueError(f"{assignment!r} is no assignment")  # no text of a stranger becomes a path
+        # no text of a stranger becomes a path
+        require(ASSIGNMENT.fullmatch(assignment), f"{assignment!r} is no assignment")
         return self._folder / assignment
 
 
@@ -165,7 +165,10 @@ class CoordinatorServer:
         """Admit a request below /api, and turn every refusal there into a `Problem`."""
         try:
             if request.path not in PATHS:
-                self._admit(request)
+                header, now = request.headers.get("Authorization", ""), time.time()
+                peer, request[DIGEST] = self._gate.check(header, request.method, request.raw_path, now=now)
+                request[VOLUNTEER] = peer.hex()
+                _raise(self._dispatcher.ban_of(peer.hex(), now=now))
             return await handler(request)
         except NotAdmitted as error:
             code = "busy" if error.reason == "busy" else "token"
@@ -181,12 +184,6 @@ class CoordinatorServer:
             problem = Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             return _refusal(error.status, problem, allow)
-
-    def _admit(self, request: web.Request) -> None:
-        header = request.headers.get("Authorization", "")
-        volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=time.time())
-        request[VOLUNTEER], request[DIGEST] = volunteer.hex(), digest
-        _raise(self._dispatcher.ban_of(volunteer.hex(), now=time.time()))
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
         if (size := request.content_length) is None and request.body_exists:
@@ -283,10 +280,8 @@ class CoordinatorServer:
         self._wanted(request)
         async with self._one_of(request, "upload", MAX_UPLOADS):
             piece = await self._read(request, MAX_PIECE_BYTES)
-            answer = _answer(taken := await self._add(request, start, piece))
-            if taken.received != start + size:
-                answer.set_status(GAP)
-            return answer
+            taken = await self._add(request, start, piece)
+            return _answer(taken, 200 if taken.received == start + size else GAP)
 
     def _wanted(self, request: web.Request) -> str:
         """Return the assignment of a request, after checking that its result is wanted now."""
@@ -412,13 +407,11 @@ def _raise(refusal: tuple[str, str] | None) -> None:
         raise Refused(*refusal)
 
 
-def _answer(message: Message) -> web.Response:
-    return web.Response(body=msgspec.msgpack.encode(message), content_type="application/msgpack")
+def _answer(message: Message, status: int = 200, headers: Mapping[str, str] = {}) -> web.Response:
+    body = msgspec.msgpack.encode(message)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/msgpack")
 
 
-def _refusal(status: int, problem: Problem, headers: dict[str, str] | None = None) -> web.Response:
+def _refusal(status: int, problem: Problem, headers: Mapping[str, str] = {}) -> web.Response:
     always = {503: {"Retry-After": str(BUSY_S)}, 401: {"WWW-Authenticate": "Swarm"}}.get(status, {})
-    response = _answer(problem)
-    response.set_status(status)
-    response.headers.update(always | (headers or {}))
-    return response
+    return _answer(problem, status, {**always, **headers})
