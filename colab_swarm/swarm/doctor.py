@@ -118,9 +118,8 @@ class Diagnosis:
 
     def _summary(self) -> str:
         number = {light: sum(check.light is light for check in self.checks) for light in Light}
-        verdict = "ready to train" + (", with warnings" if number[YELLOW] else "")
-        if number[RED]:
-            verdict = "fix the problems before you train"
+        ready = "ready to train, with warnings" if number[YELLOW] else "ready to train"
+        verdict = "fix the problems before you train" if number[RED] else ready
         lights = ", ".join(f"{n} {' '.join(light.value[1:])}" for light, n in number.items() if n)
         return f"{verdict}: {lights}"
 
@@ -259,10 +258,9 @@ def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]
     """Return the other trainers' speeds, and our target batch size and compression."""
     newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
     own = None if newest is None else newest._settings
-    prefix = f"{swarm.run_id}/{MODEL}" if own is None else own.prefix
     with contextlib.suppress(PeerError):  # then only those are known to train who were read before
         if newest is None:
-            records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
+            records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, f"{swarm.run_id}/{MODEL}"))
         else:
             swarm.runtime.call(newest.collaboration.refresh())
     if newest is not None:

@@ -146,9 +146,11 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
 def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
     if isinstance(invite, str):  # a returning peer may use one that has expired
         return Invite.parse(invite, now=0.0 if returning else None)
-    if invite.access != "open":
-        names = ", ".join(invite.names)
-        raise JoinError(f"{invite.run} takes peers with an invitation only: ask {names} for one")
+    require(
+        invite.access == "open",
+        f"{invite.run} takes peers with an invitation only: ask {', '.join(invite.names)} for one",
+        JoinError,
+    )
     return Invite(invite.run_id, invite.contacts, 1e11)  # the last possible time
 
 

@@ -17,7 +17,7 @@ from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
-from colab_swarm.invite import LOCAL_ONLY, Invite
+from colab_swarm.invite import LOCAL_ONLY
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
 from colab_swarm.net.carrier import SpeedTests
@@ -143,7 +143,15 @@ class NetworkSession:
             node.announce(())  # until a peer has dialled back: others must not try addresses behind a NAT
         await self.trust.join()
         if entries:
-            entries = await self._link(entries)
+            try:
+                await enter(node, entries)
+            except JoinError:
+                if self.access.invitation is not None:
+                    raise  # a returning owner whose entries are all gone continues alone
+                node.announce(tuple(self._options.announce) or node.listening())
+                entries = ()
+            else:
+                await self.reachability.verify()
         try:
             await find_others(self._services, entries)
         except JoinError as error:
@@ -153,17 +161,6 @@ class NetworkSession:
         self.trust.start()
         if self.relay is not None:
             await self.announce("relays", lambda: node.contact.addresses if node.contact.direct else ())
-
-    async def _link(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
-        try:
-            await enter(self.node, entries)
-        except JoinError:
-            if self.access.invitation is not None:
-                raise  # a returning owner whose entries are all gone continues alone
-            self.node.announce(tuple(self._options.announce) or self.node.listening())
-            return ()
-        await self.reachability.verify()
-        return entries
 
     async def _keep_saving(self, store: PeerStore) -> None:
         met = asyncio.Event()
@@ -243,12 +240,6 @@ class NetworkSession:
         arrays = "/average/" in result.group.terms.prefix  # their weights are no samples
         contributors = () if arrays else result.contributors
         self.trust.contributions.ledger.on_round(result.group, contributors, result.spans_lost)
-
-    async def invite(self, role: str | None, hours: float | None, uses: int | None) -> Invite:
-        return self.access.invite(self.node, self.trust.authority, role=role, hours=hours, uses=uses)
-
-    async def remove_peer(self, peer: PeerId) -> None:
-        self.trust.revoke(peer)
 
     async def announce_in_lan(self, name: str) -> None:
         if not self._options.lan or self.node.port is None:

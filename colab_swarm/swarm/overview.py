@@ -7,7 +7,7 @@ network call, no file. Slow readings run in the background and appear a moment l
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
@@ -96,8 +96,7 @@ class Overview:
         if isinstance(event, RoundFinished):
             self.names()  # of its members: one may have left when the panel shows the round
             self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
-            dropped = any(member.dropped for member in event.members)
-            if not (event.spans_lost or event.kept_local or dropped):
+            if not (event.spans_lost or event.kept_local or any(member.dropped for member in event.members)):
                 return
         if not isinstance(event, StepFinished | Applied | Contributed):
             self._events = (*self._events[1 - LOG_LINES :], event)
@@ -107,7 +106,7 @@ class Overview:
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()
-        seen_at = float("-inf") if left else now
+        seen_at, names = float("-inf") if left else now, self.names()
         shown = SwarmSnapshot(
             run=self._services.run_id.rpartition("-")[0],
             me=self._name,
@@ -122,8 +121,11 @@ class Overview:
             sent_bytes=total.sent_bytes,
             received_bytes=total.received_bytes,
             uptime_s=now - self._joined_at,
-            names=self.names(),
-            log=tuple(self._log()),
+            names=names,
+            # in one pass: peers choose their names, and one may choose another's id
+            log=tuple(
+                _SHORT_ID.sub(lambda id: names.get(id[0], id[0]), describe(one)) for one in self._events
+            ),
             last_share=_last_share(self._rounds, self._services.peers.id.hex()),
             rounds=self._rounds,
             leaderboard=self._contributions(seen_at),
@@ -166,17 +168,13 @@ class Overview:
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)
-        names, rows = {**self._names, short(self._services.peers.id): self._name}, []
-        for one in (found or ())[:20]:
-            id, me = short(one.peer), one.peer == self._services.peers.id
-            name = names.get(id, f"peer-{id}")
-            rows.append(ContributionRow(name, id, one.samples, one.reduced_bytes, me))
-        return tuple(rows)
-
-    def _log(self) -> Iterable[str]:
-        for event in self._events:
-            # in one pass: peers choose their names, and one may choose another's id
-            yield _SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event))
+        me = self._services.peers.id
+        names = {**self._names, short(me): self._name}
+        ranked = [(short(one.peer), one) for one in (found or ())[:20]]
+        return tuple(
+            ContributionRow(names.get(id, f"peer-{id}"), id, one.samples, one.reduced_bytes, one.peer == me)
+            for id, one in ranked
+        )
 
 
 def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
+from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import JoinError, require
 from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
 from colab_swarm.net.peers import end_tasks
@@ -61,11 +62,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
         self.swarms: dict[str, Swarm] = {}
-
-        async def make_network() -> SimNetwork:
-            return SimNetwork(profile, seed=seed)
-
-        self.network = self._runtime.call(make_network())
+        self.network = self._runtime.call(on_loop(lambda: SimNetwork(profile, seed=seed)))
         self.network.on_fault = lambda fault: self.tell(lessons.describe_fault(fault.name, fault.arguments))
 
     @property
@@ -99,27 +96,28 @@ class Simulation(AbstractContextManager["Simulation"]):
             await asyncio.sleep(at - self.time)
         self._arriving.add(name)
         try:
-            await self._enter(name, listen)
+            peers = self.network.peer(name, listen=listen)
+            self.results.pop(name, None)
+            self._crashed.pop(name, None)
+            if name not in self._names:
+                self._names.append(name)
+            entries = [one.contact for one in self.swarms.values() if one.contact.addresses][:4]
+            services = assemble(
+                peers,
+                RUN_ID,
+                EventLog(),
+                random.Random(f"{name} {self._seed}"),
+                pace=lambda samples: samples / self.speed_of(name) + self.network.frozen_s(name),
+            )
+            try:
+                await find_others(services, entries)
+            except BaseException:  # a cancelled task included: the name must be free for the next try
+                services.dht.kill()
+                peers.kill(f"{name} could not join")
+                raise
+            self.swarms[name] = Swarm(self._runtime, services, RUN_ID, name, None)
         finally:
             self._arriving.discard(name)
-
-    async def _enter(self, name: str, listen: bool) -> None:
-        peers = self.network.peer(name, listen=listen)
-        self.results.pop(name, None)
-        self._crashed.pop(name, None)
-        if name not in self._names:
-            self._names.append(name)
-        contacts = [swarm.contact for swarm in self.swarms.values()]
-        entries = [contact for contact in contacts if contact.addresses][:4]
-        rng = random.Random(f"{name} {self._seed}")
-        services = assemble(peers, RUN_ID, EventLog(), rng, partial(self._pace, name))
-        try:
-            await find_others(services, entries)
-        except BaseException:  # a cancelled task included: the name must be free for the next try
-            services.dht.kill()
-            peers.kill(f"{name} could not join")
-            raise
-        self.swarms[name] = Swarm(self._runtime, services, RUN_ID, name, None)
         peers.when_down(lambda: self._on_crash(name))
         self.swarms[name].events.listen(partial(self._on_event, name))
         if self._train is not None:
@@ -131,9 +129,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._tasks.pop(name).cancel()
         self._crashed[name] = replace(self._peer(name), role="crashed", samples=0.0)
         self.swarms.pop(name).kill()
-
-    def _pace(self, name: str, samples: float) -> float:
-        return samples / self.speed_of(name) + self.network.frozen_s(name)
 
     def speed_of(self, name: str) -> float:
         return self._speeds.get(name, self._samples_per_s)
@@ -232,11 +227,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def fire(self, name: str, *arguments: object) -> None:
         """Let a fault happen now, as ``network.now()`` does; call it only while no time passes."""
-
-        async def fire() -> None:
-            self.network.fire(name, *arguments)
-
-        self._runtime.call(fire())
+        self._runtime.call(on_loop(partial(self.network.fire, name, *arguments)))
 
     def end(self) -> None:
         self._runtime.call(self._stop_all())

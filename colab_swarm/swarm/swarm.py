@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.averaging.moshpit import ArrayAverages, MoshpitResult
+from colab_swarm.dht.service import on_loop
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import Invite, Setting
@@ -125,7 +126,9 @@ class Swarm(AbstractContextManager["Swarm"]):
             PermissionError: only the authority can make such an invitation.
             ValueError: the role, hours or uses are out of range.
         """
-        invite = self.runtime.call(self._require_network().invite(role, hours, uses))
+        network = self._require_network()
+        make = partial(network.access.invite, network.node, network.trust.authority)
+        invite = self.runtime.call(on_loop(lambda: make(role=role, hours=hours, uses=uses)))
         if settings is not None:
             invite = invite.with_settings(settings)
         if invite.warning and not in_notebook():  # notebooks show it with the invitation
@@ -155,7 +158,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             matches = [one for one in known if one.hex().startswith(peer.lower())]
             require(len(matches) == 1, f"{peer!r} matches {len(matches)} peer ids, expected exactly one")
             peer = matches[0]
-        self.runtime.call(network.remove_peer(peer))
+        self.runtime.call(on_loop(partial(network.trust.revoke, peer)))
 
     def contributions(self) -> Leaderboard:
         """Return each peer's contribution as other peers confirmed it, most samples first."""
@@ -397,9 +400,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             )
         admission = network.access.admission
         authority = None if admission is None else admission.authority
-        client = partial(CoordinatorClient, urls[0], network.token(), run_id=self.run_id, authority=authority)
         volunteer = open_volunteer(
-            lambda _: client(),
+            lambda _: CoordinatorClient(urls[0], network.token(), run_id=self.run_id, authority=authority),
             name=self.name,
             job=job,
             trust_code=trust_code,
@@ -537,9 +539,11 @@ class Swarm(AbstractContextManager["Swarm"]):
             "this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back",
             RuntimeError,
         )
-        if worker and self._role < Role.WORKER:
-            role = self._role.name.lower()
-            raise PermissionError(f"you joined as a {role}: to train, ask for an invitation as worker")
+        require(
+            not worker or self._role >= Role.WORKER,
+            f"you joined as a {self._role.name.lower()}: to train, ask for an invitation as worker",
+            PermissionError,
+        )
 
     def _require_network(self) -> NetworkSession:
         if self.network is None:

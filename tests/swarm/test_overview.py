@@ -165,7 +165,7 @@ def test_a_name_that_is_another_peers_id_does_not_rename_that_peer() -> None:
         overview._names = {EVE[:8]: BOB[:8], BOB[:8]: "bob", "c0ffee00": "carol"}
         for at, peer in enumerate((EVE, BOB, ALICE)):
             alice.events.emit(PeerLeft(float(at), peer, "it left (c0ffee00)"))
-        assert list(overview._log()) == [
+        assert list(alice.snapshot().log) == [
             "b0b00000 is gone: it left (carol)",  # eve's name, and no one else's
             "bob is gone: it left (carol)",
             "a11ce000 is gone: it left (carol)",
