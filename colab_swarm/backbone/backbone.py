@@ -10,6 +10,7 @@ from pathlib import Path
 from colab_swarm.backbone.config import RunFile
 from colab_swarm.backbone.keeper import HubPush, Keeper
 from colab_swarm.credentials import find_secret
+from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import PeerError
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.page import StatusPage
@@ -131,15 +132,10 @@ def serve(
         accept_terms=accept_terms,
     ) as swarm:
         token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None
-        backbone = swarm.runtime.call(_start(swarm, file, token))
+        backbone = swarm.runtime.call(on_loop(lambda: Backbone(swarm, file, hub_token=token)))
+        swarm.runtime.call(backbone.start())
         try:
             backbone.invite = swarm.invite(hours=file.invitation_hours)
             yield backbone
         finally:
             swarm.runtime.call(backbone.stop())
-
-
-async def _start(swarm: Swarm, file: RunFile, hub_token: str | None) -> Backbone:
-    backbone = Backbone(swarm, file, hub_token=hub_token)
-    await backbone.start()
-    return backbone
