@@ -35,7 +35,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (618, 50, 74),
-    "averaging": (1852, 38, 210),
+    "averaging": (1851, 38, 210),
     "backbone": (434, 14, 45),
     "bench": (2453, 32, 255),
     "cli": (257, 1, 26),

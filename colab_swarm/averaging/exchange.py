@@ -18,18 +18,8 @@ from colab_swarm.averaging.matchmaking import wake
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
-from colab_swarm.net.peers import (
-    Buffer,
-    Message,
-    PeerId,
-    Peers,
-    Role,
-    Stream,
-    StreamEnded,
-    allowance_s,
-    short,
-)
-from colab_swarm.tensors.codecs import ErrorFeedback, Floats, Precision, codec_of
+from colab_swarm.net.peers import Message, PeerId, Peers, Role, Stream, StreamEnded, allowance_s, short
+from colab_swarm.tensors.codecs import Buffer, ErrorFeedback, Floats, Precision, codec_of
 
 
 @dataclass(frozen=True)
@@ -359,9 +349,7 @@ class AllReduce:
 
     def _check_digest(self, reducer: int, mean: Chunk) -> None:
         at, count = DIGEST_BYTES * self.me, len(self.ledger.chunks[reducer])
-        require(
-            len(mean.digests) == DIGEST_BYTES * len(self.group.members), "its mean names no contributions"
-        )
+        require(len(mean.digests) == DIGEST_BYTES * len(self.group.members), "its mean lacks digests")
         self.told[reducer, mean.index] = mean.digests
         if self.me in mean.missing or not len(self._contribution):
             return

@@ -296,7 +296,7 @@ class GroupFormation:
         joined = sorted(self._joined.items())[: self.settings.size]
         require(
             len(joined) >= (self.settings.size or 0),
-            f"{len(joined)} of {self.settings.size} peers have joined",
+            f"{len(joined)} of {self.settings.size} joined",
         )
         trainers = [entry for entry in joined if not entry[1][0].assists]
         require(trainers, "no trainer has joined")

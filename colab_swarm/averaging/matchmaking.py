@@ -64,7 +64,7 @@ HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
 HURRIED_S = 0.75  # without one, for a peer that another organizer called, which waits for it
 MIN_SILENCE_S, FIRST_SILENCE_S = 2.0, 4.0  # of a peer that is left out: at least, and before any answered
 AWAKE_S = 1.0  # a timer of a running process is not so late
-REMEMBERED_GROUPS = 4
+KEPT_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
 
@@ -229,9 +229,7 @@ class Matchmaker:
                             self.forget(*ticket.terms.key)
                             if organizer != self._peers.id:
                                 self._silent.fail(organizer, loop_now())
-                            raise RoundRefused(
-                                "unreachable", f"{len(awaited)} trainers of step {step} did not come"
-                            )
+                            raise RoundRefused("unreachable", f"{len(awaited)} trainers did not come")
                         self._remember(group)
                         return group
                     if self._answered_at > began and loop_now() - began > self._settings.window_s:
@@ -397,7 +395,7 @@ class Matchmaker:
         if group.index_of(self._peers.id) is not None:  # only its members know whether it still stands
             for member in group.members:
                 self._peers.learn(Contact(member.id, member.addresses))
-            remember(self._groups, group.terms.key, (group, loop_now()), REMEMBERED_GROUPS)
+            remember(self._groups, group.terms.key, (group, loop_now()), KEPT_GROUPS)
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
         group, since = self._groups.get(terms.key, (None, 0.0))
@@ -415,9 +413,7 @@ class Matchmaker:
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         if (ready_in_s := self._on_called(terms, caller)) is not None:
-            remember(
-                self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, REMEMBERED_GROUPS
-            )
+            remember(self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, KEPT_GROUPS)
             return max(ready_in_s, self._asks_until - loop_now())
         return None
 
@@ -500,9 +496,7 @@ class Matchmaker:
                 call.cancel()
             if loop_now() - formation.closes_at() < AWAKE_S:
                 for peer in formation.broken_promises(loop_now()) - {me}:
-                    logger.info(
-                        "%s promised to come and did not: nobody waits for it for a while", short(peer)
-                    )
+                    logger.info("%s promised to come and did not: no one waits for it now", short(peer))
                     self._late.fail(peer, loop_now())
             del self._forming[terms.key]
         if isinstance(organized, Group):
@@ -555,9 +549,7 @@ def check_group(group: Group, heaviest: float = math.inf) -> None:
     """
     group.check()
     weights = [member.weight for member in group.members]
-    require(
-        bounded_weights(weights, group.terms, heaviest) == weights, "a member counts far more than the others"
-    )
+    require(bounded_weights(weights, group.terms, heaviest) == weights, "a member counts far too much")
     trainers = sum(not member.assists for member in group.members)
     tickets = [Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members]
     shares = [member.share for member in group.members]

@@ -385,9 +385,7 @@ class MoshpitAverager:
             weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT,
             f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
         )
-        require(
-            group_size is None or group_size >= 2, f"group_size={group_size}: a group has 2 members or more"
-        )
+        require(group_size is None or group_size >= 2, f"group_size={group_size}: give 2 or more")
         require(not self._busy, "already averaging these values: wait for that", RuntimeError)
         begun, self._busy = loop_now(), True
         schema = hashlib.sha256(f"{len(flat)} {self.codec}".encode()).digest()[:8]
@@ -458,7 +456,7 @@ def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
     array = np.asarray(values)
     require(
         array.dtype.kind in "fiub",
-        f"{array.dtype} cannot be averaged: pass an array or tensor of real numbers",
+        f"{array.dtype} cannot be averaged: pass real numbers",
     )
     kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float32)
     return array.astype(np.float32).ravel(), lambda mean: mean.reshape(array.shape).astype(kind)

@@ -78,9 +78,7 @@ class SpanLedger:
 
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
         """Return the chunks whose values lack members, and which: all, where there is no mean."""
-        chunks = (
-            (cut, *self.result(r, i)) for r, cuts in enumerate(self.chunks) for i, cut in enumerate(cuts)
-        )
+        chunks = ((cut, *self.result(r, i)) for r, own in enumerate(self.chunks) for i, cut in enumerate(own))
         everyone = tuple(range(len(self.chunks)))
         lacking = ((cut, missing if has_mean else everyone) for cut, has_mean, missing in chunks)
         return tuple((cut, missing) for cut, missing in lacking if missing)
@@ -103,7 +101,7 @@ class SpanReducer:
         clip: bool = False,
     ) -> None:
         self._clip, self._most_rms = clip, min(most_rms, MOST_RMS) if clip else most_rms
-        self._rows: list[dict[int, tuple[Floats, float]]] = [{} for _ in chunks]  # to clip, and their factors
+        self._rows: list[dict[int, tuple[Floats, float]]] = [{} for _ in chunks]  # to clip, and their parts
         self._rms: list[list[float]] = [[] for _ in chunks]
         origin = chunks[0].start if chunks else 0
         total = sum(weights) or 1.0
@@ -221,10 +219,8 @@ def _clipped(
     weights: npt.NDArray[np.float64], lengths: npt.NDArray[np.float64], noise: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     most = statistics.median_low(lengths.tolist())
-    factors: npt.NDArray[np.float64] = np.divide(
-        most, lengths, out=np.ones_like(lengths), where=lengths > most
-    )
-    near: npt.NDArray[np.float64] = factors * (lengths <= FAR * most * np.maximum(noise, 1.0))
+    parts: npt.NDArray[np.float64] = np.divide(most, lengths, out=np.ones_like(lengths), where=lengths > most)
+    near: npt.NDArray[np.float64] = parts * (lengths <= FAR * most * np.maximum(noise, 1.0))
     return weights * near
 
 

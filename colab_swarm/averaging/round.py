@@ -59,7 +59,7 @@ async def recover(round_: AllReduce, reducer: int) -> None:
         try:
             async with _recall(round_, coordinator, reducer, contributions=False) as stream:
                 for index in round_.ledger.lacking(reducer):
-                    message, values = await _receive(round_, stream, reducer, index)
+                    message, values = await _read(round_, stream, reducer, index)
                     if message.averaged:
                         round_.ledger.place(reducer, index, values, message.missing)
         except (PeerError, TimeoutError, ValueError) as error:
@@ -122,7 +122,7 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
 
     async def receive(member: int, stream: Stream) -> None:
         try:
-            received[member] = await _receive(round_, stream, reducer, index)
+            received[member] = await _read(round_, stream, reducer, index)
         except (PeerError, TimeoutError, ValueError) as error:
             logger.debug("survivor %s failed: %s", short(stream.peer), error)
             del streams[member]
@@ -156,9 +156,7 @@ async def _recall(
         yield stream
 
 
-async def _receive(
-    round_: AllReduce, stream: Stream, reducer: int, index: int
-) -> tuple[Chunk, Floats | None]:
+async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> tuple[Chunk, Floats | None]:
     async with asyncio.timeout(
         REDUCER_PATIENCE * (round_.settings.usual_s + allowance_s(round_.peers, stream.peer))
     ):
@@ -362,10 +360,11 @@ class Averager:
     ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
-        spare = self._spare.pop(group.terms.prefix, None) if collects else None
-        norms = self._norms.setdefault(group.terms.prefix, deque(maxlen=NORMS))
-        usual = self._usual.setdefault(
-            group.terms.prefix, Patience(MIN_PATIENCE_S, self._settings.patience_s)
+        prefix, patience = group.terms.prefix, Patience(MIN_PATIENCE_S, self._settings.patience_s)
+        spare = self._spare.pop(prefix, None) if collects else None
+        norms, usual = (
+            self._norms.setdefault(prefix, deque(maxlen=NORMS)),
+            self._usual.setdefault(prefix, patience),
         )
         most_rms = math.inf
         if bounded and norms and not group.terms.clip:  # this peer believes its own gradient
@@ -384,9 +383,9 @@ class Averager:
         try:
             await self._run(exchange)
         finally:  # members may still recover from this round, no longer from the one before
-            if group.terms.prefix in self._finished:
-                self._forget(self._finished[group.terms.prefix])
-            self._finished[group.terms.prefix] = exchange
+            if prefix in self._finished:
+                self._forget(self._finished[prefix])
+            self._finished[prefix] = exchange
         for liar in exchange.liars:
             self._leave_out(group.members[liar].id)
         seconds, incomplete = loop_now() - exchange.began_at, exchange.ledger.incomplete()
@@ -441,10 +440,8 @@ class Averager:
             self._spare[exchange.group.terms.prefix] = exchange.spare
 
     @asynccontextmanager
-    async def _round_for(
-        self, round_id: bytes, peer: PeerId, patience_s: float = 0.0
-    ) -> AsyncIterator[tuple[AllReduce, int]]:
-        deadline = loop_now() + patience_s
+    async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
+        deadline = loop_now() + self._settings.patience_s  # this peer may begin later
         while round_id not in self._rounds:
             require(loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)
@@ -463,11 +460,7 @@ class Averager:
 
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:
-            patience_s = self._settings.patience_s  # this peer may begin later
-            async with (
-                self._round_for(opening.round_id, stream.peer, patience_s) as (exchange, member),
-                stream,
-            ):
+            async with self._round_for(opening.round_id, stream.peer) as (exchange, member), stream:
                 require(
                     not exchange.member(member).weight or self._peers.role_of(stream.peer) >= Role.WORKER,
                     "only a worker may contribute: ask for another invitation",

@@ -141,9 +141,7 @@ class Forwarder:
     """Logs points to a tracker, whose package must be installed; loses those that it cannot reach."""
 
     def __init__(self, settings: Forward, prefix: str) -> None:
-        require(
-            importlib.util.find_spec(settings.to), f"to forward to {settings.to}: pip install {settings.to}"
-        )
+        require(importlib.util.find_spec(settings.to), f"to forward losses: pip install {settings.to}")
         self._settings, self._run_id = settings, prefix.replace("/", "-")
         self._waiting: queue.Queue[LossPoint | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="colab-swarm-forward", daemon=True)

@@ -97,11 +97,8 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
         wall_s, cpu_s = map(statistics.median, zip(*found, strict=True))
         report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s")
         report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", "both ends")
-    for key, in_flight, values in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
-        found_ms = {
-            f"{key}_ms_p50": statistics.median(values),
-            f"{key}_ms_p99": values[int(len(values) * 0.99)],
-        }
+    for key, in_flight, times in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
+        found_ms = {f"{key}_ms_p50": statistics.median(times), f"{key}_ms_p99": times[int(len(times) * 0.99)]}
         report.add_all(found_ms, "ms", f"1 KiB call, {in_flight} in flight")
     report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
 

@@ -336,6 +336,4 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
         case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
             pass
         case _:
-            raise StateError(
-                f"the saved state does not fit this expert at {path or '/'!r}: of another class?"
-            )
+            raise StateError(f"the saved state does not fit this expert at {path or '/'!r}: another class?")

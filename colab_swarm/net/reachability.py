@@ -197,11 +197,8 @@ class ReachabilityWatch:
         self._trusted, self._tunnel_settings = trusted, tunnel
         self._loop = asyncio.get_running_loop()
         self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
-        self._dial_backs, self._targets = (
-            VisitLimit(1, DIAL_BACK_GAP_S),
-            VisitLimit(DIAL_BACKS, DIAL_BACK_GAP_S),
-        )
-        self._verified_at = float("-inf")
+        self._dial_backs = VisitLimit(1, DIAL_BACK_GAP_S)
+        self._targets, self._verified_at = VisitLimit(DIAL_BACKS, DIAL_BACK_GAP_S), float("-inf")
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
         self._circuits: Circuits | None = None

@@ -249,9 +249,7 @@ class Tunnel:
                 program, version = await _install_ngrok(settings)
                 secret: dict[str, Any] = {"authtoken": settings.auth_token}
                 config = {"version": version, **({"agent": secret} if version == "3" else secret)}
-                with tempfile.TemporaryDirectory(
-                    prefix="colab-swarm-", ignore_cleanup_errors=True
-                ) as private:
+                with tempfile.TemporaryDirectory(prefix="colab-swarm", ignore_cleanup_errors=True) as private:
                     file = Path(private) / "ngrok.yml"
                     file.touch(mode=0o600)
                     file.write_text(json.dumps(config))  # JSON is valid YAML

@@ -265,7 +265,7 @@ class Upgrades:
         tries = plan_tries(now, now + PUNCH_S, rtt_s=rtt_s, answering=answering, rng=self._rng)
 
         def take(connected: socket.socket) -> None:
-            self._node.linker.spawn(self._shake_hands(connected, None if answering else peer, linked))
+            self._node.linker.spawn(self._greet(connected, None if answering else peer, linked))
 
         punching = self._node.linker.spawn(punch(port, targets, tries, take))
         try:
@@ -275,9 +275,7 @@ class Upgrades:
         finally:
             punching.cancel()
 
-    async def _shake_hands(
-        self, connected: socket.socket, expected: PeerId | None, linked: asyncio.Event
-    ) -> None:
+    async def _greet(self, connected: socket.socket, expected: PeerId | None, linked: asyncio.Event) -> None:
         async def take_over(receiver: Receiver) -> WebSocket:
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
             client, scratch = expected is not None, self._node.linker.scratch

@@ -298,22 +298,20 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _facts(finished: RoundFinished) -> str:
-    waited_s = finished.seconds - finished.averaging_s
+def _facts(last: RoundFinished) -> str:
+    waited_s = last.seconds - last.averaging_s
     facts = [
-        f"values of {len(finished.contributors)} of {count(finished.group_size, 'peer')}",
-        f"{finished.samples:,.0f} samples",
-        f"{_seconds(finished.seconds)}, of which {_seconds(waited_s)} for {GROUP}",
-        f"{size(finished.sent_bytes)} sent, {size(finished.received_bytes)} received",
+        f"values of {len(last.contributors)} of {count(last.group_size, 'peer')}",
+        f"{last.samples:,.0f} samples",
+        f"{_seconds(last.seconds)}, of which {_seconds(waited_s)} for {GROUP}",
+        f"{size(last.sent_bytes)} sent, {size(last.received_bytes)} received",
     ]
-    if finished.predicted_s is not None:
-        facts.append(
-            f"averaging took {_seconds(finished.averaging_s)}, {_seconds(finished.predicted_s)} expected"
-        )
-    if finished.spans_lost:
-        facts.append(f"{count(finished.spans_lost, 'reducer')} lost")
-    if finished.kept_local:
-        facts.append(f"{finished.kept_local:,} values not averaged")
+    if last.predicted_s is not None:
+        facts.append(f"averaging took {_seconds(last.averaging_s)}, {_seconds(last.predicted_s)} expected")
+    if last.spans_lost:
+        facts.append(f"{count(last.spans_lost, 'reducer')} lost")
+    if last.kept_local:
+        facts.append(f"{last.kept_local:,} values not averaged")
     return ", ".join(facts)
 
 

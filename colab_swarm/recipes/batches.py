@@ -30,7 +30,7 @@ from colab_swarm.recipes.text import (
     Stopped,
     TextSource,
     open_text,
-    order_sample,
+    ordered,
     pack,
     passages,
 )
@@ -333,7 +333,7 @@ class MixedBatches(Iterator[dict[str, Tensor]]):
     def __next__(self) -> dict[str, Tensor]:
         samples: list[Sample] = []
         for _ in range(self.batch_size):
-            first, second, swapped = order_sample(self._draw(), self.sequence_length - 3, self._rng)
+            first, second, swapped = ordered(self._draw(), self.sequence_length - 3, self._rng)
             samples.append((first.tolist(), second.tolist(), swapped))
         return self._collate(samples)
 

@@ -312,7 +312,7 @@ def passages(text: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> It
             tokens, borders = [], []
 
 
-def order_sample(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
+def ordered(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
     """Return a passage's two parts, cut to ``length`` tokens together, and whether a coin swapped them."""
     border = rng.choice(passage.borders)
     first, second = passage.tokens[:border], passage.tokens[border:]

@@ -69,13 +69,11 @@ def check(histories: Sequence[History], *, patience_s: float = 30.0) -> list[Vio
     """
     given = {(one.round, history.peer): one for history in histories for one in history.of(Contributed)}
     honest = [history for history in histories if history.honest]
-    found = _wrong_sums(honest, given), _counted_twice(honest), _unequal_states(honest)
+    found = _bad_sums(honest, given), _counted_twice(honest), _unequal_states(honest)
     return [*chain(*found, _standstills(honest, patience_s))]
 
 
-def _wrong_sums(
-    honest: Sequence[History], given: Mapping[tuple[str, str], Contributed]
-) -> Iterator[Violation]:
+def _bad_sums(honest: Sequence[History], given: Mapping[tuple[str, str], Contributed]) -> Iterator[Violation]:
     for history in honest:
         for applied in history.of(Applied):
             parts = {peer: given.get((applied.round, peer)) for peer in applied.weights}

@@ -228,10 +228,8 @@ def _open(
     return swarm
 
 
-def _save(
-    store: PeerStore, access: RunAccess, identity: Identity, name: str, options: NetworkOptions
-) -> None:
-    if (swarm := _find_open(access.run_id, id=identity.id)) is not None:
+def _save(store: PeerStore, access: RunAccess, key: Identity, name: str, options: NetworkOptions) -> None:
+    if (swarm := _find_open(access.run_id, id=key.id)) is not None:
         raise StateError(
             f"the peer of {store.folder} is open already and is not saved there: leave it first ({swarm!r}), "
             "then run this again"

@@ -117,8 +117,7 @@ class TopK:
         return (numel - self.kept(numel)) / numel if numel else 0.0
 
     def encode(self, values: Floats) -> Buffer:
-        kept = self.kept(len(values))
-        low_bits, _, high_bits = self._index_sizes(len(values))
+        kept, (low_bits, _, high_bits) = self.kept(len(values)), self._index_sizes(len(values))
         indices = _largest(values, kept)
         lows = (indices[:, None] >> np.arange(low_bits)) & 1
         highs = np.zeros(high_bits, np.uint8)

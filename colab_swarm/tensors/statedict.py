@@ -126,11 +126,8 @@ class _Walk:
         raise TypeError(f"{path!r} is a {type(state).__name__}, not saved without pickle: convert it")
 
     def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
-        require(
-            isinstance(key, PLAIN),
-            f"a key at {path!r} is a {type(key).__name__}, not a plain value",
-            TypeError,
-        )
+        problem = f"a key at {path!r} is a {type(key).__name__}, not a plain value"
+        require(isinstance(key, PLAIN), problem, TypeError)
         step = key if isinstance(key, str) else repr(key)
         below = f"{path}/{step}" if path else step
         return [self.split(key, path, depth), self.split(value, below, depth)]

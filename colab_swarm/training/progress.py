@@ -310,11 +310,8 @@ class Progress:
         """
         known, roles = self._known(voters), self._standing
         vouchers = {peer: roles[peer].voucher if peer in roles else peer for peer in voters}
-        sizes = Counter(vouchers.values())
-        counted = known | {self.me} if known else known
-        return {
-            peer: (peer in counted) + TIE / sizes[voucher] / len(sizes) for peer, voucher in vouchers.items()
-        }
+        sizes, counted = Counter(vouchers.values()), known and known | {self.me}
+        return {peer: (peer in counted) + TIE / sizes[one] / len(sizes) for peer, one in vouchers.items()}
 
     def _known(self, peers: Iterable[PeerId]) -> set[PeerId]:
         return {peer for peer in peers if self._seen.get(peer, (0, 0.0))[0] >= KNOWN_ROUNDS} - {self.me}
@@ -374,11 +371,8 @@ class Progress:
         usual = SLOWER * self._usual_speed
         speed = min(r.samples_per_s or usual, usual)
         old_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
-        told, batches_s = (
-            r.samples + old_s * r.samples_per_s,
-            2 * min(r.batch_s, SLOWER * self._usual_batch_s),
-        )
-        computed_s = now - self._step_at.get(peer, (0, -math.inf))[1] + batches_s
+        told, batch_s = r.samples + old_s * r.samples_per_s, min(r.batch_s, SLOWER * self._usual_batch_s)
+        computed_s = now - self._step_at.get(peer, (0, -math.inf))[1] + 2 * batch_s
         return min(told, speed * computed_s) if math.isfinite(speed) else told
 
     def samples_per_s(self) -> float:

@@ -179,9 +179,7 @@ class CoordinatorClient:
                     return taken
                 if not at < taken.received < len(data):  # never back without a wait
                     at = min(at, taken.received) if answer.status == GAP else at
-                    raise RetryableError(
-                        f"a piece of an upload ends at byte {taken.received:,}: it is sent again"
-                    )
+                    raise RetryableError(f"the upload ends at byte {taken.received:,}: it is sent again")
                 at = taken.received
 
         return await self._until_done(attempt)

@@ -341,9 +341,7 @@ class JobState:
 
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]
-        require(
-            unit.staleness is None, f"unit {entry.unit} was assimilated twice: this is a fault of the store"
-        )
+        require(unit.staleness is None, f"unit {entry.unit} was assimilated twice: a fault of the store")
         unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].given.version)
         self.version = max(self.version, entry.version)
         self.update_s.append(entry.seconds)

@@ -226,10 +226,8 @@ class CoordinatorServer:
         async with self._log.deciding() as now:
             _raise(self._dispatcher.ban_of(me, now=now))
             await self._log.write(self._dispatcher.give_back(me, asked.given_back, now=now))
-            again = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
-            units = self._dispatcher.assign(
-                me, asked.count - len(again), asked.held, now=now, name=asked.name
-            )
+            old = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
+            units = self._dispatcher.assign(me, asked.count - len(old), asked.held, now=now, name=asked.name)
             put, open_ = {}, self._dispatcher.state.open
             first = [one.unit for one in units if not open_[one.unit].replicas]
             if first and self._job.plan.replication > 1:  # replicas have the same initial parameters
@@ -241,7 +239,7 @@ class CoordinatorServer:
                     for one in units
                 ]
             await self._log.write(units, put=put)
-            return self._given(me, [*again, *units], now)
+            return self._given(me, [*old, *units], now)
 
     def _given(self, volunteer: str, units: Sequence[Assigned], now: float) -> web.Response:
         plan, state = self._job.plan, self._dispatcher.state

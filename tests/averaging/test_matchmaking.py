@@ -564,7 +564,7 @@ def test_a_group_holds_each_members_ticket_but_for_a_bound_on_its_weight(change:
         ((0.01, 0.01, 1), (1e6, 1e6, 1e6), 10.0, "shares"),
         ((0, 0, 1), (1e6, 1e6, 16e6), 10.0, None),  # as the linear program says
         ((1, 1, 1), (1e6, 1e6, 16e6), 10.0, None),
-        ((1, 1, 1), (None, None, None), 1e8, "far more"),
+        ((1, 1, 1), (None, None, None), 1e8, "far too much"),
     ],
 )
 def test_a_group_is_dishonest_where_shares_or_weights_do_not_follow_from_its_tickets(

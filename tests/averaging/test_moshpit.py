@@ -163,7 +163,7 @@ async def test_vectors_of_different_lengths_do_not_meet() -> None:
     ("values", "options", "text"),
     [
         *((ONES * np.nan, {}, "finite"), (ONES, {"weight": -1.0}, "weight=-1.0")),
-        *((ONES, {"weight": 1e7}, "weight="), (ONES, {"group_size": 1}, "2 members")),
+        *((ONES, {"weight": 1e7}, "weight="), (ONES, {"group_size": 1}, "give 2 or more")),
     ],
 )
 async def test_invalid_arguments_are_refused_at_once(

@@ -401,3 +401,9 @@ async def test_rounds_of_two_collaborations_do_not_push_each_other_out() -> None
     assert all(averager.holds(values) for values in vectors)
     averager.forget("run/0")
     assert [averager.holds(values) for values in vectors] == [False, True]
+
+
+def test_a_member_that_begins_after_a_reducer_crashed_counts_in_its_span() -> None:
+    outcome = run_round(script=PHASES["at the first stream to it"], delays={"carol": 0.5})
+    assert [fault.name for fault in outcome.fired] == ["crash"]
+    outcome.assert_mean("alice", "carol", "dave")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes import text as recipe_text
-from colab_swarm.recipes.text import SHARD_BYTES, Passage, TextSource, open_text, order_sample, pack, passages
+from colab_swarm.recipes.text import SHARD_BYTES, Passage, TextSource, open_text, ordered, pack, passages
 
 
 def read(text: TextSource) -> list[str]:
@@ -105,7 +105,7 @@ def test_a_very_long_sentence_is_cut_and_a_lone_one_is_dropped(tokenizer: Words)
 def test_a_sample_is_two_neighbouring_pieces_that_fit(lengths: list[int], room: int, seed: int) -> None:
     tokens = np.arange(sum(lengths), dtype=np.int32)
     borders = tuple(np.cumsum(lengths)[:-1].tolist())
-    first, second, swapped = order_sample(Passage(tokens, borders), room, random.Random(seed))
+    first, second, swapped = ordered(Passage(tokens, borders), room, random.Random(seed))
     before, after = (second, first) if swapped else (first, second)
     assert before[0] == 0 and after[0] in borders
     assert min(len(first), len(second)) >= 1 and len(first) + len(second) == min(room, len(tokens))
@@ -117,7 +117,7 @@ def test_a_sample_is_two_neighbouring_pieces_that_fit(lengths: list[int], room: 
 def test_half_of_the_samples_are_swapped() -> None:
     passage = Passage(np.arange(9, dtype=np.int32), (3, 6))
     rng = random.Random(0)
-    samples = [order_sample(passage, 99, rng) for _ in range(400)]
+    samples = [ordered(passage, 99, rng) for _ in range(400)]
     assert 150 < sum(swapped for *_, swapped in samples) < 250
     starts = {(int(first[0]), int(second[0])) for first, second, _ in samples}
     assert starts == {(0, 3), (0, 6), (3, 0), (6, 0)}

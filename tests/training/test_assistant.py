@@ -119,11 +119,11 @@ def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -
 @pytest.mark.slow
 def test_a_trainer_that_vanishes_is_waited_for_once_at_most() -> None:
     with simulation("bob", "carol", "dave") as sim:
-        sim.network.at(6.2).crash("dave")  # between two rounds
+        sim.network.at(6.5).crash("dave")  # between two rounds
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
     assert sim.network.fired and len(toy.lineages(results)) == 1
-    later = [e for e in rounds if e.at > 6.2]
+    later = [e for e in rounds if e.at > 6.5]
     assert {e.group_size for e in later} == {3} and sum(e.seconds > 3.0 for e in later) <= 1
 
 
