@@ -75,7 +75,7 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | identities of one invitation | one vote, but for those that trained with us | `attacks/test_members` |
 | a donor gives another state | sketches show it; it is loaded again elsewhere | `training/test_sketch` |
 | huge values, weights, counts | by what is usual; within that the mean is exact | `attacks/test_members` |
-| a minority's wrong gradients | ``robust="clip"``: loss within 10 % | `training/test_robust` |
+| a minority's wrong gradients | ``robust="clip"``: loss within 10 % | `training/test_robust`, `attacks/test_members` |
 | a reducer makes up a mean | ``robust="clip"``: random recomputation | `averaging/test_audit`, `attacks/test_members` |
 | a back-dated membership | an ended invitation needs a fresh signature | `attacks/test_members` |
 | strangers' connections, garbage | by address; the oldest half-open goes first | `attacks/test_strangers` |

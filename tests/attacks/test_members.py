@@ -228,6 +228,33 @@ def test_a_contribution_of_huge_values_freezes_no_optimizer() -> None:
     honest.assert_held(least_shared=20, loss=False)
 
 
+class Flipper(Trainer):
+    """Sends its gradient times -10."""
+
+    def take_batch(self) -> None:
+        (-10.0 * toy.loss_of(self.net, self.optimizer.global_step, slice(6, 10))).backward()
+        self.stopped.wait(0.05)
+        self.optimizer.step(samples=4)
+
+
+@pytest.mark.parametrize("robust", ["", "clip"], ids=["plain", "clip"])
+def test_a_flipped_gradient_spoils_no_clipped_run(robust: str) -> None:
+    with town(robust=robust) as honest:
+        honest.train()
+        mallory = honest.trainer(honest.join("mallory"), Flipper)
+        mallory.thread.start()
+        results = honest.trainers[0].results
+
+        def rounds_with_it() -> int:
+            return sum(mallory.swarm.id in result.contributors for result in list(results))
+
+        honest.wait(lambda: rounds_with_it() >= 30, "attack")
+        honest.stop()
+        mallory.stopped.set()
+    before, after = honest.trainers[0].losses[0], honest.trainers[0].losses[-1]
+    assert after > 1.2 * before if not robust else after < before
+
+
 def test_a_reducer_that_makes_up_clipped_means_is_found_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up: list[bytes] = []
     liars: set[PeerId] = set()
