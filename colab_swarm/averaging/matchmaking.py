@@ -180,7 +180,8 @@ class Matchmaker:
         self._silent = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nor lets them organize
         call_s = self._settings.call_timeout_s
         self._answers, self._heartbeats = (Patience(MIN_SILENCE_S, call_s, FIRST_SILENCE_S) for _ in range(2))
-        self._dials = Patience(MIN_SILENCE_S, call_s)
+        # and when a silent peer was blamed last
+        self._dials, self._blamed_at = Patience(MIN_SILENCE_S, call_s), dict[PeerId, float]()
         self._alone: tuple[int, bytes] | None = None  # the step for which a group of one was refused
         self._ready: tuple[object, set[PeerId]] = (None, set())  # a step, and who said to come to it
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
@@ -243,6 +244,10 @@ class Matchmaker:
     def forget(self, step: int, lineage: bytes) -> None:
         """Forget the group of a step: this peer came back without the mean, and needs another."""
         self._groups.pop((step, lineage), None)
+
+    def mute(self) -> set[PeerId]:
+        """Return the peers that were silent, and from which nothing has come since: frozen or cut off."""
+        return {peer for peer, at in self._blamed_at.items() if self._peers.read_at(peer) < at}
 
     def likely(self, step: int, lineage: bytes) -> set[PeerId]:
         """Return linked callers of this round and members of the one before: records may be late."""
@@ -357,6 +362,7 @@ class Matchmaker:
         except TimeoutError:
             if seconds >= MIN_SILENCE_S and limit.expired() and loop_now() - began < limit_s + AWAKE_S:
                 self._silent.fail(peer, loop_now())
+                remember(self._blamed_at, peer, loop_now(), 256)
                 if peer in self._peers.linked():  # a lost link has an event of its own
                     self._router.events.emit(PeerSilent(loop_now(), peer.hex(), limit_s))
             raise

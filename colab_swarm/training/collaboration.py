@@ -169,7 +169,7 @@ class Collaboration:
 
     async def refresh(self) -> Branch:
         """Read the peers' records now, and return the swarm's branch."""
-        await self.progress.refresh(self.services.dht, self.services.peers)
+        await self.progress.refresh(self.services.dht, self.services.peers, self._matchmaker.mute())
         if donors := self._check.judge(*self.progress.sketches(), now=loop_now()):
             text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"
             self.services.events.emit(Fault(loop_now(), "this peer's state", text))
@@ -552,15 +552,14 @@ class CatchUp:
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:
-        telling = asyncio.get_running_loop().call_later(SLOW_S, self._tell_slow, step, len(donors))
+        text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
+        telling = asyncio.get_running_loop().call_later(
+            SLOW_S, lambda: self._collaboration.services.events.emit(Notice(loop_now(), text))
+        )
         try:
             return await self._collaboration.download(donors)
         finally:
             telling.cancel()
-
-    def _tell_slow(self, step: int, donors: int) -> None:
-        text = f"waiting for the state of step {step}: {count(donors, 'donor')} slow or frozen"
-        self._collaboration.services.events.emit(Notice(loop_now(), text))
 
     async def _complete(self, snapshot: Snapshot) -> CaughtUp:
         step, lineage = snapshot.manifest.step, snapshot.manifest.subject

@@ -17,7 +17,7 @@ import asyncio
 import math
 import statistics
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -152,7 +152,7 @@ class Progress:
         self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
-        self._no_vote: Container[PeerId] = ()  # those of them at the last reading
+        self._no_vote: Collection[PeerId] = ()  # those of them at the last reading
         self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
         self._standing: Mapping[PeerId, Found] = {}  # roles and vouchers
         self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
@@ -163,10 +163,11 @@ class Progress:
     def records(self) -> Mapping[PeerId, ProgressRecord]:
         return {self.me: self.own, **self._others}
 
-    async def refresh(self, dht: DHT, peers: Peers) -> None:
-        """Read all records; raises `PeerError` if they cannot be read now."""
+    async def refresh(self, dht: DHT, peers: Peers, mute: Iterable[PeerId] = ()) -> None:
+        """Read all records; raises `PeerError` if they cannot be read now. Peers that are ``mute`` have no vote."""
         records, assistants, self._standing = await read_participants(dht, self.prefix)
         self.on_records(records, linked=peers.linked(), now=asyncio.get_running_loop().time())
+        self._no_vote = {*self._no_vote, *mute}
         lost = self._lost_assistants
         alive = {
             peer: record

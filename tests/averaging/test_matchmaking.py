@@ -524,6 +524,19 @@ async def test_a_peer_that_once_came_late_still_organizes() -> None:
     await one_group(*(trainer.join() for trainer in (*others, first)), size=4)
 
 
+async def test_a_frozen_peer_is_mute_until_something_comes_from_it() -> None:
+    town = Town(3)
+    first, frozen, last = town.trainers
+    await one_group(*(trainer.join() for trainer in town.trainers), size=3)
+    town.network.now().freeze(frozen.peers.name, 60.0)
+    await one_group(first.join(), last.join(), size=2)
+    assert first.matchmaker.mute() | last.matchmaker.mute() == {frozen.peers.id} and town.network.fired
+    await asyncio.sleep(70.0)
+    for trainer in (first, last):
+        await frozen.peers.call(trainer.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)
+        assert not trainer.matchmaker.mute()
+
+
 async def test_a_group_without_the_others_that_wait_is_refused() -> None:
     liar, *honest = Town(3).trainers
 
