@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
@@ -23,6 +23,23 @@ T = TypeVar("T")
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 LOOK_S = 0.2  # between two looks of a task that waits at the gate
 POLL_S = 0.2
+
+
+def loop_now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def wake(event: asyncio.Event) -> None:
+    """Set the event for a moment: all that wait for it go on."""
+    event.set()
+    event.clear()
+
+
+async def wait_until(deadline: float | None, event: asyncio.Event) -> None:
+    """Return when the event is set, or at ``deadline`` (loop time; None: there is none)."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(deadline):
+            await event.wait()
 
 
 class PauseGate:

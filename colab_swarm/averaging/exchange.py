@@ -14,11 +14,11 @@ import numpy as np
 from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
-from colab_swarm.averaging.matchmaking import wake
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Message, PeerId, Peers, Role, Stream, StreamEnded, allowance_s, short
+from colab_swarm.runtime import loop_now, wake
 from colab_swarm.tensors.codecs import Buffer, ErrorFeedback, Floats, Precision, codec_of
 
 
@@ -183,7 +183,7 @@ class AllReduce:
         spare: Floats | None = None,
         most_rms: float = math.inf,
     ) -> None:
-        me, now = group.index_of(peers.id), asyncio.get_running_loop().time()
+        me, now = group.index_of(peers.id), loop_now()
         if me is None:
             raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
@@ -257,7 +257,7 @@ class AllReduce:
                         raise
                     await self._converse(reducer)  # one of two links was lost, not the peer
         except (PeerError, TimeoutError, ValueError) as error:
-            silent_s = asyncio.get_running_loop().time() - self._heard_at[reducer]
+            silent_s = loop_now() - self._heard_at[reducer]
             reason = str(error) or f"too slow: no mean for {silent_s:.1f} s"
             if isinstance(error, CallRefused):
                 reason = f"refused: {reason}"
@@ -422,7 +422,7 @@ class AllReduce:
 
     def _publish(self, finished: list[int]) -> None:
         if finished:
-            self.trace.on_traffic("means", self.me, asyncio.get_running_loop().time())
+            self.trace.on_traffic("means", self.me, loop_now())
         for index in finished:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""
@@ -446,7 +446,7 @@ class AllReduce:
         while True:
             await asyncio.sleep(self.settings.probe_s)
             wake(self._paced)  # a stream may have stalled
-            now = asyncio.get_running_loop().time()
+            now = loop_now()
             # A reducer may be silent because it waits for a contributor, which is then the one to name.
             for member in self._awaited_others() or list(self._limits):
                 if member not in self._reported and now - self._heard_at[member] > SILENT_S:
@@ -471,7 +471,7 @@ class AllReduce:
         ping, peer = RoundPing(self.group.round_id), self.member(member).id
         try:
             answer = await self.peers.call(peer, ping, RoundPing, timeout_s=self.settings.dial_timeout_s)
-            overdue = self._overdue(member, asyncio.get_running_loop().time())
+            overdue = self._overdue(member, loop_now())
             require(answer == ping or not overdue, "it takes no part in the round", PeerError)
         except PeerError as error:
             self._away.add(member)

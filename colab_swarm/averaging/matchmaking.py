@@ -48,6 +48,7 @@ from colab_swarm.net.peers import (
     remember,
     short,
 )
+from colab_swarm.runtime import loop_now, wait_until, wake
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +168,7 @@ class Matchmaker:
         self._router, self._peers, self._prefix = router, router.peers, prefix
         self._expected, self._on_called, self._stands = expected, on_called, stands
         self._believed_s = believed_s
-        # this peer's terms of a step and lineage; None: those of the first to come
-        self.own: Callable[[int, bytes], RoundTerms] | None = None
+        self.own: Callable[[int, bytes], RoundTerms] | None = None  # else the first caller's terms
         self._strategy = strategy
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
@@ -472,9 +472,8 @@ class Matchmaker:
                 return Joined(reason="unreachable", text="not at this step")
             text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
-        terms = (
-            terms if self.own is None else self.own(*terms.key)
-        )  # others may come first with another model
+        if self.own is not None:  # another may come first, with another model
+            terms = self.own(*terms.key)
         formation = GroupFormation(terms, now=loop_now(), settings=self._settings)
         formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
         task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
@@ -569,23 +568,6 @@ def holds_ticket(group: Group, peer: PeerId, ticket: Ticket) -> bool:
     return offer_of(mine) == offer_of(ticket) and (
         mine.weight == ticket.weight or heaviest == mine.weight < ticket.weight
     )
-
-
-def loop_now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def wake(event: asyncio.Event) -> None:
-    """Set the event for a moment: all that wait for it go on."""
-    event.set()
-    event.clear()
-
-
-async def wait_until(deadline: float | None, event: asyncio.Event) -> None:
-    """Return when the event is set, or at ``deadline`` (loop time; None: there is none)."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout_at(deadline):
-            await event.wait()
 
 
 def _hand_out(group: Organized, peer: PeerId) -> Joined:

@@ -42,11 +42,12 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
-from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now, wait_until
+from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Message, PeerId, short
+from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
 logger = logging.getLogger(__name__)

@@ -34,11 +34,12 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.matchmaking import SKIPPED_S, loop_now, wait_until, wake
+from colab_swarm.averaging.matchmaking import SKIPPED_S
 from colab_swarm.averaging.reducer import SpanReducer, root_mean_square
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
 from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, allowance_s, short
+from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)

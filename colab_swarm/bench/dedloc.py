@@ -49,16 +49,8 @@ from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import StepFinished
 from colab_swarm.net.peers import Contact, Message
-from colab_swarm.sim import (
-    LAN,
-    HostProfile,
-    NetworkProfile,
-    ScriptedFault,
-    SimNetwork,
-    SimPeers,
-    run_virtual,
-    virtual_time,
-)
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import LAN, HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, run_virtual
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.tensors.codecs import Floats
 
@@ -356,7 +348,7 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
         await player.dht.bootstrap([] if name == "p0" else [players["p0"].peers.contact])
         player.dht.start()
     script(network)
-    began, tasks = virtual_time(), dict[str, asyncio.Task[None]]()
+    began, tasks = loop_now(), dict[str, asyncio.Task[None]]()
     for name, player in players.items():
         tasks[name] = asyncio.create_task(player.play(passes))
         player.peers.when_down(tasks[name].cancel)
@@ -367,7 +359,7 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
         {name: player.results[-1] for name, player in left.items()},
         network.fired,
-        virtual_time() - began,
+        loop_now() - began,
     )
 
 

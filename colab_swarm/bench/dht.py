@@ -26,7 +26,8 @@ from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import Contact, M, Message, PeerId, Peers, R, Refusal, Role
-from colab_swarm.sim import PAPER_CLOUD, run_virtual, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import PAPER_CLOUD, run_virtual
 from colab_swarm.sim.network import DIAL_ROUND_TRIPS, EPOCH
 
 DEAD_SHARE, PROCESSES, IN_FLIGHT, HEADER_BYTES = 0.2, 8, 8, 100
@@ -66,7 +67,7 @@ class CallPeer:
         self._handlers: dict[type[Message], Callable[[PeerId, Any], Awaitable[Any]]] = {}
 
     def time(self) -> float:
-        return EPOCH + virtual_time()
+        return EPOCH + loop_now()
 
     def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
         return Role.WORKER
@@ -134,10 +135,10 @@ async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, tup
     alive = [dht for i, dht in enumerate(dhts) if i not in dead]
     lookups = []
     for i in range(records):
-        began = virtual_time()
+        began = loop_now()
         reading = await rng.choice(alive).read(f"record {i}")
         found = [one.value for one in reading.found.values()] == [i]
-        lookups.append((found, reading.hops or 0, reading.calls, virtual_time() - began))
+        lookups.append((found, reading.hops or 0, reading.calls, loop_now() - began))
     return dict(zip(("found", "hops", "calls", "seconds"), zip(*lookups, strict=True), strict=True))
 
 
@@ -208,9 +209,9 @@ PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
 async def _search(directory: Directory, seed: int) -> tuple[float, float]:
     rng = np.random.default_rng(seed)
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
-    began = virtual_time()
+    began = loop_now()
     cold = await directory.best(GRID, scores, BEST)
-    cold_s, found_at = virtual_time() - began, time.process_time()
+    cold_s, found_at = loop_now() - began, time.process_time()
     warm = await directory.best(GRID, scores, BEST)
     warm_s = time.process_time() - found_at
     assert cold == warm and all(len(sample) == BEST for sample in cold)

@@ -10,12 +10,12 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from colab_swarm.averaging.group import GroupFormationSettings, GroupMember, RoundRefused
-from colab_swarm.averaging.matchmaking import loop_now, wait_until
 from colab_swarm.averaging.moshpit import Assembly
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Refusal, Role, Stream, end_tasks, short
+from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import StateSharing

@@ -14,12 +14,12 @@ from typing import Annotated
 
 import msgspec
 
-from colab_swarm.averaging.matchmaking import wait_until
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
 from colab_swarm.errors import require
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
+from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 MAX_PEERS = 16
@@ -120,7 +120,7 @@ class PieceExchange(ABC):
         """Exchange nothing more with a member that left, was lost or was not honest."""
         if index not in self.lost:
             self.lost[index] = reason
-            self._events.emit(PeerLeft(asyncio.get_running_loop().time(), self._names[index], reason))
+            self._events.emit(PeerLeft(loop_now(), self._names[index], reason))
             self.steps.on_lost(index, reason)
 
     @abstractmethod

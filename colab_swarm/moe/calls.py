@@ -34,7 +34,7 @@ from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, end_tasks, short
-from colab_swarm.runtime import DeviceThread, PauseGate, Runner
+from colab_swarm.runtime import DeviceThread, PauseGate, Runner, loop_now
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
@@ -437,7 +437,7 @@ class ExpertServer:
     def statistics(self) -> dict[str, ExpertStatistics]:
         with self._lock:
             queued = {uid: self._batching.queued(uid) for uid in self._served}
-        now = asyncio.get_running_loop().time()
+        now = loop_now()
         return {uid: one.statistics(queued[uid], now) for uid, one in self._served.items()}
 
     async def close(self) -> None:
@@ -511,7 +511,7 @@ class ExpertServer:
         if call.key.uid not in self._served:
             raise _gone(call.key.uid)
         await self._gate.wait_open()
-        call.arrived_at = asyncio.get_running_loop().time()
+        call.arrived_at = loop_now()
         with self._lock:
             self._batching.enqueue(call)
         self.device.run(self._work).add_done_callback(self._deliver)
@@ -546,7 +546,7 @@ class ExpertServer:
     def _deliver(self, working: asyncio.Future[list[tuple[Call, Outcome]]]) -> None:
         if working.cancelled():
             return
-        now, answers = asyncio.get_running_loop().time(), working.result()
+        now, answers = loop_now(), working.result()
         for call, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
                 text = f"{type(answer).__name__}: {answer}"

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from torch import nn
 
-from colab_swarm.averaging.matchmaking import loop_now
 from colab_swarm.dht.service import BackgroundTasks, RunServices, on_loop
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import ExpertHosted, Fault, Notice
@@ -28,7 +27,7 @@ from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.runtime import Runner
+from colab_swarm.runtime import Runner, loop_now
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 
 logger = logging.getLogger(__name__)

@@ -37,6 +37,7 @@ from colab_swarm.net.peers import (
     Stream,
     short,
 )
+from colab_swarm.runtime import loop_now
 
 MAX_RUN_ID_BYTES = 64
 BURST_S, MIN_BURST_BYTES = 0.1, 1 << 16
@@ -343,7 +344,7 @@ class SpeedTests:
 
     async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
         require(not self._busy, "a speed test with another peer is running: wait a moment", Refusal)
-        admitted = self._tests.admit(stream.peer, asyncio.get_running_loop().time())
+        admitted = self._tests.admit(stream.peer, loop_now())
         require(admitted, f"one speed test in {PAUSE_S:g} s: wait a moment", Refusal)
         self._busy = True
         try:

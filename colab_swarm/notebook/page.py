@@ -4,7 +4,6 @@ A snapshot is taken once a second at most, so visitors cost nothing. A page refr
 ``/live`` every three seconds; the browser may do nothing else.
 """
 
-import asyncio
 import base64
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from aiohttp import web
 from colab_swarm.markup import text
 from colab_swarm.net.addresses import VisitLimit, VisitorLogger, source_of
 from colab_swarm.notebook.theme import Document
+from colab_swarm.runtime import loop_now
 
 S = TypeVar("S")
 Sample: TypeAlias = tuple[str, Mapping[str, str], float]
@@ -83,7 +83,7 @@ class StatusPage(Generic[S]):
             await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        now, path = asyncio.get_running_loop().time(), request.path
+        now, path = loop_now(), request.path
         if not self._visits.admit(source_of(request), now):
             return web.Response(status=429, text="try again in a second", headers={"Retry-After": "1"})
         if now - self._seen_at >= FRESH_S:

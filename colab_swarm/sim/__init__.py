@@ -86,7 +86,7 @@ from colab_swarm.sim.profiles import (
     HostProfile,
     NetworkProfile,
 )
-from colab_swarm.sim.runtime import VirtualTimeLoop, run_virtual, virtual_time
+from colab_swarm.sim.runtime import VirtualTimeLoop, run_virtual
 
 __all__ = [
     "DEDLOC16",
@@ -106,5 +106,4 @@ __all__ = [
     "VirtualTimeLoop",
     "check",
     "run_virtual",
-    "virtual_time",
 ]

@@ -67,11 +67,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-def virtual_time() -> float:
-    """Return the clock of the running loop, seconds."""
-    return asyncio.get_running_loop().time()
-
-
 class SimulationStopped(BaseException):
     """Raised in a peer's thread when the simulation is closed; not an Exception, so that the thread unwinds."""
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from colab_swarm.averaging.matchmaking import PrefixRouter, loop_now, wait_until
+from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
@@ -28,6 +28,7 @@ from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
+from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess, Trust, clock_advice

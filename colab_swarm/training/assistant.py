@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from colab_swarm.averaging.group import MAX_TEXT, GroupFormationSettings, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker, loop_now
+from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.runtime import Runner
+from colab_swarm.runtime import Runner, loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.progress import WATCHING, AssistantRecord, Progress, assistants_key
 from colab_swarm.training.settings import HEAVIEST, ROUND_TIMEOUT_S, LinkBandwidth, PeerServices

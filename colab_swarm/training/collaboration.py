@@ -19,7 +19,7 @@ import numpy as np
 
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker, loop_now, wait_until
+from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult, contributed
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
@@ -27,6 +27,7 @@ from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import BatchDropped, Fault, Loaded, Notice, PeerLeft, StateReceived, StepFinished
 from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId, short
+from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import (
@@ -520,9 +521,9 @@ class CatchUp:
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
         failures, since = 0, math.inf  # of one branch's donors
-        attempts = silent = 0
-        while attempts - silent < BRANCHES * ATTEMPTS:
-            branch, root = await collaboration.refresh(), b""
+        attempts = 0
+        while attempts < BRANCHES * ATTEMPTS:
+            branch, root, silent = await collaboration.refresh(), b"", False
             if not (donors := sorted(branch.peers - {progress.me})):
                 if self._has_state or not reasons:
                     return None
@@ -539,16 +540,16 @@ class CatchUp:
                     return await self._complete(snapshot)
             except StateError as error:
                 reasons[str(error)] = None
-                silent += isinstance(error, DonorsSilent) and not self._has_state
+                silent = isinstance(error, DonorsSilent) and not self._has_state
             if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
                 failures += 1
-                if failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:
-                    # A false claim, such as step 10^9, must not hide the other peers forever.
+                if silent or failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:
+                    # A false claim, such as step 10^9, or a frozen peer must not hide the others forever.
                     progress.distrust(donors, now=loop_now())
                     failures, since = 0, math.inf
             outdated = root or outdated
             await asyncio.sleep(PAUSE_S * (attempts % ATTEMPTS))
-            attempts += 1
+            attempts += not silent
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:

@@ -7,7 +7,8 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
   The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
 - Without a vote: peers that cannot be dialled while others can (no round would form, no state be
-  given), for `DISTRUST_S` peers that could not give their state, and paused or idle ones.
+  given), silent ones (frozen or cut off) from which nothing came since, for `DISTRUST_S` peers that
+  could not give their state, and paused or idle ones.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
   3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
   `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
@@ -17,7 +18,7 @@ import asyncio
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from blake3 import blake3
 from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.dht.service import DHT, Found
 from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Role
+from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.sketch import StateSketch
 
@@ -152,7 +154,8 @@ class Progress:
         self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
-        self._no_vote: Collection[PeerId] = ()  # those of them at the last reading
+        self._mute: frozenset[PeerId] = frozenset()  # silent, and nothing came from them since
+        self._no_vote: Set[PeerId] = frozenset()  # both at the last reading
         self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
         self._standing: Mapping[PeerId, Found] = {}  # roles and vouchers
         self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
@@ -164,10 +167,9 @@ class Progress:
         return {self.me: self.own, **self._others}
 
     async def refresh(self, dht: DHT, peers: Peers, mute: Iterable[PeerId] = ()) -> None:
-        """Read all records; raises `PeerError` if they cannot be read now. Peers that are ``mute`` have no vote."""
+        """Read all records; raises `PeerError` if they cannot be read now."""
         records, assistants, self._standing = await read_participants(dht, self.prefix)
-        self.on_records(records, linked=peers.linked(), now=asyncio.get_running_loop().time())
-        self._no_vote = {*self._no_vote, *mute}
+        self.on_records(records, linked=peers.linked(), mute=mute, now=loop_now())
         lost = self._lost_assistants
         alive = {
             peer: record
@@ -180,13 +182,19 @@ class Progress:
         self._lost_assistants = {p: at for p, at in lost.items() if p in assistants}
 
     def on_records(
-        self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float
+        self,
+        records: Mapping[PeerId, ProgressRecord],
+        *,
+        linked: Container[PeerId] = (),
+        mute: Iterable[PeerId] = (),
+        now: float,
     ) -> None:
-        """Take the live records just read.
+        """Take the live records just read; to a peer with a state, those that are ``mute`` have no vote.
 
         A lost peer counts again when it is ``linked`` or, after `LAST_RECORD_S`, has a new record.
         """
-        self._no_vote = self._distrusted.ends(now)
+        self._mute = frozenset(mute if self.own.step else ())
+        self._no_vote = self._mute | self._distrusted.ends(now).keys()
         self._seen = {peer: one for peer, one in self._seen.items() if now - one[1] < SEEN_S}
         self._step_at = {peer: one for peer, one in self._step_at.items() if peer in records}
         self._kept = {peer: one for peer, one in self._kept.items() if peer in records}
@@ -260,7 +268,7 @@ class Progress:
         """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
         for peer in peers:
             self._distrusted.fail(peer, now)
-        self._no_vote = self._distrusted.ends(now)
+        self._no_vote = self._mute | self._distrusted.ends(now).keys()
 
     @property
     def donors_remain(self) -> bool:
@@ -268,7 +276,7 @@ class Progress:
         return any(peer != self.me and not r.syncing for peer, r in self._read.items())
 
     def trust_all(self) -> None:
-        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), ()
+        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), self._mute
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""

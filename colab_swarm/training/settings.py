@@ -82,8 +82,8 @@ class TrafficBudgetPolicy:
         others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
         reduces = not (others_reduce and volume > 1)  # a slow link gets a smaller share by the strategy
         over = max(self._ratios(group, reduces, precision, compute_s))
-        sizes = [encoded_bytes(one, group.terms.numel) for one in (SAVING, precision)]
-        if over > 1 and sizes[0] < sizes[1]:
+        numel = group.terms.numel
+        if over > 1 and encoded_bytes(SAVING, numel) < encoded_bytes(precision, numel):
             precision = SAVING
             over = max(self._ratios(group, reduces, precision, compute_s))
         if over > 1 and self._settings.local_steps == "auto":

@@ -27,6 +27,7 @@ from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, Contact, LeftOut, PeerId, Peers, Refusal, Role, end_tasks, short
+from colab_swarm.runtime import loop_now
 from colab_swarm.trust.authority import (
     Allowlist,
     Authority,
@@ -260,7 +261,7 @@ async def repeat(
             await work()
         except Exception as error:
             logger.exception("%s failed", where)
-            events.emit(Fault.of(asyncio.get_running_loop().time(), where, error))
+            events.emit(Fault.of(loop_now(), where, error))
         await asyncio.sleep(period_s * rng.uniform(0.6, 1.0))
 
 

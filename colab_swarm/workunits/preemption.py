@@ -11,7 +11,8 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from colab_swarm.sim.runtime import run_virtual, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.job import WorkPlan
 from colab_swarm.workunits.state import AnyEntry, Assimilated, Measured
@@ -88,14 +89,14 @@ class _Fleet:
     async def _slot(self, instance: str) -> None:
         dispatcher = self._dispatcher
         while not dispatcher.state.finished:
-            now = virtual_time()
+            now = loop_now()
             self._commit(*dispatcher.expired(now=now))
             if not (given := dispatcher.assign(instance, 1, (), now=now)):
                 await asyncio.sleep(dispatcher.wait_s(instance, now=now))
                 continue
             self._commit(*given)
             await asyncio.sleep(self._model.unit_s)
-            now = self._ended_at = virtual_time()
+            now = self._ended_at = loop_now()
             unit, name = given[0].unit, given[0].assignment
             self._commit(
                 *dispatcher.on_result(name, 1.0, lambda *_: 0.0, now=now),

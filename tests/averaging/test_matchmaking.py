@@ -30,6 +30,7 @@ from colab_swarm.averaging.matchmaking import (
 )
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
+from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
 TERMS = module.RoundTerms("run", 7, b"lineage", 100, b"schema")
@@ -69,7 +70,7 @@ class Trainer:
 
     async def join(self, *, after_s: float = 0.0, timeout_s: float = 30.0) -> Group:
         await asyncio.sleep(after_s)
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = loop_now() + timeout_s
         return await self.matchmaker.join(self.ticket, self.candidates, deadline, awaited=self.awaited)
 
 
@@ -130,7 +131,7 @@ async def test_all_who_join_get_the_same_group_with_weights_and_addresses() -> N
     organizer, *others = town.trainers
     assert organizer.matchmaker.likely(8, b"") == {other.peers.id for other in others}
     assert organizer.matchmaker.likely(9, b"") == set()
-    assert asyncio.get_running_loop().time() < 0.1
+    assert loop_now() < 0.1
 
 
 async def test_the_organizer_calls_the_others_and_waits_as_long_as_they_said() -> None:
@@ -203,7 +204,7 @@ async def test_an_accepted_peer_that_died_is_not_waited_for() -> None:
     town.network.at(1.0).crash(dying.peers.name)
     await one_group(*(t.join() for t in town.trainers if t is not dying), size=3)
     assert [fault.name for fault in town.network.fired] == ["crash"]
-    assert asyncio.get_running_loop().time() < 3.0
+    assert loop_now() < 3.0
 
 
 async def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
@@ -324,7 +325,7 @@ async def test_an_organizer_that_keeps_refusing_is_left_out(reason: module.Refus
 
     refusals: list[RoundRefused] = []
     await one_group(*map(insist, honest), size=2)
-    assert refusals and 60 <= asyncio.get_running_loop().time() < 70
+    assert refusals and 60 <= loop_now() < 70
 
 
 async def test_refusing_each_step_once_is_honest() -> None:
@@ -344,7 +345,7 @@ async def test_without_a_reducer_or_a_trainer_peers_give_up_after_the_window(
         trainer.ticket = msgspec.structs.replace(TICKET, **facts)
     reasons = await asyncio.gather(*(refusal(trainer.join(after_s=9.0)) for trainer in town.trainers))
     assert set(reasons) == {"unreachable"}
-    assert 11 < asyncio.get_running_loop().time() < 12  # the window is 2 s
+    assert 11 < loop_now() < 12  # the window is 2 s
 
 
 async def test_contributing_needs_the_role_of_a_worker() -> None:
@@ -365,7 +366,7 @@ async def test_a_client_without_its_only_organizer_continues_alone_after_a_while
     town.network.now().crash(backbone.peers.name)
     group = await client.join(after_s=9.0)
     assert town.network.fired and len(group.members) == 1
-    assert 11 < asyncio.get_running_loop().time() < 13  # the window is 2 s
+    assert 11 < loop_now() < 13  # the window is 2 s
 
 
 async def test_a_candidate_that_cannot_be_called_has_the_window_to_join_by_itself() -> None:
@@ -377,7 +378,7 @@ async def test_a_client_gives_up_after_a_while_if_its_only_organizer_is_at_anoth
     client, backbone = Town(2, clients=1).client_and_backbone()
     backbone.ready_in_s = None
     assert await refusal(client.join(after_s=9.0)) == "unreachable"
-    assert 11 < asyncio.get_running_loop().time() < 13
+    assert 11 < loop_now() < 13
 
 
 class Ask(Message, frozen=True):
@@ -459,10 +460,10 @@ async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reser
 async def test_a_weight_out_of_range_is_refused_before_anybody_is_called(weight: float) -> None:
     first, second = Town(2).trainers
     second.ticket = msgspec.structs.replace(TICKET, weight=weight)
-    began = asyncio.get_running_loop().time()
+    began = loop_now()
     with pytest.raises(RoundRefused, match="neither 0 nor in") as caught:
         await second.join()
-    assert caught.value.reason == "invalid" and asyncio.get_running_loop().time() == began
+    assert caught.value.reason == "invalid" and loop_now() == began
     assert not first.peers.linked()
 
 
@@ -490,9 +491,9 @@ async def test_an_organizer_that_never_answers_holds_up_one_round_for_seconds(he
     for trainer in honest:
         trainer.believed_s = 2.0
     for limit_s in (10.0, 0.6):
-        began = asyncio.get_running_loop().time()
+        began = loop_now()
         await one_group(*(trainer.join() for trainer in honest), size=3)
-        assert asyncio.get_running_loop().time() - began < limit_s
+        assert loop_now() - began < limit_s
     assert sorted(asked) == sorted(trainer.peers.id for trainer in honest)  # once each: it is not asked again
 
 
@@ -511,9 +512,9 @@ async def test_a_broken_promise_holds_up_one_round_and_one_beyond_belief_none(
     liar.ready_in_s, first.believed_s = promise_s, 2.0
     for pause_s, limit_s in limits_s:
         await asyncio.sleep(pause_s)
-        began = asyncio.get_running_loop().time()
+        began = loop_now()
         await one_group(*(trainer.join() for trainer in (first, *others)), size=3)
-        assert asyncio.get_running_loop().time() - began < limit_s
+        assert loop_now() - began < limit_s
 
 
 async def test_a_peer_that_once_came_late_still_organizes() -> None:

@@ -17,7 +17,8 @@ from colab_swarm.moe import calls as expert_calls
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Contact, Message, Stream
-from colab_swarm.sim import LAN, SimNetwork, SimPeers, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import LAN, SimNetwork, SimPeers
 from colab_swarm.tensors.codecs import CODECS, codec_of
 from tests.moe.local import calls_of
 from tests.net.swarm import peers
@@ -132,7 +133,7 @@ async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> Non
         assert expert.step == 1
         with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
             await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
-        assert virtual_time() < 1  # no wait for values that could not be sent
+        assert loop_now() < 1  # no wait for values that could not be sent
 
 
 async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
@@ -161,7 +162,7 @@ async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
         with pytest.raises(CallRefused, match="took over 60 s"):
             await stream.receive(expert_calls.Part)
         assert not server._batching._inside
-    assert virtual_time() == pytest.approx(60, abs=0.1)
+    assert loop_now() == pytest.approx(60, abs=0.1)
 
 
 NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]
@@ -184,4 +185,4 @@ async def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None
     bob.serve_stream(expert_calls.ForwardExpert, silent)
     with pytest.raises(ExpertError, match=r"did not answer in 7 s"):
         await calls_of(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
-    assert virtual_time() == pytest.approx(7.0)
+    assert loop_now() == pytest.approx(7.0)

@@ -15,7 +15,8 @@ from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe import directory as module
 from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
 from colab_swarm.moe.grid import ExpertInfo, Grid
-from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
 
@@ -68,7 +69,7 @@ async def test_all_peers_find_announced_experts() -> None:
     info = await bob.directory.find(GRID, "ffn.3.7")
     assert info is not None and info.host == alice.peers.contact
     assert (info.uid, info.shape, info.step) == ("ffn.3.7", SHAPE, 5)
-    assert 59 < info.until - virtual_time() <= 60
+    assert 59 < info.until - loop_now() <= 60
 
 
 async def test_the_best_live_experts_come_first() -> None:
@@ -212,9 +213,9 @@ async def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
     first = await bob.directory.best(grid, batch, 4)
     reads = bob.directory._cache.loads
     await asyncio.sleep(SETTINGS.cache_s / 3)
-    began = virtual_time()
+    began = loop_now()
     assert await bob.directory.best(grid, batch, 4) == first
-    assert (reads, bob.directory._cache.loads, virtual_time() - began) == (5, 5, 0.0)
+    assert (reads, bob.directory._cache.loads, loop_now() - began) == (5, 5, 0.0)
 
 
 async def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
@@ -247,14 +248,14 @@ class Far:
 async def test_a_cached_value_is_read_again_when_it_is_forgotten_or_expired() -> None:
     far = Far()
     assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
-    assert virtual_time() == 1  # both at once
+    assert loop_now() == 1  # both at once
     assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2} and far.cache.peek("c") is None
-    assert virtual_time() == 1 and far.cache.peek("a") == 1
+    assert loop_now() == 1 and far.cache.peek("a") == 1
     far.cache.forget("a")
     assert await far.cache.get(["a"]) == {"a": 3} and far.reads[2] == ("a", None)
     await asyncio.sleep(10)
     assert far.cache.peek("a") is None
-    assert await far.cache.get(["a"]) == {"a": 4} and virtual_time() == 13
+    assert await far.cache.get(["a"]) == {"a": 4} and loop_now() == 13
 
 
 async def test_concurrent_callers_share_a_read_and_closing_cancels_it() -> None:
@@ -269,7 +270,7 @@ async def test_concurrent_callers_share_a_read_and_closing_cancels_it() -> None:
     await far.cache.close()
     with pytest.raises(asyncio.CancelledError):
         await late
-    assert virtual_time() == 1.5 and far.cache.peek("b") is None
+    assert loop_now() == 1.5 and far.cache.peek("b") is None
 
 
 async def test_an_ageing_value_is_refreshed_in_the_background() -> None:

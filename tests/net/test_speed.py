@@ -11,7 +11,8 @@ from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolErro
 from colab_swarm.net import carrier
 from colab_swarm.net.carrier import MeasureSpeed, SpeedTests, TransferReport, measure
 from colab_swarm.net.peers import UNDECODABLE, Stream
-from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers
 from tests.net import swarm as real
 
 SLOW_UP = NetworkProfile("slow up", latency_s=0.05, hosts=(HostProfile(8e6, 80e6),))
@@ -25,7 +26,7 @@ def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPe
     return network, alice, bob
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_the_speeds_of_a_known_link_are_measured() -> None:
     _, alice, bob = pair()
     speed = await measure(alice, bob.id, size_bytes=2 << 20)
@@ -40,14 +41,14 @@ async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
         await measure(None, None, size_bytes=size_bytes)  # type: ignore[arg-type]
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
     await measure(alice, bob.id, size_bytes=carrier.MAX_SIZE_BYTES, timeout_s=30)
-    assert virtual_time() < 5
+    assert loop_now() < 5
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
     _, alice, bob = pair()
     await measure(alice, bob.id, size_bytes=1000)
@@ -57,7 +58,7 @@ async def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
     await measure(alice, bob.id, size_bytes=1000)
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_two_peers_are_not_tested_at_once() -> None:
     network, alice, bob = pair()
     carol = network.peer("carol")
@@ -67,7 +68,7 @@ async def test_two_peers_are_not_tested_at_once() -> None:
     assert isinstance(first, carrier.Speed) and isinstance(second, CallRefused)
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None:
     network, alice, bob = pair()
     with pytest.raises(CallRefused):
@@ -83,7 +84,7 @@ async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -
         await measure(alice, carol.id, timeout_s=2)
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -> None:
     network, alice, bob = pair()
     network.at(0.5).crash("alice")
@@ -95,7 +96,7 @@ async def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -
     await measure(carol, bob.id, size_bytes=1000)
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_more_bytes_than_agreed_end_the_test() -> None:
     network, alice, _ = pair()
     carol = network.peer("carol")

@@ -9,7 +9,7 @@ from colab_swarm.errors import TermsError
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.notebook import platforms
 from colab_swarm.notebook.platforms import BINDER, COLAB, KAGGLE, KAGGLE_TPU, Platform, SessionClock
-from colab_swarm.sim import virtual_time
+from colab_swarm.runtime import loop_now
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_users_hours_count_from_now_and_go_first() -> None:
 async def test_two_warnings_precede_leaving() -> None:
     events = EventLog()
     await platforms.wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
-    assert virtual_time() == 6 * H - 600.0
+    assert loop_now() == 6 * H - 600.0
     first, second = events.recent(Notice)
     assert (first.at, second.at) == (6 * H - 1200.0, 6 * H - 600.0)
     assert first.text.startswith("this session ends in 20 min: a session on Binder")

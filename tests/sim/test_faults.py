@@ -6,7 +6,8 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers
 from colab_swarm.sim.runtime import SimRuntime
 from tests.sim.talk import Ask, Tell, double, forever, pair
 
@@ -20,7 +21,7 @@ async def test_a_crash_breaks_calls_in_flight_and_calls_the_listeners() -> None:
     network.at(3.0).crash("bob")
     with pytest.raises(PeerLost, match="bob crashed"):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
-    assert virtual_time() == pytest.approx(3.1)
+    assert loop_now() == pytest.approx(3.1)
     with pytest.raises(PeerUnreachable):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
     assert lost == [bob.id] and network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
@@ -31,7 +32,7 @@ async def test_a_crash_during_the_handshake_fails_the_dial() -> None:
     network.at(0.45).crash("bob")  # TCP and the WebSocket upgrade took 0.4 s
     with pytest.raises(PeerUnreachable, match="nobody answers"):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
-    assert virtual_time() == pytest.approx(0.6) and not alice.linked()
+    assert loop_now() == pytest.approx(0.6) and not alice.linked()
 
 
 async def test_a_crash_cancels_handlers_in_the_order_of_their_start() -> None:
@@ -78,7 +79,7 @@ async def test_a_partition_is_silence_and_its_messages_arrive_when_it_heals() ->
         await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
     network.at(20.0).heal()
     assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
-    assert virtual_time() == pytest.approx(20.1)
+    assert loop_now() == pytest.approx(20.1)
 
 
 async def test_a_long_partition_breaks_the_links_across_it_only() -> None:
@@ -100,7 +101,7 @@ async def test_a_frozen_peer_answers_when_it_thaws_and_its_links_stay() -> None:
     with pytest.raises(PeerTimeout):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
     assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
-    assert virtual_time() == pytest.approx(20.9, abs=0.2) and alice.linked() == {bob.id}
+    assert loop_now() == pytest.approx(20.9, abs=0.2) and alice.linked() == {bob.id}
     assert [fault.name for fault in network.fired] == ["freeze"]
 
 
@@ -128,9 +129,9 @@ async def test_a_slow_peer_answers_late() -> None:
     network, alice, bob = pair()
     await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
     network.now().slow("bob", 10)
-    began = virtual_time()
+    began = loop_now()
     await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
-    assert virtual_time() - began == pytest.approx(2.0)
+    assert loop_now() - began == pytest.approx(2.0)
 
 
 async def test_a_fault_fires_just_before_the_message_it_waits_for() -> None:
@@ -185,9 +186,9 @@ async def test_latency_and_bandwidth_of_all_change_by_a_factor() -> None:
     network, alice, bob = pair(NetworkProfile("far", latency_s=0.1, hosts=(HostProfile(8e6, 8e6),)))
 
     async def seconds() -> float:
-        began = virtual_time()
+        began = loop_now()
         await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
-        return virtual_time() - began
+        return loop_now() - began
 
     network.now().latency(3)
     dial_s = await seconds()
@@ -213,7 +214,7 @@ def test_a_crash_between_two_runs_of_the_loop_is_noted_in_the_next_one() -> None
         network, alice, bob = pair()
         await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
         for peer in (alice, bob):
-            peer.on_lost(lambda other: lost.append(other) if virtual_time() else None)
+            peer.on_lost(lambda other: lost.append(other) if loop_now() else None)
         return network, alice, bob
 
     network, alice, bob = runtime.call(link())
@@ -231,16 +232,16 @@ async def test_a_peer_that_is_cut_off_is_silent_to_all_for_its_time() -> None:
     with pytest.raises(PeerTimeout):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
     assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
-    assert virtual_time() >= 20.0 and [fault.name for fault in network.fired] == ["cut"]
+    assert loop_now() >= 20.0 and [fault.name for fault in network.fired] == ["cut"]
     assert network.frozen_s("bob") == 0.0
 
 
 async def test_cuts_overlap_and_each_ends_at_its_own_time() -> None:
     network, alice, bob = pair()
     await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
-    began = virtual_time()
+    began = loop_now()
     network.now().cut("bob", 10.0)
     network.at(began + 6.0).freeze("alice", 8.0)
     assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
-    assert began + 14.0 <= virtual_time() < began + 15.0
+    assert began + 14.0 <= loop_now() < began + 15.0
     assert [fault.name for fault in network.fired] == ["cut", "freeze"]

@@ -7,7 +7,8 @@ import pytest
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Stream, StreamEnded
 from colab_swarm.net.websocket import HIGH_WATER_BYTES
-from colab_swarm.sim import DEDLOC16, HOME, HostProfile, SimNetwork, run_virtual, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import DEDLOC16, HOME, HostProfile, SimNetwork, run_virtual
 from tests.sim.talk import FAR, Ask, Tell, count_bytes, pair
 
 
@@ -16,19 +17,19 @@ async def test_a_call_is_answered_after_a_dial_and_a_round_trip() -> None:
     times = []
     for number in (1, 2):
         assert await alice.call(bob.id, Ask(number), Tell, timeout_s=5) == Tell(2 * number)
-        times.append(virtual_time())
+        times.append(loop_now())
     assert times == pytest.approx([0.8, 1.0])
 
 
 async def test_a_call_to_oneself_takes_no_time() -> None:
     _, _, bob = pair()
-    assert (await bob.call(bob.id, Ask(4), Tell, timeout_s=1), virtual_time()) == (Tell(8), 0.0)
+    assert (await bob.call(bob.id, Ask(4), Tell, timeout_s=1), loop_now()) == (Tell(8), 0.0)
 
 
 async def test_bandwidth_is_shared_first_in_first_out() -> None:
     _, alice, bob = pair(bob=HostProfile(upload_bps=1e6, download_bps=8e5))
     await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
-    began, times = virtual_time(), []
+    began, times = loop_now(), []
 
     async def push(after_s: float) -> None:
         await asyncio.sleep(after_s)  # frames of one moment may share a packet
@@ -36,7 +37,7 @@ async def test_bandwidth_is_shared_first_in_first_out() -> None:
         await stream.send(Tell(1), bytes(100_000))
         await stream.end()
         await stream.receive(Tell)
-        times.append(virtual_time() - began)
+        times.append(loop_now() - began)
 
     await asyncio.gather(push(0.0), push(0.001))
     assert times == pytest.approx([1.2, 2.2], abs=0.02)
@@ -78,7 +79,7 @@ def test_same_seed_same_trace() -> None:
             for other in peers:
                 with pytest.raises(PeerError):
                     await caller.call(other.id, Ask(1), Tell, timeout_s=9)
-                times.append(virtual_time())
+                times.append(loop_now())
         return times
 
     assert run_virtual(main(7)) == run_virtual(main(7)) != run_virtual(main(8))
@@ -101,7 +102,7 @@ async def test_lost_packets_are_sent_again_and_items_stay_in_order() -> None:
             await asyncio.sleep(0.01)
         with pytest.raises(StreamEnded):
             await stream.receive(Tell)
-    assert received == list(range(20)) and virtual_time() > 1.5
+    assert received == list(range(20)) and loop_now() > 1.5
 
 
 async def test_a_sender_is_ahead_of_its_upload_by_a_sockets_buffer_at_most() -> None:
@@ -110,8 +111,8 @@ async def test_a_sender_is_ahead_of_its_upload_by_a_sockets_buffer_at_most() -> 
     network.introduce()
     bob.serve_stream(Ask, count_bytes)
     stream = await alice.stream(bob.id, Ask(0), timeout_s=5)
-    began, item = virtual_time(), bytes(1 << 16)
+    began, item = loop_now(), bytes(1 << 16)
     for _ in range(16):
         await stream.send(Tell(0), item)
-    ahead_bytes = 16 * len(item) - 1e6 * (virtual_time() - began)
+    ahead_bytes = 16 * len(item) - 1e6 * (loop_now() - began)
     assert HIGH_WATER_BYTES - len(item) < ahead_bytes < HIGH_WATER_BYTES + 2 * len(item)

@@ -6,14 +6,15 @@ import time
 
 import pytest
 
-from colab_swarm.sim import run_virtual, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime
 
 
 def test_a_simulated_day_takes_no_time() -> None:
     async def main() -> float:
         await asyncio.sleep(86_400)
-        return virtual_time()
+        return loop_now()
 
     began = time.perf_counter()
     assert run_virtual(main()) == pytest.approx(86_400) and time.perf_counter() - began < 1
@@ -24,7 +25,7 @@ async def test_timers_fire_in_the_order_of_their_times() -> None:
 
     async def sleeper(seconds: float) -> None:
         await asyncio.sleep(seconds)
-        woken.append(virtual_time())
+        woken.append(loop_now())
 
     await asyncio.gather(*map(sleeper, (3, 1, 2)))
     assert woken == pytest.approx([1, 2, 3])
@@ -59,7 +60,7 @@ async def test_a_function_in_an_executor_takes_no_virtual_time_and_its_error_is_
     assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
     with pytest.raises(ValueError, match="invalid literal"):
         await asyncio.to_thread(int, "x")
-    assert virtual_time() == 0.0
+    assert loop_now() == 0.0
 
 
 def test_threads_take_turns_and_virtual_time_passes_only_while_all_wait() -> None:

@@ -16,6 +16,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.collaboration import ATTEMPTS, CatchUp, Collaboration
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
+from colab_swarm.training.state import DonorsSilent
 from tests.training.toy import join_training, model, take
 
 ME = PeerId(bytes(16))
@@ -79,6 +80,25 @@ def test_a_state_of_another_lineage_than_the_swarms_is_not_taken_up() -> None:
     with pytest.raises(StateError, match="the swarm moved on during the download"):
         run_virtual(CatchUp(swarm, capacity=4, has_state=False).run())
     assert swarm.level is None
+
+
+def test_a_late_joiner_asks_other_trainers_as_soon_as_the_branchs_donors_are_silent() -> None:
+    swarm = DeadTrainers([11])
+    asked, donors_silent = [], {peer(2)}
+
+    async def download(donors: list[PeerId]) -> Snapshot:
+        asked.append(tuple(donors))
+        if donors_silent & {*donors}:
+            raise DonorsSilent("frozen")
+        return Snapshot.of(bytes([CHECKPOINT]), CHECKPOINT, b"", np.zeros(8, np.uint8))
+
+    swarm.download = download  # type: ignore[method-assign]
+    caught_up = run_virtual(CatchUp(swarm, capacity=4, has_state=True).run())
+    assert caught_up is not None and asked == [(peer(2),)] * ATTEMPTS + [(peer(1),)]  # it may be its own link
+    asked.clear()
+    swarm.progress.trust_all()
+    assert run_virtual(CatchUp(swarm, capacity=4, has_state=False).run()) is not None
+    assert asked == [(peer(2),), (peer(1),)]
 
 
 def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:

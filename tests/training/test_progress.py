@@ -16,6 +16,7 @@ from colab_swarm.training.progress import (
     LAST_RECORD_S,
     RECENT_S,
     AssistantRecord,
+    Branch,
     Progress,
     ProgressRecord,
 )
@@ -234,6 +235,25 @@ def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while
     assert joiner.branch().peers == frozenset()
     joiner.trust_all()
     assert joiner.branch().step == 10**9
+
+
+def test_mute_peers_have_no_vote_even_if_others_are_distrusted_but_a_peer_without_a_state_waits_for_them() -> (
+    None
+):
+    others = {BOB: record(4, b"frozen"), CAROL: record(4, b"frozen")}
+    swarm = progress(record(5), others)
+    assert swarm.branch().step == 4
+    swarm.on_records(others, mute=[BOB, CAROL], now=0.0)
+    assert swarm.branch().step == 5
+    swarm.distrust([DAVE], now=0.0)
+    assert swarm.branch() == Branch(5, b"same", frozenset([ALICE]))
+    swarm.trust_all()
+    assert swarm.branch().step == 5 and swarm.branch().peers == {ALICE}
+    swarm.on_records(others, now=1.0)
+    assert swarm.branch().step == 4
+    joiner = progress(record(0, b"", syncing=True), {BOB: record(4)})
+    joiner.on_records({BOB: record(4)}, mute=[BOB], now=0.0)
+    assert joiner.branch().peers == {BOB}
 
 
 async def test_a_lost_assistant_counts_again_by_a_newer_record_of_this_collaboration() -> None:

@@ -10,7 +10,8 @@ import pytest
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HOME, SimNetwork, SimPeers, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import HOME, SimNetwork, SimPeers
 from colab_swarm.sim.profiles import LAN, NetworkProfile
 from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Manifest, Snapshot, StateChunk, digest_of
 from colab_swarm.training.state import DescribeState, FetchState, Mirror, StateSharing
@@ -78,7 +79,7 @@ async def test_a_donor_that_stalls_loses_its_chunks_to_the_others_after_30_s() -
     stalled = scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=3)
     stalled.partition({"bob"}, {"alice", "joiner"})
     got = await scene.download()
-    assert np.array_equal(got.blob, BLOB) and virtual_time() < CHUNK_TIMEOUT_S + 15
+    assert np.array_equal(got.blob, BLOB) and loop_now() < CHUNK_TIMEOUT_S + 15
     assert [fault.name for fault in scene.network.fired] == ["partition"]
 
 
@@ -90,7 +91,7 @@ async def test_a_slow_donor_is_kept_while_its_chunks_arrive() -> None:
 
     whole = snapshot(blob=BLOB[:600_000])
     got = await Scene({"alice": Slow(whole.manifest, whole.blob)}).download()
-    assert np.array_equal(got.blob, whole.blob) and 60 <= virtual_time() < 65
+    assert np.array_equal(got.blob, whole.blob) and 60 <= loop_now() < 65
 
 
 async def test_a_donor_that_trickles_after_a_good_start_holds_its_chunks_for_30_s_only() -> None:
@@ -102,7 +103,7 @@ async def test_a_donor_that_trickles_after_a_good_start_holds_its_chunks_for_30_
 
     sent: list[bytes] = []
     got = await Scene({"alice": snapshot(), "bob": Trickling(snapshot().manifest, BLOB)}).download()
-    assert np.array_equal(got.blob, BLOB) and len(sent) > 3 and virtual_time() < CHUNK_TIMEOUT_S + 5
+    assert np.array_equal(got.blob, BLOB) and len(sent) > 3 and loop_now() < CHUNK_TIMEOUT_S + 5
 
 
 async def test_a_chunk_of_another_length_is_refused_though_its_hash_is_right() -> None:

@@ -11,7 +11,8 @@ from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HOME, SimNetwork, virtual_time
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import HOME, SimNetwork
 from colab_swarm.trust.access import PERIOD_S, RevocationWatch, repeat
 from colab_swarm.trust.authority import ShareRevoked
 from tests.dht.swarm import join, swarm
@@ -39,7 +40,7 @@ async def watchers(count: int, *, start: bool = True) -> tuple[SimNetwork, list[
         admission = MembershipAdmission(RUN, authority=members[0].peers.public_key, own=own)
         events, rechecked = EventLog(), list[float]()
         rng, spawn = random.Random(index), asyncio.get_running_loop().create_task
-        note = partial(lambda times: times.append(virtual_time()), rechecked)
+        note = partial(lambda times: times.append(loop_now()), rechecked)
         watch = RevocationWatch(member.peers, member.dht, admission, events, rng, note, spawn)
         if start:
             spawn(repeat(watch.poll, PERIOD_S, events, "looking for revocations", rng))
@@ -54,12 +55,12 @@ def revoke(authority: Watcher, subject: PeerId = MALLORY) -> None:
     authority.watch.spread()
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     _, found = await watchers(16)
     await asyncio.sleep(100.0)
     revoke(found[0])
-    begun = virtual_time()
+    begun = loop_now()
     await asyncio.sleep(60.0)
     late = [watcher.rechecked[0] - begun for watcher in found]
     assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
@@ -71,7 +72,7 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     assert await alice.call(bob.id, ask, ShareRevoked, timeout_s=5) == ask, "no list for one that has it"
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_return() -> None:
     network, found = await watchers(8)
     network.now().partition({"heidi"}, {"alice", "bob", "carol", "dave", "erin", "frank", "grace"})
@@ -80,13 +81,13 @@ async def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_ret
     await asyncio.sleep(120.0)
     assert not found[7].rechecked and all(watcher.rechecked for watcher in found[:7])
     network.now().heal()
-    healed = virtual_time()
+    healed = loop_now()
     await asyncio.sleep(90.0)
     assert found[7].rechecked[0] - healed < 90.0  # it finds the others again by then
     assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_the_news_outlives_the_authority() -> None:
     network, found = await watchers(8)
     revoke(found[0])
@@ -101,7 +102,7 @@ async def test_the_news_outlives_the_authority() -> None:
     assert [fault.name for fault in network.fired] == ["crash"]
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_members_that_stuff_the_key_do_not_hide_the_news() -> None:
     _, found = await watchers(8, start=False)
     for watcher in found[1:]:
@@ -111,7 +112,7 @@ async def test_members_that_stuff_the_key_do_not_hide_the_news() -> None:
     assert found[0].watch._peers.id in await found[1].watch._dht.get(found[1].watch.key)
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_the_news_passes_from_peer_to_peer_where_the_dht_has_none() -> None:
     _, found = await watchers(8)
     for watcher in found[1:]:
@@ -121,7 +122,7 @@ async def test_the_news_passes_from_peer_to_peer_where_the_dht_has_none() -> Non
     assert all(watcher.rechecked for watcher in found)
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
     _, found = await watchers(3, start=False)
     alice, bob, carol = found
@@ -170,7 +171,7 @@ async def test_only_the_authority_revokes_others_and_it_remembers_after_a_restar
         assert again.trust.authority._admission.revoked.subjects == (MALLORY,)
 
 
-@pytest.mark.virtual_time
+@pytest.mark.loop_now
 async def test_background_work_that_fails_emits_an_event_and_is_done_again() -> None:
     async def fail() -> None:
         raise ZeroDivisionError("a bug")
