@@ -55,7 +55,7 @@ def signed_record(peer: Swarm, key: bytes, value: object) -> Record:
 
 
 class Viewer:
-    """Gives readers its own record, and tries every call of a trainer."""
+    """Gives readers its own record, and tries every call of a trainer, a few times for each step."""
 
     def __init__(self, swarm: Swarm, honest: Town) -> None:
         self.swarm, self.peers, self._honest = swarm, swarm.services.peers, honest

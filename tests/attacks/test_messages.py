@@ -5,22 +5,23 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Chunk
 from colab_swarm.averaging.group import Joined
 from colab_swarm.dht.records import FindNear, FoundNear
-from colab_swarm.errors import StateError
+from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
+from colab_swarm.net.link import Link
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.net.upgrade import Upgrade
 from colab_swarm.tensors import chunks as chunks_module
@@ -28,6 +29,7 @@ from colab_swarm.tensors.chunks import MAX_STATE_BYTES, StateChunk, chunk_bytes
 from colab_swarm.training.state import DescribeState
 from tests.attacks.mutations import Mutator, link_of, send_messages
 from tests.attacks.town import end
+from tests.net.swarm import until
 from tests.training import toy
 
 BATCH = 50  # messages to a link
@@ -89,7 +91,7 @@ class Full:
                 turn += 3
                 await asyncio.sleep(0)
             sent += batch
-            await asyncio.sleep(0.02)
+            await self.arrive(link)
             link.abort("the attack is over")
         return sent
 
@@ -101,21 +103,26 @@ class Full:
             for packet in mutator.packets():
                 link.carrier.send_bytes(link._keys[0].encrypt(packet))  # type: ignore[index]
                 sent += 1
-            await asyncio.sleep(0.002)
+            await self.arrive(link)
         return sent
+
+    async def arrive(self, link: Link) -> None:
+        """Return when alice has read all that was sent, or has dropped the link."""
+        with suppress(PeerError):
+            await self.ask(link)
+
+    async def ask(self, link: Link) -> FoundNear:
+        return await link.call(FindNear(bytes(32), self.mallory.contact), FoundNear, timeout_s=20)
 
     async def settle(self, most: Counter[str]) -> None:
         """Return when nothing more is left than ``most``."""
         for link in [*self.mallory.services.peers.linker.table]:  # type: ignore[attr-defined]
             link.abort("settled")
         async with asyncio.timeout(60):  # what handlers wait for by themselves
-            while any(self.counted()[name] > most[name] for name in most):
-                await asyncio.sleep(0.05)
+            await until(lambda: self.counted() <= most)
 
     async def works(self) -> bool:
-        link = await link_of(self.mallory, self.alice)
-        ask = FindNear(bytes(32), self.mallory.contact)
-        return isinstance(await link.call(ask, FoundNear, timeout_s=20), FoundNear)
+        return isinstance(await self.ask(await link_of(self.mallory, self.alice)), FoundNear)
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +148,6 @@ def check(full: Full, caplog: pytest.LogCaptureFixture, attack: Any, seed: int, 
     assert torch.isfinite(loss) and not full.optimizer.global_step
 
 
-QUIET: Any = {
-    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    "phases": [Phase.explicit, Phase.generate],  # a seed cannot be shrunk
-}
-
-
 def test_every_service_of_a_full_peer_is_attacked(full: Full) -> None:
     names = {kind.__name__ for kind in (*full.calls, *full.streams)}
     assert names >= {
@@ -167,35 +168,24 @@ def test_every_service_of_a_full_peer_is_attacked(full: Full) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, **QUIET)
-@given(seed=st.integers(0, 1 << 32))
-def test_mutated_messages_do_no_harm(full: Full, caplog: pytest.LogCaptureFixture, seed: int) -> None:
-    check(full, caplog, full.attack, seed, 100)
-
-
-@pytest.mark.slow
-@settings(max_examples=2, **QUIET)
-@given(seed=st.integers(0, 1 << 32))
-def test_mutated_frames_do_no_harm(full: Full, caplog: pytest.LogCaptureFixture, seed: int) -> None:
-    check(full, caplog, full.attack_frames, seed, 50)
-
-
-@pytest.mark.ordeal
-@settings(max_examples=18, **QUIET)
-@given(seed=st.integers(0, 1 << 32))
-def test_eighteen_thousand_mutated_messages_do_no_harm(
-    full: Full, caplog: pytest.LogCaptureFixture, seed: int
+@pytest.mark.parametrize(
+    ("attack", "seeds", "count"),
+    [
+        ("attack", 4, 100),
+        ("attack_frames", 2, 50),
+        pytest.param("attack", 18, 1000, marks=pytest.mark.ordeal),
+        pytest.param("attack_frames", 4, 500, marks=pytest.mark.ordeal),
+    ],
+)
+def test_mutated_messages_and_frames_do_no_harm(
+    full: Full, caplog: pytest.LogCaptureFixture, attack: str, seeds: int, count: int
 ) -> None:
-    check(full, caplog, full.attack, seed, 1000)
+    @settings(max_examples=seeds, phases=[Phase.explicit, Phase.generate])  # a seed cannot be shrunk
+    @given(seed=st.integers(0, 1 << 32))
+    def endure(seed: int) -> None:
+        check(full, caplog, getattr(full, attack), seed, count)
 
-
-@pytest.mark.ordeal
-@settings(max_examples=4, **QUIET)
-@given(seed=st.integers(0, 1 << 32))
-def test_two_thousand_mutated_frames_do_no_harm(
-    full: Full, caplog: pytest.LogCaptureFixture, seed: int
-) -> None:
-    check(full, caplog, full.attack_frames, seed, 500)
+    endure()
 
 
 @pytest.mark.parametrize("size", [MAX_STATE_BYTES, 10 << 30])

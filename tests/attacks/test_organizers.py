@@ -79,13 +79,16 @@ def test_an_organizer_that_makes_groups_of_one_parts_nobody() -> None:
 
 def test_an_organizer_that_makes_itself_the_sole_reducer_is_left_out_at_once() -> None:
     came: dict[tuple[int, bytes], list[JoinRound]] = defaultdict(list)
+    second: dict[tuple[int, bytes], asyncio.Event] = defaultdict(asyncio.Event)
+    dictated: list[Group] = []
 
     async def dictate(opening: JoinRound, stream: Stream) -> None:
-        tickets = came[opening.ticket.terms.key]
+        tickets, another = came[opening.ticket.terms.key], second[opening.ticket.terms.key]
         tickets.append(opening)
-        for _ in range(20):
-            if len(tickets) < 2:
-                await asyncio.sleep(0.05)
+        if len(tickets) == 2:
+            another.set()
+        with suppress(TimeoutError):  # one victim is better than none
+            await asyncio.wait_for(another.wait(), 1.0)
         me = mallory.peers.contact
         members = [
             GroupMember(me.id, me.addresses, 1.0, 1.0),
@@ -93,12 +96,13 @@ def test_an_organizer_that_makes_itself_the_sole_reducer_is_left_out_at_once() -
         ]
         group = Group(bytes(16), opening.ticket.terms, tuple(sorted(members, key=lambda one: one.id)))
         await stream.send(Joined(group))
+        dictated.append(group)
 
     with town() as honest:
         honest.train()
         with Mallory(honest.join("mallory"), honest.prefix) as mallory:
             mallory.on_join = dictate
-            honest.wait(lambda: mallory.fired["joins"] > 0, "attack")
+            honest.wait(lambda: bool(dictated), "attack")
             honest.go_on(30)
             asked = mallory.fired["joins"]
             honest.stop()

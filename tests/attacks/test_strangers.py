@@ -16,19 +16,19 @@ from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog
-from colab_swarm.net.node import Node
+from colab_swarm.net.node import REDIAL_S, Node
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
 from colab_swarm.net.upgrade import allowed
 from colab_swarm.notebook.page import ANSWERS_PER_S, StatusPage
-from tests.net.swarm import LOOPBACK, Echo, candidates, peers, start
+from tests.net.swarm import LOOPBACK, Echo, candidates, peers, start, until
 
 pytestmark = pytest.mark.real_time
 IDLE = 2000  # half-open connections; a socket at each end: 4,000 of this process' files
 
 
 async def hold_open(port: int, opened: Counter[str]) -> None:
-    """An idle connection from another address, opened again whenever it is dropped."""
+    """An idle connection from another address; if it is dropped, another one 5 s later."""
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
@@ -47,8 +47,7 @@ async def test_late_joiners_enter_beside_two_thousand_idle_connections_from_one_
     opened, joined = Counter[str](), 0
     async with peers("alice") as (alice,):
         idle = [asyncio.create_task(hold_open(alice.port or 0, opened)) for _ in range(IDLE)]
-        while opened["in all"] < IDLE:
-            await asyncio.sleep(0.01)
+        await until(lambda: opened["in all"] >= IDLE)
         for index in range(20):
             joiner = await start(f"dave {index}")
             joiner.learn(alice.contact)
@@ -156,14 +155,14 @@ async def test_dial_backs_of_many_identities_at_one_host_are_bounded() -> None:
 async def test_a_record_that_names_a_victim_has_it_dialled_ever_more_rarely() -> None:
     async with peers("alice") as (alice,), listening("127.0.0.3") as (victim, hits):
         alice.learn(Contact(PeerId(b"m" * 32), (victim,)))
-        refused = 0
-        for _ in range(100):
-            try:
-                await alice.call(PeerId(b"m" * 32), Echo(), Echo, timeout_s=5)
-            except PeerError:
-                refused += 1
-            await asyncio.sleep(0.02)
-        assert refused == 100 and 0 < hits["connections"] <= 6
+        time, left_out = asyncio.get_running_loop().time, alice.linker._unanswered
+        began = time()
+        while hits["connections"] < 5:  # two for each dial: aiohttp tries again
+            await until(lambda: not left_out.ends(time()))
+            for _ in range(50):
+                with pytest.raises(PeerError):
+                    await alice.call(PeerId(b"m" * 32), Echo(), Echo, timeout_s=5)
+        assert time() - began >= (1 + 2) * REDIAL_S
 
 
 async def test_a_peer_named_at_anothers_address_does_not_keep_that_one_busy() -> None:

@@ -242,7 +242,7 @@ class Mallory:
         while True:
             with contextlib.suppress(cs.errors.PeerError):
                 await self._publish()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # the honest take a step each `COMPUTES_S` at most
 
     async def honest(self) -> ProgressRecord | None:
         """The foremost honest record."""

@@ -94,15 +94,17 @@ async def test_a_long_partition_breaks_the_links_across_it_only() -> None:
     assert (alice.linked(), bob.linked()) == ({carol.id}, {dave.id})
 
 
-async def test_a_frozen_peer_answers_when_it_thaws_and_its_links_stay() -> None:
+@pytest.mark.parametrize("fault", ["freeze", "cut"])
+async def test_a_frozen_or_cut_off_peer_is_silent_for_its_time_and_its_links_stay(fault: str) -> None:
     network, alice, bob = pair()
     await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
-    network.now().freeze("bob", 20.0)
+    getattr(network.now(), fault)("bob", 20.0)
+    assert (network.frozen_s("bob") == 20.0) is (fault == "freeze")
     with pytest.raises(PeerTimeout):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
     assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
     assert loop_now() == pytest.approx(20.9, abs=0.2) and alice.linked() == {bob.id}
-    assert [fault.name for fault in network.fired] == ["freeze"]
+    assert [one.name for one in network.fired] == [fault] and network.frozen_s("bob") == 0.0
 
 
 async def test_links_of_a_peer_that_is_frozen_for_long_break() -> None:
@@ -223,17 +225,6 @@ def test_a_crash_between_two_runs_of_the_loop_is_noted_in_the_next_one() -> None
     runtime.call(asyncio.sleep(1))
     assert sorted(lost) == sorted([alice.id, bob.id])
     runtime.close()
-
-
-async def test_a_peer_that_is_cut_off_is_silent_to_all_for_its_time() -> None:
-    network, alice, bob = pair()
-    await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
-    network.now().cut("bob", 20.0)
-    with pytest.raises(PeerTimeout):
-        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
-    assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
-    assert loop_now() >= 20.0 and [fault.name for fault in network.fired] == ["cut"]
-    assert network.frozen_s("bob") == 0.0
 
 
 async def test_cuts_overlap_and_each_ends_at_its_own_time() -> None:
