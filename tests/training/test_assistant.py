@@ -10,7 +10,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Chunk, ReduceSpan
 from colab_swarm.averaging.group import MAX_TEXT, RoundTerms
-from colab_swarm.events import RoundFinished, StateReceived
+from colab_swarm.events import Event, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -118,12 +118,16 @@ def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -
 
 @pytest.mark.slow
 def test_a_trainer_that_vanishes_is_waited_for_once_at_most() -> None:
+    def crash(event: Event) -> None:
+        if isinstance(event, StepFinished) and event.step == 5:  # so it is in no round
+            sim.network.at(sim.time).crash("dave")
+
     with simulation("bob", "carol", "dave") as sim:
-        sim.network.at(6.5).crash("dave")  # between two rounds
+        sim.swarms["dave"].events.listen(crash)
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
     assert sim.network.fired and len(toy.lineages(results)) == 1
-    later = [e for e in rounds if e.at > 6.5]
+    later = [e for e in rounds if e.step >= 5]
     assert {e.group_size for e in later} == {3} and sum(e.seconds > 3.0 for e in later) <= 1
 
 
