@@ -384,12 +384,12 @@ class Progress:
         computed_s = now - self._step_at.get(peer, (0, -math.inf))[1] + 2 * batch_s
         return min(told, speed * computed_s) if math.isfinite(speed) else told
 
-    def samples_per_s(self) -> float:
-        return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))
+    def samples_per_s(self, *, most: float = math.inf) -> float:
+        return sum(min(r.samples_per_s, most) for r in self.records.values() if not (r.syncing or r.absent))
 
     def seconds_to_batch(self, now: float) -> float:
         missing = max(0.0, self.round_samples - self.samples(now))
-        speed = self.samples_per_s()
+        speed = self.samples_per_s(most=max(SLOWER * self._usual_speed, self.own.samples_per_s))
         return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
 
     def batch_full(self, now: float) -> bool:

@@ -15,6 +15,7 @@ from colab_swarm.training.progress import (
     DISTRUST_S,
     LAST_RECORD_S,
     RECENT_S,
+    SLOWER,
     AssistantRecord,
     Branch,
     Progress,
@@ -172,6 +173,14 @@ def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
     swarm = progress(record(samples=50), {BOB: record(samples=10, samples_per_s=4.0)})
     assert swarm.samples(2.0) == 50 + 10 + 8 and swarm.seconds_to_batch(0.0) == 40 / 5
     assert swarm.samples(1000.0) == 50 + 10 + 12
+
+
+def test_a_boast_of_speed_does_not_let_the_others_await_the_step_all_the_time() -> None:
+    honest = {BOB: record(), CAROL: record()}
+    swarm = progress(record(), honest | {DAVE: record(samples_per_s=1e12)})
+    assert swarm.seconds_to_batch(0.0) == 100 / (3 + SLOWER)
+    swarm.own = record(samples_per_s=50.0)  # a fast peer knows its own speed
+    assert swarm.seconds_to_batch(0.0) == 100 / (50 + 2 + 50)
 
 
 def test_a_lost_peer_counts_again_when_it_is_linked_or_publishes_a_new_record() -> None:
