@@ -294,10 +294,7 @@ class GroupFormation:
         Raises ValueError without a trainer or a reducer, or with fewer peers than a fixed size.
         """
         joined = sorted(self._joined.items())[: self.settings.size]
-        require(
-            len(joined) >= (self.settings.size or 0),
-            f"{len(joined)} of {self.settings.size} joined",
-        )
+        require(len(joined) >= (self.settings.size or 0), f"{len(joined)} of {self.settings.size} joined")
         trainers = [entry for entry in joined if not entry[1][0].assists]
         require(trainers, "no trainer has joined")
         if len(trainers) == 1:

@@ -455,10 +455,7 @@ def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
         flat = values.detach().to("cpu", torch.float32).flatten().numpy()
         return flat, lambda mean: torch.from_numpy(mean).reshape(values.shape).to(values)
     array = np.asarray(values)
-    require(
-        array.dtype.kind in "fiub",
-        f"{array.dtype} cannot be averaged: pass real numbers",
-    )
+    require(array.dtype.kind in "fiub", f"{array.dtype} cannot be averaged: pass real numbers")
     kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float32)
     return array.astype(np.float32).ravel(), lambda mean: mean.reshape(array.shape).astype(kind)
 

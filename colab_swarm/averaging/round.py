@@ -278,12 +278,7 @@ class Averager:
         return any(exchange.ledger.values is values for exchange in list(self._rounds.values()))
 
     async def average(
-        self,
-        group: Group,
-        values: Floats,
-        encoding: UploadEncoding | None = None,
-        *,
-        bounded: bool = False,
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, bounded: bool = False
     ) -> RoundResult:
         """Replace ``values`` by the group's weighted mean; all members end with the same bits.
 

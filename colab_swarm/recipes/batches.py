@@ -24,16 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colab_swarm.recipes.text import (
-    Passage,
-    Shard,
-    Stopped,
-    TextSource,
-    open_text,
-    ordered,
-    pack,
-    passages,
-)
+from colab_swarm.recipes.text import Passage, Shard, Stopped, TextSource, open_text, ordered, pack, passages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

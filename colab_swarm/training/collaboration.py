@@ -236,7 +236,8 @@ class Collaboration:
             return "nothing"
         if own.syncing or self.progress.behind:
             return "catching up"
-        if self._called == (own.step, own.lineage) or self.progress.batch_full(loop_now()):
+        called = self._called == (own.step, own.lineage) and not self.progress.early_s(loop_now())
+        if called or self.progress.batch_full(loop_now()):
             return "a round"
         batches = self.progress.samples(loop_now()) / self.progress.target_batch_size
         if self.progress.local_steps > 1 and batches >= self._steps_alone + 1:
@@ -420,8 +421,15 @@ class Collaboration:
             return None
         self._called = (step, lineage)
         self._wake.set()
-        patience_s = self._settings.matchmaking_timeout_s
-        return 0.0 if own.syncing else self._throughput.ready_in_s(loop_now(), patience_s=patience_s)
+        patience_s, now = self._settings.matchmaking_timeout_s, loop_now()
+        ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
+        if (
+            ready_in_s is not None
+            and not (own.syncing or applying)
+            and (early_s := self.progress.early_s(now))
+        ):
+            return max(ready_in_s, early_s + self._throughput.batch_s)
+        return ready_in_s
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the state of the swarm's branch, or None if this peer's own state counts.

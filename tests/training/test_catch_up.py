@@ -162,7 +162,7 @@ def test_a_late_joiner_waits_with_a_visible_reason_while_all_donors_are_frozen(f
                 swarm.runtime.call(asyncio.sleep(4.0))
             optimizer, entered_at = join_training(swarm, net := model()), sim.time
             began = optimizer.global_step
-            while sim.time < 8.0 + frozen_s + 40.0:
+            while optimizer.global_step < 60:
                 take(optimizer, net, optimizer.global_step, slice(0, 2))
             return began, entered_at
 
