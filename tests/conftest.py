@@ -54,7 +54,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     main = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
     folder = pyfuncitem.path.parent.name
-    exception = "loop_now" if folder in REAL_TIME else "real_time"
+    exception = "virtual_time" if folder in REAL_TIME else "real_time"
     if (folder in REAL_TIME) is (pyfuncitem.get_closest_marker(exception) is None):
         run(main, tidy=folder != "workunits")  # aiohttp's handlers end a moment after their server
     else:

@@ -185,6 +185,7 @@ class Matchmaker:
         self._alone: tuple[int, bytes] | None = None  # the step for which a group of one was refused
         self._ready: tuple[object, set[PeerId]] = (None, set())  # a step, and who said to come to it
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
+        self._asked: dict[PeerId, tuple[int, bytes]] = {}  # in vain for this step
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._asks_until = 0.0  # when this peer gives the organizer up that it asks, if it stays silent
         self._stop_listening = self._peers.on_lost(self._on_lost)
@@ -272,6 +273,7 @@ class Matchmaker:
                 self._silent.forgive(organizer)
         except TimeoutError:
             logger.info("%s organizes step %d and is silent", short(organizer), ticket.terms.step)
+            remember(self._asked, organizer, ticket.terms.key, 256)
             return None
         except ValueError as error:
             logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
@@ -328,7 +330,8 @@ class Matchmaker:
         ):
             require(self._peers.role_of(organizer) >= Role.REDUCER, "its role does not let it organize")
             while True:
-                hurried = self._callers.get(ticket.terms.key, set()) - {organizer}
+                again = self._asked.get(organizer) == ticket.terms.key  # its silence is no accident
+                hurried = not again and self._callers.get(ticket.terms.key, set()) - {organizer}
                 asked_at, silence_s = loop_now(), HURRIED_S if hurried else self._heartbeats.seconds
                 self._asks_until = asked_at + silence_s
                 async with self._within(organizer, silence_s):
@@ -511,9 +514,7 @@ class Matchmaker:
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
         terms, now, patience_s = formation.terms, loop_now(), self._patience(peer).seconds + BLAMED_S
         late_s = max(one.ends(now).get(peer, now) for one in (self._late, self._silent, self._left_out)) - now
-        if (
-            late_s
-        ):  # of a frozen peer nothing comes at all; to one that is late again, nobody listens for long
+        if late_s:  # of a frozen peer nothing comes at all; to one late again, nobody listens for long
             answers = now - self._peers.read_at(peer) < MIN_SILENCE_S
             patience_s = LATE_GRACE_S * (answers and late_s <= LATE_S)
         formation.expect(peer, now + patience_s + allowance_s(self._peers, peer))

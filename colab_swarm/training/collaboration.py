@@ -423,13 +423,10 @@ class Collaboration:
         self._wake.set()
         patience_s, now = self._settings.matchmaking_timeout_s, loop_now()
         ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
-        if (
-            ready_in_s is not None
-            and not (own.syncing or applying)
-            and (early_s := self.progress.early_s(now))
-        ):
-            return max(ready_in_s, early_s + self._throughput.batch_s)
-        return ready_in_s
+        early_s = 0.0 if own.syncing or applying else self.progress.early_s(now)
+        if ready_in_s is None or not early_s:
+            return ready_in_s
+        return max(ready_in_s, early_s + self._throughput.batch_s)
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the state of the swarm's branch, or None if this peer's own state counts.

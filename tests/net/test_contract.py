@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parametrize(
     "meet",
     [
         pytest.param(meet, id="internet"),
-        pytest.param(simulated, id="simulation", marks=pytest.mark.loop_now),
+        pytest.param(simulated, id="simulation", marks=pytest.mark.virtual_time),
     ],
 )
 

@@ -26,7 +26,7 @@ def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPe
     return network, alice, bob
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_the_speeds_of_a_known_link_are_measured() -> None:
     _, alice, bob = pair()
     speed = await measure(alice, bob.id, size_bytes=2 << 20)
@@ -41,14 +41,14 @@ async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
         await measure(None, None, size_bytes=size_bytes)  # type: ignore[arg-type]
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
     await measure(alice, bob.id, size_bytes=carrier.MAX_SIZE_BYTES, timeout_s=30)
     assert loop_now() < 5
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
     _, alice, bob = pair()
     await measure(alice, bob.id, size_bytes=1000)
@@ -58,7 +58,7 @@ async def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
     await measure(alice, bob.id, size_bytes=1000)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_two_peers_are_not_tested_at_once() -> None:
     network, alice, bob = pair()
     carol = network.peer("carol")
@@ -68,7 +68,7 @@ async def test_two_peers_are_not_tested_at_once() -> None:
     assert isinstance(first, carrier.Speed) and isinstance(second, CallRefused)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None:
     network, alice, bob = pair()
     with pytest.raises(CallRefused):
@@ -84,7 +84,7 @@ async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -
         await measure(alice, carol.id, timeout_s=2)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -> None:
     network, alice, bob = pair()
     network.at(0.5).crash("alice")
@@ -96,7 +96,7 @@ async def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -
     await measure(carol, bob.id, size_bytes=1000)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_more_bytes_than_agreed_end_the_test() -> None:
     network, alice, _ = pair()
     carol = network.peer("carol")

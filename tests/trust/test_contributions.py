@@ -18,7 +18,7 @@ from colab_swarm.trust import contributions as module
 from colab_swarm.trust.contributions import MAX_ROWS, Contribution, ContributionLedger, Contributions
 from tests.dht.swarm import Member, swarm
 
-pytestmark = pytest.mark.loop_now
+pytestmark = pytest.mark.virtual_time
 RUN = "my-run-0badcafe"
 KEYS = [sha256(bytes([i])).digest() for i in range(5)]
 

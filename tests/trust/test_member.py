@@ -40,7 +40,7 @@ class Asking:
         monkeypatch.setattr(self.member, "_request", request)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_membership_is_renewed_at_half_of_its_life_and_an_absent_authority_asked_ever_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -56,7 +56,7 @@ async def test_a_membership_is_renewed_at_half_of_its_life_and_an_absent_authori
     assert max(pauses) <= MAX_RETRY_S + TICK_S
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_compensated_skew_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asking, told = Asking(monkeypatch), list[bool]()
     for asking.behind_s in (30.0, 240.0, 241.0, 570.0, 600.0, 601.0, 20.0, 600.0, 601.0, 20.0, 1.0):

@@ -55,7 +55,7 @@ def revoke(authority: Watcher, subject: PeerId = MALLORY) -> None:
     authority.watch.spread()
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     _, found = await watchers(16)
     await asyncio.sleep(100.0)
@@ -72,7 +72,7 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     assert await alice.call(bob.id, ask, ShareRevoked, timeout_s=5) == ask, "no list for one that has it"
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_return() -> None:
     network, found = await watchers(8)
     network.now().partition({"heidi"}, {"alice", "bob", "carol", "dave", "erin", "frank", "grace"})
@@ -87,7 +87,7 @@ async def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_ret
     assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_the_news_outlives_the_authority() -> None:
     network, found = await watchers(8)
     revoke(found[0])
@@ -102,7 +102,7 @@ async def test_the_news_outlives_the_authority() -> None:
     assert [fault.name for fault in network.fired] == ["crash"]
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_members_that_stuff_the_key_do_not_hide_the_news() -> None:
     _, found = await watchers(8, start=False)
     for watcher in found[1:]:
@@ -112,7 +112,7 @@ async def test_members_that_stuff_the_key_do_not_hide_the_news() -> None:
     assert found[0].watch._peers.id in await found[1].watch._dht.get(found[1].watch.key)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_the_news_passes_from_peer_to_peer_where_the_dht_has_none() -> None:
     _, found = await watchers(8)
     for watcher in found[1:]:
@@ -122,7 +122,7 @@ async def test_the_news_passes_from_peer_to_peer_where_the_dht_has_none() -> Non
     assert all(watcher.rechecked for watcher in found)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
     _, found = await watchers(3, start=False)
     alice, bob, carol = found
@@ -171,7 +171,7 @@ async def test_only_the_authority_revokes_others_and_it_remembers_after_a_restar
         assert again.trust.authority._admission.revoked.subjects == (MALLORY,)
 
 
-@pytest.mark.loop_now
+@pytest.mark.virtual_time
 async def test_background_work_that_fails_emits_an_event_and_is_done_again() -> None:
     async def fail() -> None:
         raise ZeroDivisionError("a bug")
