@@ -117,11 +117,8 @@ class Collaboration:
         self._stop_listening = peers.on_lost(self._on_lost)
 
     async def start(self) -> None:
-        # With a saved state of before it has no vote: some that resume must not call the others back.
-        self._update(idle=not self.progress.own.syncing)
         await self.on_gate()
         await self._exchange()
-        self._update(idle=self.progress.own.idle and self.progress.branch().step > self.progress.own.step)
         self._tasks.spawn(self._keep_exchanging())
 
     async def stop(self) -> None:
@@ -239,7 +236,8 @@ class Collaboration:
             return "nothing"
         if own.syncing or self.progress.behind:
             return "catching up"
-        if self._called == (own.step, own.lineage) or self.progress.batch_full(loop_now()):
+        called = self._called == (own.step, own.lineage) and not self.progress.early_s(loop_now())
+        if called or self.progress.batch_full(loop_now()):
             return "a round"
         batches = self.progress.samples(loop_now()) / self.progress.target_batch_size
         if self.progress.local_steps > 1 and batches >= self._steps_alone + 1:
@@ -423,8 +421,12 @@ class Collaboration:
             return None
         self._called = (step, lineage)
         self._wake.set()
-        patience_s = self._settings.matchmaking_timeout_s
-        return 0.0 if own.syncing else self._throughput.ready_in_s(loop_now(), patience_s=patience_s)
+        patience_s, now = self._settings.matchmaking_timeout_s, loop_now()
+        ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
+        early_s = 0.0 if own.syncing or applying else self.progress.early_s(now)
+        if ready_in_s is None or not early_s:
+            return ready_in_s
+        return max(ready_in_s, early_s + self._throughput.batch_s)
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the state of the swarm's branch, or None if this peer's own state counts.
@@ -523,7 +525,8 @@ class CatchUp:
         collaboration, progress = self._collaboration, self._collaboration.progress
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
-        attempts, failures, since = 0, 0, math.inf  # the latter of one branch's donors
+        failures, since = 0, math.inf  # of one branch's donors
+        attempts = 0
         while attempts < BRANCHES * ATTEMPTS:
             branch, root, silent = await collaboration.refresh(), b"", False
             if not (donors := sorted(branch.peers - {progress.me})):

@@ -377,20 +377,31 @@ class Progress:
 
     def _believed_samples(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
         """Return a peer's samples now: as it says, but no more than it could compute since its last step."""
-        usual = SLOWER * self._usual_speed
-        speed = min(r.samples_per_s or usual, usual)
         old_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
-        told, batch_s = r.samples + old_s * r.samples_per_s, min(r.batch_s, SLOWER * self._usual_batch_s)
+        return min(r.samples + old_s * r.samples_per_s, self._computable(peer, r, now))
+
+    def _computable(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
+        usual = SLOWER * self._usual_speed
+        speed, batch_s = min(r.samples_per_s or usual, usual), min(r.batch_s, SLOWER * self._usual_batch_s)
         computed_s = now - self._step_at.get(peer, (0, -math.inf))[1] + 2 * batch_s
-        return min(told, speed * computed_s) if math.isfinite(speed) else told
+        return speed * computed_s if math.isfinite(speed) else math.inf
 
     def samples_per_s(self, *, most: float = math.inf) -> float:
         return sum(min(r.samples_per_s, most) for r in self.records.values() if not (r.syncing or r.absent))
 
     def seconds_to_batch(self, now: float) -> float:
-        missing = max(0.0, self.round_samples - self.samples(now))
+        """Return when the batch will be full; infinite while no speed is known."""
+        return self._seconds_for(self.round_samples - self.samples(now))
+
+    def _seconds_for(self, missing: float) -> float:
         speed = self.samples_per_s(most=max(SLOWER * self._usual_speed, self.own.samples_per_s))
-        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+        return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
+
+    def early_s(self, now: float) -> float:
+        """Return in how many seconds, at the earliest, the batch can be full: a liar may call a round before."""
+        others = self.waiting(self.own.step, self.own.lineage)
+        most = sum(self._computable(peer, self._others[peer], now) for peer in sorted(others))
+        return self._seconds_for(self.round_samples - self.own.samples - most)
 
     def batch_full(self, now: float) -> bool:
         return self.samples(now) >= self.round_samples

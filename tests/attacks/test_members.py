@@ -390,3 +390,24 @@ async def test_an_invitation_that_has_ended_admits_nobody_with_a_back_dated_memb
             peer.clock.ahead_s = ended_s
         late = [await admitted(f"late {peer.node.id!r}", peer, Clock(ended_s)) for peer in (bob, authority)]
         assert all(isinstance(one, str) and "invitation" in one for one in late), late
+
+
+def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
+    def counted(caller: str) -> float:
+        def work(swarm: Swarm) -> None:
+            net = toy.model()
+            optimizer = toy.join_training(swarm, net, target_batch_size=64)
+            if swarm.name == caller:
+                optimizer.collaboration.progress.batch_full = lambda now: not called.append(now)  # type: ignore
+            while True:
+                toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+                optimizer.step(samples=2)
+
+        with cs.simulate(4, seed=1, samples_per_s=2.0) as simulation:
+            simulation.run(work, seconds=120.0)
+            steps = simulation.swarms["alice"].events.recent(StepFinished)
+        return statistics.mean(one.samples for one in steps)
+
+    called: list[float] = []
+    usual = counted("nobody")
+    assert not called and counted("dave") > 0.55 * usual and len(called) > 20

@@ -78,4 +78,4 @@ def test_a_fifth_of_liars_neither_stops_training_nor_spoils_it() -> None:
     assert loss < 1.1 * clean
     pauses = [after - before for before, after in itertools.pairwise(steps)]
     usual = statistics.median(b - a for a, b in itertools.pairwise(undisturbed))
-    assert len(steps) > 0.7 * len(undisturbed) and max(pauses) < 3 * usual
+    assert 0.7 < len(steps) / len(undisturbed) < 2 and max(pauses) < 3 * usual  # nor do batches get small

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -220,33 +219,3 @@ def test_a_donor_whose_state_does_not_load_sends_the_late_joiner_to_another() ->
 
         results = sim.run(train)
     assert garbage and results["carol"][0] > 0 and len({lineage for _, lineage in results.values()}) == 1
-
-
-def test_peers_that_resume_an_old_state_call_nobody_back_and_one_that_is_ahead_gives_its_own() -> None:
-    def start(own: ProgressRecord, others: list[ProgressRecord]) -> tuple[list[bool], Progress]:
-        async def exchange(one: Collaboration) -> None:
-            published.append(one.progress.own.idle)
-            one.progress.on_records(
-                {peer(number): record for number, record in enumerate(others, 1)}, now=0.0
-            )
-
-        async def run() -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Collaboration, "_exchange", exchange)
-                resumed = object.__new__(Collaboration)
-                resumed.progress = Progress(ME, own, target_batch_size=8)
-                resumed.services = SimpleNamespace(gate=SimpleNamespace(closed=False))  # type: ignore[assignment]
-                resumed._tasks = SimpleNamespace(spawn=lambda coroutine: coroutine.close())  # type: ignore[assignment]
-                resumed._moved = asyncio.Event()
-                await resumed.start()
-                seen.append(resumed.progress)
-
-        seen: list[Progress] = []
-        published: list[bool] = []
-        run_virtual(run())
-        return published, seen[0]
-
-    published, behind = start(record(4), [record(9), record(4)])  # another has resumed before
-    assert published == [True] and behind.behind and behind.branch().step == 9
-    published, ahead = start(record(9), [record(0)])
-    assert published == [True] and not ahead.behind and ahead.branch().step == 9

@@ -1,6 +1,7 @@
 """The pure core of `Progress`: who is on the branch, who is behind, when the batch is full."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 
 import msgspec
@@ -181,6 +182,17 @@ def test_a_boast_of_speed_does_not_let_the_others_await_the_step_all_the_time() 
     assert swarm.seconds_to_batch(0.0) == 100 / (3 + SLOWER)
     swarm.own = record(samples_per_s=50.0)  # a fast peer knows its own speed
     assert swarm.seconds_to_batch(0.0) == 100 / (50 + 2 + 50)
+
+
+def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> None:
+    others = {BOB: record(batch_s=2.0), CAROL: record(batch_s=2.0, samples_per_s=1e9)}
+    swarm = progress(record(batch_s=2.0, samples=10), others)
+    swarm.on_round([ALICE, BOB, CAROL], 1, b"next", now=10.0)
+    swarm.advance(b"next", samples=10)
+    computable = (1 + SLOWER) * (5 + 2 * 2.0)
+    assert swarm.early_s(15.0) == pytest.approx((100 - 10 - computable) / (2 + SLOWER))
+    assert swarm.early_s(16.0) == 0.0  # 10 + 9 * 10
+    assert progress(record(samples_per_s=0.0)).early_s(0.0) == math.inf  # and no other peer is known
 
 
 def test_a_lost_peer_counts_again_when_it_is_linked_or_publishes_a_new_record() -> None:
