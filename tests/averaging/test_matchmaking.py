@@ -1,24 +1,15 @@
 """Peers find one group, whatever they know and whichever fails."""
 
 import asyncio
-import contextlib
+import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import msgspec
 import pytest
 
 from colab_swarm.averaging import group as module
-from colab_swarm.averaging.group import (
-    Group,
-    GroupMember,
-    Joined,
-    JoinEta,
-    JoinRound,
-    RoundRefused,
-    Ticket,
-    rank,
-)
+from colab_swarm.averaging.group import Group, Joined, JoinEta, JoinRound, RoundRefused, Ticket, rank
 from colab_swarm.averaging.matchmaking import (
     FORMING,
     REFUSALS_S,
@@ -500,11 +491,9 @@ async def test_an_organizer_that_never_answers_holds_up_one_round_for_seconds(
     liar.peers.serve_stream(JoinRound, keep_silent)
     for trainer in honest:
         trainer.believed_s = 2.0
-    for trainer in honest if hurried else ():  # all were called: each of them first waits for a moment only
-        others = (one for one in honest if one is not trainer)
-        await asyncio.gather(
-            *(one.peers.call(trainer.peers.id, TERMS, JoinEta, timeout_s=1) for one in others)
-        )
+    calls = itertools.permutations(honest, 2) if hurried else ()  # then each first waits for a moment only
+    for one, other in calls:
+        await one.peers.call(other.peers.id, TERMS, JoinEta, timeout_s=1)
     for limit_s in (10.0, 0.6):
         began = loop_now()
         await one_group(*(join_in_the_end(trainer) for trainer in honest), size=3)
@@ -560,7 +549,7 @@ async def test_a_group_without_the_others_that_wait_is_refused() -> None:
     async def part(message: JoinRound, stream: Stream) -> None:
         parted.append(stream.peer)
         ticket, contact = message.ticket, message.contact
-        member = GroupMember(contact.id, contact.addresses, ticket.weight, 1.0)
+        member = module.GroupMember(contact.id, contact.addresses, ticket.weight, 1.0)
         await stream.send(Joined(Group(bytes(16), ticket.terms, (member,))))
 
     parted: list[PeerId] = []
@@ -578,7 +567,7 @@ async def test_a_group_without_the_others_that_wait_is_refused() -> None:
 )
 def test_a_group_holds_each_members_ticket_but_for_a_bound_on_its_weight(change: dict[str, object]) -> None:
     ids = sorted(bytes([i]) * 32 for i in range(3))
-    members = tuple(GroupMember(PeerId(one), (), 10.0, 1.0) for one in ids)
+    members = tuple(module.GroupMember(PeerId(one), (), 10.0, 1.0) for one in ids)
     assert holds_ticket(Group(bytes(16), TERMS, members), members[0].id, TICKET)
     changed = (msgspec.structs.replace(members[0], **change), *members[1:])
     assert not holds_ticket(Group(bytes(16), TERMS, changed), members[0].id, TICKET)
@@ -601,8 +590,8 @@ def test_a_group_is_dishonest_where_shares_or_weights_do_not_follow_from_its_tic
     shares: tuple[float, ...], upload_bps: tuple[float | None, ...], weight: float, fault: str | None
 ) -> None:
     members = tuple(
-        GroupMember(PeerId(bytes([i]) * 32), (), 10.0 if i else weight, share, True, bps, bps)
+        module.GroupMember(PeerId(bytes([i]) * 32), (), 10.0 if i else weight, share, True, bps, bps)
         for i, (share, bps) in enumerate(zip(shares, upload_bps, strict=True))
     )
-    with pytest.raises(ValueError, match=fault) if fault else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=fault) if fault else nullcontext():
         check_group(Group(bytes(16), TERMS, members), heaviest=16.0)
