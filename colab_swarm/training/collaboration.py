@@ -117,8 +117,11 @@ class Collaboration:
         self._stop_listening = peers.on_lost(self._on_lost)
 
     async def start(self) -> None:
+        # With a saved state of before it has no vote: some that resume must not call the others back.
+        self._update(idle=not self.progress.own.syncing)
         await self.on_gate()
         await self._exchange()
+        self._update(idle=self.progress.own.idle and self.progress.branch().step > self.progress.own.step)
         self._tasks.spawn(self._keep_exchanging())
 
     async def stop(self) -> None:
@@ -138,7 +141,7 @@ class Collaboration:
     def _on_lost(self, peer: PeerId) -> None:
         if self.progress.on_lost(peer, now=loop_now()):
             self.services.events.emit(PeerLeft(loop_now(), peer.hex(), "its link broke"))
-            self._wake_if_due()
+            self._wake.set()
 
     async def _keep_exchanging(self) -> None:
         while True:
@@ -178,7 +181,7 @@ class Collaboration:
             self._deviant = True
             self._update(syncing=True)
         self._publish_sketch()
-        self._wake_if_due()
+        self._wake.set()
         return self.progress.branch()
 
     async def _take_sketch(self) -> None:
@@ -204,13 +207,9 @@ class Collaboration:
         if events.detailed:
             events.emit(Loaded(loop_now(), own.step, own.lineage.hex(), await self._state()))
 
-    def _wake_if_due(self) -> None:
-        if self.progress.batch_full(loop_now()) or self.progress.behind:
-            self._wake.set()
-
     def _update(self, **changes: object) -> None:
-        self.progress.own = msgspec.structs.replace(self.progress.own, **changes)
-        if changes.keys() & {"syncing", "paused", "idle"}:
+        before, self.progress.own = self.progress.own, msgspec.structs.replace(self.progress.own, **changes)
+        if changes.keys() & {"syncing", "paused", "idle"} and self.progress.own != before:
             self._moved.set()
 
     async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
@@ -424,9 +423,8 @@ class Collaboration:
         patience_s, now = self._settings.matchmaking_timeout_s, loop_now()
         ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
         early_s = 0.0 if own.syncing or applying else self.progress.early_s(now)
-        if ready_in_s is None or not early_s:
-            return ready_in_s
-        return max(ready_in_s, early_s + self._throughput.batch_s)
+        early_s += self._throughput.batch_s if early_s else 0.0
+        return None if ready_in_s is None else max(ready_in_s, early_s)
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the state of the swarm's branch, or None if this peer's own state counts.
@@ -525,8 +523,7 @@ class CatchUp:
         collaboration, progress = self._collaboration, self._collaboration.progress
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
-        failures, since = 0, math.inf  # of one branch's donors
-        attempts = 0
+        attempts, failures, since = 0, 0, math.inf  # the latter of one branch's donors
         while attempts < BRANCHES * ATTEMPTS:
             branch, root, silent = await collaboration.refresh(), b"", False
             if not (donors := sorted(branch.peers - {progress.me})):

@@ -17,7 +17,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 import asyncio
 import math
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated
@@ -36,6 +36,7 @@ LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
 EXTRAPOLATE_S = 3.0
 DISTRUST_S = 300.0
+SHORT, RECENT_ROUNDS = 0.8, 10  # such a part of the batch, in one of so many rounds, makes calls doubtful
 KNOWN_ROUNDS, SEEN_S = 3, 6 * 3600.0  # so many common rounds give a peer its vote, for so long
 RECENT_S = 600.0  # a peer with a vote and no common round for so long has left
 TIE = 0.01  # weight of all votes that decide ties only
@@ -161,6 +162,7 @@ class Progress:
         self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
         self._step_at: dict[PeerId, tuple[int, float]] = {}  # a peer's step, and when it was not there yet
         self._kept: dict[PeerId, float] = {}  # the part of its announced samples that a peer contributed
+        self._filled: deque[float] = deque(maxlen=RECENT_ROUNDS)  # parts of the batch that rounds had
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -234,6 +236,7 @@ class Progress:
     ) -> None:
         """Take the result of a round: its ``members`` have applied the mean of those with ``weights``."""
         weights = weights or {}
+        self._filled.append(sum(weights.values()) / self.round_samples)
         for peer, r in self._others.items() if weights else ():
             announced = min(r.samples, self._believed_samples(peer, r, now))
             if announced and r.step == step - 1:
@@ -398,10 +401,11 @@ class Progress:
         return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
 
     def early_s(self, now: float) -> float:
-        """Return in how many seconds, at the earliest, the batch can be full: a liar may call a round before."""
+        """Return how many seconds too early a call is; 0 unless a round was short lately, as records may be old."""
         others = self.waiting(self.own.step, self.own.lineage)
         most = sum(self._computable(peer, self._others[peer], now) for peer in sorted(others))
-        return self._seconds_for(self.round_samples - self.own.samples - most)
+        early_s = self._seconds_for(self.round_samples - self.own.samples - most)
+        return early_s if min(self._filled, default=1.0) < SHORT else 0.0
 
     def batch_full(self, now: float) -> bool:
         return self.samples(now) >= self.round_samples

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -15,6 +17,7 @@ from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.collaboration import ATTEMPTS, CatchUp, Collaboration
+from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.state import DonorsSilent
 from tests.training.toy import join_training, model, take
@@ -219,3 +222,31 @@ def test_a_donor_whose_state_does_not_load_sends_the_late_joiner_to_another() ->
 
         results = sim.run(train)
     assert garbage and results["carol"][0] > 0 and len({lineage for _, lineage in results.values()}) == 1
+
+
+def test_peers_that_resume_an_old_state_call_nobody_back(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> tuple[list[int], bytes]:
+        steps: list[int] = []
+
+        def begin_and_train(until: int) -> SwarmOptimizer:
+            store = SimpleNamespace(checkpoints=lambda name: tmp_path / swarm.name)
+            with pytest.MonkeyPatch.context() as patch:  # simulated peers save nothing otherwise
+                patch.setattr(swarm, "network", SimpleNamespace(store=store))
+                optimizer = join_training(swarm, net := model())
+            while optimizer.global_step < until:
+                take(optimizer, net, optimizer.global_step, slice(0, 2))
+                steps.append(optimizer.global_step)
+            return optimizer
+
+        if swarm.name != "alice":
+            begin_and_train(6).close()
+            swarm.runtime.call(asyncio.sleep(30.0))  # alice goes on alone
+        return steps, begin_and_train(40).lineage
+
+    with cs.simulate(4, seed=1, samples_per_s=10.0) as sim:
+        results = sim.run(train)
+    alone, resumed = results["alice"][0], results["bob"][0]
+    assert (
+        6 in resumed and min(resumed[resumed.index(6) + 1 :]) > 10
+    )  # it saved step 6, and never went on from it
+    assert alone == sorted(alone) and len({lineage for _, lineage in results.values()}) == 1

@@ -1,7 +1,6 @@
 """The pure core of `Progress`: who is on the branch, who is behind, when the batch is full."""
 
 import asyncio
-import math
 from types import SimpleNamespace
 
 import msgspec
@@ -192,7 +191,11 @@ def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> 
     computable = (1 + SLOWER) * (5 + 2 * 2.0)
     assert swarm.early_s(15.0) == pytest.approx((100 - 10 - computable) / (2 + SLOWER))
     assert swarm.early_s(16.0) == 0.0  # 10 + 9 * 10
-    assert progress(record(samples_per_s=0.0)).early_s(0.0) == math.inf  # and no other peer is known
+    swarm.on_round([], 2, b"full", weights={ALICE: 100.0}, now=20.0)
+    assert swarm.early_s(15.0) > 0.0  # for ten rounds
+    for step in range(3, 12):
+        swarm.on_round([], step, b"full", weights={ALICE: 100.0}, now=20.0)
+    assert swarm.early_s(15.0) == 0.0  # records are late, and rounds are not short any more
 
 
 def test_a_lost_peer_counts_again_when_it_is_linked_or_publishes_a_new_record() -> None:
