@@ -221,15 +221,16 @@ class Matchmaker:
             async with asyncio.timeout_at(deadline):
                 while True:
                     alone = loop_now() - max(began, self._answered_at) > self._settings.window_s
-                    for organizer in self._rank(step, candidates, alone=alone):
-                        group = await self._ask(organizer, ticket, limit_s)
-                        if group is None:
+                    for asked in self._rank(step, candidates, alone=alone):
+                        if (found := await self._ask(asked, ticket, limit_s)) is None:
                             continue
+                        group, organizer = found
                         if len(group.members) == 1 and awaited and self._alone != ticket.terms.key:
                             # Alone this peer would leave the swarm: first it reads the records again.
-                            self._alone = ticket.terms.key
                             self.forget(*ticket.terms.key)
-                            if organizer != self._peers.id:
+                            if organizer == self._peers.id:
+                                self._alone = ticket.terms.key
+                            else:
                                 self._silent.fail(organizer, loop_now())
                             raise RoundRefused("unreachable", f"{len(awaited)} trainers did not come")
                         self._remember(group)
@@ -287,7 +288,8 @@ class Matchmaker:
             self._asks_until = 0.0
         return joined
 
-    async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Group | None:
+    async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> tuple[Group, PeerId] | None:
+        """Return a group and who formed it: the organizer may have sent this peer on."""
         if (joined := await self._answer_of(organizer, ticket, limit_s)) is None:
             return None
         if organizer != self._peers.id or joined.reason is not None:
@@ -298,7 +300,7 @@ class Matchmaker:
             raise RoundRefused(refusal.reason, f"{short(organizer)}: {refusal}")
         other = joined.organizer
         if joined.group is not None:
-            return joined.group
+            return joined.group, organizer
         if other is None or other.id == self._peers.id:
             if ticket.reduces:  # otherwise it may be right that no peer can
                 self._doubt(organizer, ticket.terms)
