@@ -249,7 +249,8 @@ class Matchmaker:
 
     def mute(self) -> set[PeerId]:
         """Return the peers that were silent, and from which nothing has come since: frozen or cut off."""
-        return {peer for peer, at in self._blamed_at.items() if self._peers.read_at(peer) < at}
+        blamed_at = dict.fromkeys(self._peers.linked(), 0.0) | self._blamed_at
+        return {peer for peer, at in blamed_at.items() if self._peers.read_at(peer) < at}
 
     def likely(self, step: int, lineage: bytes) -> set[PeerId]:
         """Return linked callers of this round and members of the one before: records may be late."""

@@ -333,9 +333,6 @@ class _Player(Averager):
             self.held[self._done] = values
             weight = 1.0
 
-    def held_after(self, rounds: int) -> Floats:
-        return self.held[max(done for done in self.held if done <= rounds)]
-
 
 def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda _: None) -> GroupRun:
     return simulated(_play(town, passes, script))
@@ -353,11 +350,11 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
         tasks[name] = asyncio.create_task(player.play(passes))
         player.peers.when_down(tasks[name].cancel)
     await asyncio.wait(tasks.values())
-    left = {n: players[n] for n, t in tasks.items() if not t.cancelled() and t.result() is None}
-    rounds = max(max(player.held) for player in left.values())
+    left = {n: players[n].held for n, t in tasks.items() if not t.cancelled() and t.result() is None}
+    times = range(max(max(held) for held in left.values()) + 1)
     return GroupRun(
-        [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
-        {name: player.results[-1] for name, player in left.items()},
+        [{n: held[max(i for i in held if i <= at)] for n, held in left.items()} for at in times],
+        {name: players[name].results[-1] for name in left},
         network.fired,
         loop_now() - began,
     )

@@ -85,6 +85,7 @@ class Link:
         self._services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.used_at = self._loop.time()
+        self.unanswered_at = 0.0  # when a call last timed out
         self.rtts_s: deque[float] = deque(maxlen=5)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, Stream] = {}
@@ -126,6 +127,7 @@ class Link:
         try:
             return self.decode(reply, await answer)
         except TimeoutError:
+            self.unanswered_at = self._loop.time()
             text = f"{short(self.peer)} did not answer {type(message).__name__} in {timeout_s:.3g} s"
             raise PeerTimeout(text) from None
         finally:

@@ -418,5 +418,4 @@ def encode_opening(message: Message) -> bytes:
 
 
 def _failure(code: str, text: str) -> bytes:
-    sendable = text[:1000].encode(errors="replace").decode()  # a file name may hold surrogates
-    return ENCODER.encode((code, sendable))
+    return ENCODER.encode((code, text[:1000].encode(errors="replace").decode()))  # it may hold surrogates

@@ -193,7 +193,7 @@ class Progress:
     ) -> None:
         """Take the live records just read; to a peer with a state, those that are ``mute`` have no vote.
 
-        A lost peer counts again when it is ``linked`` or, after `LAST_RECORD_S`, has a new record.
+        A lost peer counts again if, after `LAST_RECORD_S`, it has a new record, or is ``linked`` and absent.
         """
         self._mute = frozenset(mute if self.own.step else ())
         self._no_vote = self._mute | self._distrusted.ends(now).keys()
@@ -203,8 +203,8 @@ class Progress:
         self._lost = {
             peer: (records.get(peer), since)
             for peer, (last, since) in self._lost.items()
-            if peer not in linked
-            and (now - since < LAST_RECORD_S or (peer in records and records[peer] == last))
+            if now - since < LAST_RECORD_S
+            or (last is not None and records.get(peer) == last and not (last.absent and peer in linked))
         }
         self._read = records
         fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in self._lost}

@@ -334,8 +334,7 @@ class Gradients:
     def add(self, samples: float, loss: float | None) -> str | None:
         """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped."""
         gradients = [p.grad for p in self._replica.model if p.grad is not None and p.grad.numel()]
-        largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # shows NaN and infinity
-        finite = bool(largest.isfinite())
+        finite = bool(torch.nn.utils.get_total_norm(gradients, math.inf).isfinite())  # no NaN either
         for parameter, part in parts(self._replica.model, self._sum) if finite else ():
             if parameter.grad is not None:
                 part.add_(parameter.grad.detach().to(part), alpha=samples)

@@ -198,23 +198,27 @@ def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> 
     assert swarm.early_s(15.0) == 0.0  # records are late, and rounds are not short any more
 
 
-def test_a_lost_peer_counts_again_when_it_is_linked_or_publishes_a_new_record() -> None:
+def test_a_lost_peer_counts_again_with_a_new_record_or_when_it_is_linked_and_computes_nothing() -> None:
     records = {BOB: record(samples=10)}
     swarm = progress(record(), records)
     swarm.on_lost(BOB, now=0.0)
-    swarm.on_records(records, now=60.0)
-    assert BOB not in swarm.records  # its last record may live for a minute
-    swarm.on_records(records, linked={BOB}, now=60.0)
-    assert swarm.samples(60.0) == 10
-    swarm.on_lost(BOB, now=60.0)
-    swarm.on_records(records, now=60.0)
+    for linked in (set(), {BOB}):  # it may have been killed, and not train again yet
+        swarm.on_records(records, linked=linked, now=60.0)
+        assert BOB not in swarm.records
     swarm.on_records({BOB: record(samples=11)}, now=60.0 + LAST_RECORD_S)
     assert swarm.samples(60.0 + LAST_RECORD_S) == 11
     swarm.on_lost(BOB, now=100.0)  # just after it published a record
     last_words = {BOB: record(samples=20)}
-    swarm.on_records(last_words, now=102.0)
-    swarm.on_records(last_words, now=101.0 + LAST_RECORD_S)
+    swarm.on_records(last_words, linked={BOB}, now=102.0)
+    swarm.on_records(last_words, linked={BOB}, now=101.0 + LAST_RECORD_S)
     assert BOB not in swarm.records
+    paused = {BOB: record(paused=True)}
+    swarm.on_records(paused, now=120.0)
+    swarm.on_lost(BOB, now=120.0)
+    swarm.on_records(paused, now=140.0)
+    assert BOB not in swarm.records
+    swarm.on_records(paused, linked={BOB}, now=140.0)
+    assert BOB in swarm.records
 
 
 def test_syncing_peers_take_part_but_lagging_peers_do_not() -> None:
