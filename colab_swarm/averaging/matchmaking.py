@@ -249,8 +249,8 @@ class Matchmaker:
 
     def mute(self) -> set[PeerId]:
         """Return the peers that were silent, and from which nothing has come since: frozen or cut off."""
-        blamed_at = dict.fromkeys(self._peers.linked(), 0.0) | self._blamed_at
-        return {peer for peer, at in blamed_at.items() if self._peers.read_at(peer) < at}
+        known = self._peers.linked() | self._blamed_at.keys()
+        return {peer for peer in known if self._peers.read_at(peer) < self._blamed_at.get(peer, 0.0)}
 
     def likely(self, step: int, lineage: bytes) -> set[PeerId]:
         """Return linked callers of this round and members of the one before: records may be late."""
@@ -262,9 +262,8 @@ class Matchmaker:
         me = self._peers.contact
         others = [peer for peer in candidates if peer != me.id and not self._skipped(peer)]
         reachable = [peer for peer in others if self._peers.contact_of(peer).addresses]
-        if me.addresses:
-            return rank(self._prefix, step, [*reachable, me.id])
-        return [*rank(self._prefix, step, reachable), *([me.id] if alone or not reachable else [])]
+        last = [me.id] if not me.addresses and (alone or not reachable) else []
+        return [*rank(self._prefix, step, [*reachable, me.id] if me.addresses else reachable), *last]
 
     async def _answer_of(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Joined | None:
         try:
@@ -426,6 +425,8 @@ class Matchmaker:
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         if (ready_in_s := self._on_called(terms, caller)) is not None:
             remember(self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, KEPT_GROUPS)
+            if terms.key in self._forming:  # this peer organizes, as it did not know the caller yet
+                self._defers(self._forming[terms.key][0], caller)
             return max(ready_in_s, self._asks_until - loop_now())
         return None
 
@@ -478,8 +479,7 @@ class Matchmaker:
                 return Joined(reason="unreachable", text="not at this step")
             text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
-        if self.own is not None:  # another may come first, with another model
-            terms = self.own(*terms.key)
+        terms = self.own(*terms.key) if self.own else terms  # another may come first, with another model
         formation = GroupFormation(terms, now=loop_now(), settings=self._settings)
         formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
         task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
@@ -531,7 +531,6 @@ class Matchmaker:
             if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
                 formation.expect(peer, formation.opened_at + self._settings.window_s)  # joins by itself
         else:
-            contact = self._peers.contact_of(peer)
             if answer.group is not None and answer.group.terms.key == terms.key:
                 formation.elsewhere = answer.group
             elif (
@@ -540,15 +539,18 @@ class Matchmaker:
                 or self._left_out.holds(peer, loop_now())
             ):
                 formation.on_declined(peer)
-            elif (
-                not self._skipped(peer)
-                and contact.addresses
-                and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer
-            ):
-                formation.elsewhere = contact
-            elif not late_s:  # a late one has `LATE_GRACE_S` to join
+            elif not self._defers(formation, peer) and not late_s:  # a late one has `LATE_GRACE_S` to join
                 formation.on_coming(peer, answer.ready_in_s, now=loop_now())
         wake(self._changed)
+
+    def _defers(self, formation: GroupFormation, peer: PeerId) -> bool:
+        """Send all that came here on to a better organizer, which has called or answered; return whether it is."""
+        contact, step = self._peers.contact_of(peer), formation.terms.step
+        usable = not self._skipped(peer) and bool(contact.addresses)
+        if better := usable and rank(self._prefix, step, [peer, self._peers.id])[0] == peer:
+            formation.elsewhere = contact
+            wake(self._changed)
+        return better
 
 
 def check_group(group: Group, heaviest: float = math.inf) -> None:

@@ -507,8 +507,8 @@ class Node:
             return Role.GUEST
 
     def read_at(self, peer: PeerId) -> float:
-        links = ((link.carrier.read_at, link.unanswered_at) for link in self.linker.table.of(peer))
-        return max((at for at, unanswered_at in links if at >= unanswered_at), default=-math.inf)
+        answering = (o for o in self.linker.table.of(peer) if o.carrier.read_at >= o.unanswered_at)
+        return max((link.carrier.read_at for link in answering), default=-math.inf)
 
     def path_to(self, peer: PeerId) -> Path | None:
         return None if (link := self.linker.table.best(peer)) is None else link.remote.path

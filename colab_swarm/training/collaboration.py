@@ -373,14 +373,15 @@ class Collaboration:
         return RoundTerms(settings.prefix, step, lineage, self._numel, self._schema, *codecs, clip)
 
     async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
-        deadline = loop_now() + ROUND_TIMEOUT_S
         willing = (self.plan is None or self.plan.reduces) and not own.syncing
         reduces = bool(self.services.peers.contact.addresses) and willing
         ticket = Ticket(self._terms(own.step, own.lineage), weight, reduces, *self._bandwidth.known())
         candidates = await self._expected(own.step, own.lineage)
         awaited = self.progress.waiting(own.step, own.lineage) & self.services.peers.linked()
         try:
-            return await self._matchmaker.join(ticket, candidates, deadline, awaited=awaited)
+            return await self._matchmaker.join(
+                ticket, candidates, loop_now() + ROUND_TIMEOUT_S, awaited=awaited
+            )
         except RoundRefused as refused:
             refusal = str(refused)
             why = refusal.partition(": ")[2]  # after the organizer's name
@@ -413,17 +414,14 @@ class Collaboration:
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own, step, lineage = self.progress.own, terms.step, terms.lineage
-        if own.absent:
-            return None
         applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
-        if not own.syncing and not applying and (own.step, own.lineage) != (step, lineage):
+        if own.absent or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
             return None
         self._called = (step, lineage)
         self._wake.set()
         patience_s, now = self._settings.matchmaking_timeout_s, loop_now()
         ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
         early_s = 0.0 if own.syncing or applying else self.progress.early_s(now)
-        early_s += self._throughput.batch_s if early_s else 0.0
         return None if ready_in_s is None else max(ready_in_s, early_s)
 
     async def catch_up(self) -> CaughtUp | None:

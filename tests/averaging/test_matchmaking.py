@@ -20,7 +20,7 @@ from colab_swarm.averaging.matchmaking import (
     check_group,
     holds_ticket,
 )
-from colab_swarm.errors import CallRefused, PeerTimeout
+from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
@@ -528,24 +528,6 @@ async def test_a_peer_that_once_came_late_still_organizes() -> None:
         first.peers.id, now=0.0
     )  # two organizers would share the others among them
     await one_group(*(trainer.join() for trainer in (*others, first)), size=4)
-
-
-async def test_a_frozen_peer_is_mute_until_something_comes_from_it() -> None:
-    town = Town(3)
-    first, frozen, last = town.trainers
-    await one_group(*(trainer.join() for trainer in town.trainers), size=3)
-    await last.peers.call(frozen.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)  # now it has a link, too
-    town.network.now().freeze(frozen.peers.name, 60.0)
-    await one_group(first.join(), last.join(), size=2)
-    assert first.matchmaker.mute() | last.matchmaker.mute() == {frozen.peers.id} and town.network.fired
-    for trainer in (first, last):  # the other may see it by any call
-        with pytest.raises(PeerTimeout):
-            await trainer.peers.call(frozen.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)
-        assert trainer.matchmaker.mute() == {frozen.peers.id}
-    await asyncio.sleep(60.0)
-    for trainer in (first, last):
-        await frozen.peers.call(trainer.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)
-        assert not trainer.matchmaker.mute()
 
 
 async def test_a_group_without_the_others_that_wait_is_refused() -> None:

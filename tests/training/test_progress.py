@@ -189,7 +189,8 @@ def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> 
     swarm.on_round([ALICE, BOB, CAROL], 1, b"next", now=10.0)
     swarm.advance(b"next", samples=10)
     computable = (1 + SLOWER) * (5 + 2 * 2.0)
-    assert swarm.early_s(15.0) == pytest.approx((100 - 10 - computable) / (2 + SLOWER))
+    early_s = (100 - 10 - computable) / (2 + SLOWER)
+    assert swarm.early_s(15.0) == pytest.approx(early_s + 2.0)  # and a micro-batch
     assert swarm.early_s(16.0) == 0.0  # 10 + 9 * 10
     swarm.on_round([], 2, b"full", weights={ALICE: 100.0}, now=20.0)
     assert swarm.early_s(15.0) > 0.0  # for ten rounds

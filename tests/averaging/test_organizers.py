@@ -1,0 +1,38 @@
+"""Peers with unequal knowledge of each other: frozen ones, and ones that not all have heard of."""
+
+import asyncio
+
+import pytest
+
+from colab_swarm.averaging.group import JoinEta
+from colab_swarm.errors import PeerTimeout
+from colab_swarm.runtime import loop_now
+from tests.averaging.test_matchmaking import TICKET, Town, one_group
+
+
+async def test_a_frozen_peer_is_mute_until_something_comes_from_it() -> None:
+    town = Town(3)
+    first, frozen, last = town.trainers
+    await one_group(*(trainer.join() for trainer in town.trainers), size=3)
+    await last.peers.call(frozen.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)  # now it has a link, too
+    town.network.now().freeze(frozen.peers.name, 60.0)
+    await one_group(first.join(), last.join(), size=2)
+    assert first.matchmaker.mute() | last.matchmaker.mute() == {frozen.peers.id} and town.network.fired
+    for trainer in (first, last):  # the other may see it by any call
+        with pytest.raises(PeerTimeout):
+            await trainer.peers.call(frozen.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)
+        assert trainer.matchmaker.mute() == {frozen.peers.id}
+    await asyncio.sleep(60.0)
+    for trainer in (first, last):
+        await frozen.peers.call(trainer.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)
+        assert not trainer.matchmaker.mute()
+
+
+async def test_an_organizer_gives_way_to_a_better_one_that_it_had_not_heard_of() -> None:
+    best, second, third, fourth = (town := Town(4)).trainers
+    for late in (second, third):
+        late.candidates = [one.peers.id for one in (second, third, fourth)]
+    joins = [trainer.join(after_s=0.01 * (trainer is best)) for trainer in town.trainers]
+    began = loop_now()
+    await one_group(*joins, size=4)
+    assert loop_now() - began < 0.5  # two would share the others, and wait for each other
