@@ -243,7 +243,7 @@ class GroupFormation:
         self.terms, self.settings, self.opened_at = terms, settings, now
         self.elsewhere: Group | Contact | None = None  # formed by others, or a better organizer
         self._awaited: dict[PeerId, float] = {}  # until when
-        self._promised: set[PeerId] = set()
+        self.promised: dict[PeerId, float] = {}  # when to come
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
 
     def expect(self, peer: PeerId, until: float) -> None:
@@ -251,8 +251,8 @@ class GroupFormation:
             self._awaited[peer] = until
 
     def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
-        self._promised.add(peer)
-        self.expect(peer, now + max(0.0, ready_in_s) + self.settings.slack_s)
+        self.promised[peer] = now + max(0.0, ready_in_s)
+        self.expect(peer, self.promised[peer] + self.settings.slack_s)
 
     def on_declined(self, peer: PeerId) -> None:
         """Stop waiting for a candidate that declined or is unreachable; if it has joined, it stays."""
@@ -281,12 +281,13 @@ class GroupFormation:
 
     def broken_promises(self, now: float) -> set[PeerId]:
         """Return the peers that promised to come, and neither joined nor declined in time."""
-        return {peer for peer in self._promised if self._awaited.get(peer, math.inf) <= now}
+        return {peer for peer in self.promised if self._awaited.get(peer, math.inf) <= now}
 
     def closes_at(self) -> float:
         """Return when to close the group if nothing else happens; a past time means now."""
-        latest = max(self._awaited.values(), default=-math.inf)
-        return min(latest, self.opened_at + self.settings.max_window_s)
+        return min(
+            self.opened_at + self.settings.max_window_s, max(self._awaited.values(), default=-math.inf)
+        )
 
     def form(self, seed: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.
@@ -301,8 +302,7 @@ class GroupFormation:
             joined, plan = trainers, SharePlan((1.0,))
         else:
             plan = strategy([ticket for _, (ticket, _) in joined])
-        told = [ticket.weight for _, (ticket, _) in joined]
-        weights = bounded_weights(told, self.terms, self.settings.heaviest)
+        weights = bounded_weights([t.weight for _, (t, _) in joined], self.terms, self.settings.heaviest)
         members = tuple(
             GroupMember(peer, contact.addresses, weight, share, *offer_of(ticket))
             for (peer, (ticket, contact)), weight, share in zip(joined, weights, plan.shares, strict=True)

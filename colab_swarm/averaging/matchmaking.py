@@ -12,6 +12,7 @@ import hashlib
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from colab_swarm.averaging.group import (
@@ -178,10 +179,10 @@ class Matchmaker:
         self._left_out = router.dishonest
         self._late = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nobody waits for them
         self._silent = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nor lets them organize
-        call_s = self._settings.call_timeout_s
+        call_s, slack_s = self._settings.call_timeout_s, self._settings.slack_s
         self._answers, self._heartbeats = (Patience(MIN_SILENCE_S, call_s, FIRST_SILENCE_S) for _ in range(2))
-        # and when a silent peer was blamed last
-        self._dials, self._blamed_at = Patience(MIN_SILENCE_S, call_s), dict[PeerId, float]()
+        self._dials, self._blamed_at = Patience(MIN_SILENCE_S, call_s), dict[PeerId, float]()  # the last time
+        self._lateness = Patience(min(slack_s, max(MIN_SILENCE_S, 0.4 * slack_s)), slack_s)
         self._alone: tuple[int, bytes] | None = None  # the step for which a group of one was refused
         self._ready: tuple[object, set[PeerId]] = (None, set())  # a step, and who said to come to it
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
@@ -215,8 +216,8 @@ class Matchmaker:
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         step = ticket.terms.step
         self.forget(*ticket.terms.key)  # a second call needs another group
-        began, slack_s = loop_now(), self._settings.slack_s
-        limit_s = min(self._settings.max_window_s, self._believed_s() + slack_s)
+        began, settings = loop_now(), self._settings
+        limit_s = min(settings.max_window_s, self._believed_s() + settings.slack_s)
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -240,8 +241,7 @@ class Matchmaker:
                         raise RoundRefused("unreachable", f"no group for step {step} can be formed now")
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            text = f"no organizer of step {step} among {len(candidates)} candidates answered in time"
-            raise RoundRefused("unreachable", text) from None
+            raise RoundRefused("unreachable", f"no organizer of step {step} answered in time") from None
 
     def forget(self, step: int, lineage: bytes) -> None:
         """Forget the group of a step: this peer came back without the mean, and needs another."""
@@ -254,8 +254,8 @@ class Matchmaker:
 
     def likely(self, step: int, lineage: bytes) -> set[PeerId]:
         """Return linked callers of this round and members of the one before: records may be late."""
-        before = (group for group, _ in self._groups.values() if group.terms.step == step - 1)
-        members = {member.id for group in before for member in group.members}
+        before = (group.members for group, _ in self._groups.values() if group.terms.step == step - 1)
+        members = {member.id for group in before for member in group}
         return (members | self._callers.get((step, lineage), set())) & self._peers.linked()
 
     def _rank(self, step: int, candidates: Sequence[PeerId], *, alone: bool) -> list[PeerId]:
@@ -344,7 +344,7 @@ class Matchmaker:
 
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
         """Ask a peer whether it comes; TimeoutError if it is silent."""
-        asked_at, patience = loop_now(), self._patience(peer)
+        asked_at, patience = loop_now(), self._answers if peer in self._peers.linked() else self._dials
         async with self._within(peer, patience.seconds):
             answer = await self._peers.call(peer, terms, JoinEta, timeout_s=2 * self._settings.call_timeout_s)
         patience.learn(loop_now() - asked_at)
@@ -371,9 +371,6 @@ class Matchmaker:
                 if peer in self._peers.linked():  # a lost link has an event of its own
                     self._router.events.emit(PeerSilent(loop_now(), peer.hex(), limit_s))
             raise
-
-    def _patience(self, peer: PeerId) -> Patience:
-        return self._answers if peer in self._peers.linked() else self._dials
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
         group, step = joined.group, ticket.terms.step
@@ -462,6 +459,9 @@ class Matchmaker:
             formation.on_declined(peer)
             return refusal
         self._late.forgive(peer)
+        if peer in formation.promised:
+            self._lateness.learn(max(0.0, loop_now() - formation.promised[peer]))
+            self._settings = replace(self._settings, slack_s=self._lateness.seconds)
         try:
             organized = await asyncio.shield(task)
         except asyncio.CancelledError:  # the caller gave up
@@ -515,7 +515,8 @@ class Matchmaker:
         return organized
 
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
-        terms, now, patience_s = formation.terms, loop_now(), self._patience(peer).seconds + BLAMED_S
+        terms, now, linked = formation.terms, loop_now(), peer in self._peers.linked()
+        patience_s = (self._answers if linked else self._dials).seconds + BLAMED_S
         late_s = max(one.ends(now).get(peer, now) for one in (self._late, self._silent, self._left_out)) - now
         if late_s:  # of a frozen peer nothing comes at all; to one late again, nobody listens for long
             answers = now - self._peers.read_at(peer) < MIN_SILENCE_S

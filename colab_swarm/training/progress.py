@@ -451,5 +451,6 @@ class ThroughputEstimator:
         return None if late else max(0.0, ready_in_s)
 
     def idle(self, now: float) -> bool:
-        least_s = IDLE_S if self.batch_s else UNKNOWN_IDLE_S
-        return now - self.active_at > max(IDLE_BATCHES * self.batch_s, least_s)
+        return now - self.active_at > max(
+            IDLE_BATCHES * self.batch_s, IDLE_S if self.batch_s else UNKNOWN_IDLE_S
+        )

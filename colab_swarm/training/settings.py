@@ -171,7 +171,7 @@ class TrainingSettings:
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
         robust: "clip" averages by CenteredClip (BTARD, section 3): up to a third of the contributions may be wrong at
             will. The mean is then not exact: peers with little or other data count for less.
-        matchmaking_timeout_s: how long a round waits for slow peers.
+        matchmaking_timeout_s: how long a round waits for slow peers, at most.
     """
 
     prefix: str

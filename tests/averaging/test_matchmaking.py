@@ -37,7 +37,7 @@ def ticket_of(**change: object) -> Ticket:
 class Trainer:
     """A peer with a matchmaker; ``followed``: whether the swarm follows the groups that it had."""
 
-    def __init__(self, peers: SimPeers) -> None:
+    def __init__(self, peers: SimPeers, settings: module.GroupFormationSettings | None = None) -> None:
         self.peers = peers
         self.candidates: list[PeerId] = []
         self.ready_in_s: float | None = 0.0  # what it answers when called
@@ -52,6 +52,7 @@ class Trainer:
             on_called=self._on_called,
             believed_s=lambda: self.believed_s,
             stands=lambda step, lineage: self.followed,
+            settings=settings,
         )
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
@@ -69,12 +70,14 @@ class Trainer:
 class Town:
     """Trainers on a simulated LAN, in the order in which they rank as organizers of step 7."""
 
-    def __init__(self, count: int, *, clients: int = 0) -> None:
+    def __init__(
+        self, count: int, *, clients: int = 0, settings: module.GroupFormationSettings | None = None
+    ) -> None:
         self.network = SimNetwork(LAN, seed=5)
         names = ["alice", "bob", "carol", "dave", "erin", "frank"][:count]
         peers = {p.id: p for p in (self.network.peer(n, listen=i >= clients) for i, n in enumerate(names))}
         self.network.introduce()
-        self.trainers = [Trainer(peers[peer]) for peer in rank("run", 7, peers)]
+        self.trainers = [Trainer(peers[peer], settings) for peer in rank("run", 7, peers)]
         for trainer in self.trainers:
             trainer.candidates = list(peers)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from colab_swarm.averaging.group import JoinEta
+from colab_swarm.averaging.group import GroupFormationSettings, JoinEta
 from colab_swarm.errors import PeerTimeout
 from colab_swarm.runtime import loop_now
 from tests.averaging.test_matchmaking import TICKET, Town, one_group
@@ -36,3 +36,13 @@ async def test_an_organizer_gives_way_to_a_better_one_that_it_had_not_heard_of()
     began = loop_now()
     await one_group(*joins, size=4)
     assert loop_now() - began < 0.5  # two would share the others, and wait for each other
+
+
+@pytest.mark.parametrize(("rounds", "waits_s"), [(0, 8.0), (3, 3.2)])
+async def test_a_broken_promise_costs_less_where_peers_have_come_in_time(rounds: int, waits_s: float) -> None:
+    first, second, liar = (town := Town(3, settings=GroupFormationSettings(slack_s=8.0))).trainers
+    for _ in range(rounds):
+        await one_group(*(trainer.join() for trainer in town.trainers), size=3)
+    began, liar.followed = loop_now(), False  # it does not hand out the last group, but promises to come
+    await one_group(first.join(), second.join(), size=2)
+    assert liar.ready_in_s == 0.0 and waits_s <= loop_now() - began < waits_s + 0.2
