@@ -71,7 +71,6 @@ class Collaboration:
 
     It averages vectors of ``numel`` values with the layout ``schema``. ``snapshot()`` copies the
     current training state off the event loop; it may raise `StateError`. So does ``sketch()``.
-    ``loss()`` is the mean loss of the samples for the next step, or None.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Collaboration:
         schema: bytes,
         snapshot: Callable[[], Snapshot],
         sketch: Callable[[], StateSketch],
-        loss: Callable[[], float | None],
     ) -> None:
         self.services, self._settings = services, settings
         peers, local, patience_s = services.peers, settings.local_steps != 1, settings.matchmaking_timeout_s
@@ -114,7 +112,7 @@ class Collaboration:
         self._steps_alone = 0  # since the last round
         self._computed = 0.0  # samples
         self._reported: set[str] = set()  # refusals
-        self._snapshot, self._sketch, self._loss, self._check = snapshot, sketch, loss, StateCheck()
+        self._snapshot, self._sketch, self._check = snapshot, sketch, StateCheck()
         self._deviant = False  # this peer's state is not that of most others
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -123,7 +121,6 @@ class Collaboration:
         self._update(idle=not self.progress.own.syncing)
         await self.on_gate()
         await self._exchange()
-        self.progress.check_model()
         self._update(idle=self.progress.own.idle and self.progress.branch().step > self.progress.own.step)
         self._tasks.spawn(self._keep_exchanging())
 
@@ -172,7 +169,6 @@ class Collaboration:
         addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
         up, down = self._bandwidth.known()
         self._update(addresses=addresses, reduces=bool(addresses), upload_bps=up, download_bps=down)
-        self._note_loss()
         await self.services.dht.publish(progress_key(self._settings.prefix), self.progress.own, ttl_s=ttl_s)
 
     async def refresh(self) -> Branch:
@@ -216,11 +212,7 @@ class Collaboration:
         if changes.keys() & {"syncing", "paused", "idle"} and self.progress.own != before:
             self._moved.set()
 
-    def _note_loss(self) -> None:
-        if (loss := self._loss()) is not None:
-            self._update(loss=loss)
-
-    async def report(self, samples: float, *, dropped: str | None = None) -> Due:
+    async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
         """Count a micro-batch and return what to do next; ``dropped``: why it does not count."""
         if self.services.pace is not None:
             await asyncio.sleep(self.services.pace(samples))
@@ -232,8 +224,9 @@ class Collaboration:
             self.services.events.emit(BatchDropped(loop_now(), dropped))
         else:
             self._computed += samples
-            speed, batch_s = self._throughput.samples_per_s, self._throughput.batch_s
-            self._update(samples=own.samples + samples, samples_per_s=speed, batch_s=batch_s)
+            speed, loss = self._throughput.samples_per_s, own.loss if loss is None else loss
+            batch_s = self._throughput.batch_s
+            self._update(samples=own.samples + samples, samples_per_s=speed, loss=loss, batch_s=batch_s)
         return self._due()
 
     def _due(self) -> Due:
@@ -292,7 +285,6 @@ class Collaboration:
         returns the new lineage. An interrupt does not stop that: parameters and record must agree.
         ``aside``: the trainer computes on meanwhile. Returns None if there is no mean.
         """
-        self._note_loss()
         if aside:
             self._averaging_aside = True
             self._update(samples=0.0)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
@@ -30,14 +29,7 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
-from colab_swarm.training.replica import (
-    Gradients,
-    Replica,
-    UpdateRule,
-    WrappedOptimizer,
-    described,
-    uninterrupted,
-)
+from colab_swarm.training.replica import Gradients, Replica, UpdateRule, WrappedOptimizer, uninterrupted
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 
@@ -73,9 +65,6 @@ class SwarmOptimizer(WrappedOptimizer):
         self._runtime, self._services, self._settings, self._folder = runtime, services, settings, folder
         self._replica = Replica(rule)
         self._gathered = Gradients(self._replica, error_feedback=settings.error_feedback)
-        self.batch_size, self.loss = settings.batch_size, None  # of the next step, unless it says so itself
-        self.scheduler = GlobalScheduler(self)
-        self.over_quietly = False  # step() does nothing after the session's end; else it raises
         # A round that runs while the trainer computes: its task, contribution and weight.
         self._flight: tuple[asyncio.Task[RoundResult | None], Floats, float] | None = None
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
@@ -110,19 +99,11 @@ class SwarmOptimizer(WrappedOptimizer):
     async def _start(self, name: str, *, syncing: bool) -> Collaboration:
         replica, settings = self._replica, self._settings
         steps = 1 if settings.local_steps == "auto" else settings.local_steps
-        model = described(replica.rule.model, replica.model)
         own = ProgressRecord(
-            replica.step, replica.lineage, 0.0, 0.0, syncing, False, name, local_steps=steps, model=model
+            replica.step, replica.lineage, 0.0, 0.0, syncing, reduces=False, name=name, local_steps=steps
         )
         collaboration = Collaboration(
-            self._services,
-            settings,
-            own,
-            replica.numel,
-            replica.schema,
-            replica.snapshot,
-            replica.sketch,
-            lambda: self._gathered.mean_loss,
+            self._services, settings, own, replica.numel, replica.schema, replica.snapshot, replica.sketch
         )
         try:
             await collaboration.start()
@@ -138,59 +119,35 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.step
 
     @property
-    def over(self) -> bool:
-        """True if this peer has left, or leaves at the next step, as its session ends."""
-        return self.closed.is_set() or self._hand_over_s is not None
-
-    def metrics(self) -> dict[str, float]:
-        """Return the swarm's step, peers that train, their samples per second, and this peer's mean loss."""
-        progress = self.collaboration.progress
-        training = [one for one in progress.records.values() if not (one.syncing or one.absent)]
-        found = {"swarm_step": self.global_step, "swarm_peers": len(training)}
-        found["swarm_samples_per_s"] = progress.samples_per_s()
-        return found if progress.own.loss is None else found | {"loss": progress.own.loss}
-
-    @property
     def lineage(self) -> bytes:
         """Digest chain of the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], float | torch.Tensor] | None = None,
-        *,
-        samples: float | None = None,
-        loss: float | torch.Tensor | None = None,
+        self, closure: Callable[[], float] | None = None, *, samples: float, loss: float | None = None
     ) -> RoundResult | None:
         """Count the last ``backward()``'s gradient and step with the swarm if its batch is full.
 
-        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer)``.
-        ``samples`` > 0, else the setting ``batch_size``, is the number whose mean ``loss``, for the
-        charts, was differentiated. A ``closure`` computes the gradient and returns that loss.
-        Returns the averaging round's result if the global step advanced, else None. Delayed updates:
-        the first call after its end returns it; the model gets the parameters when the next begins.
+        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer,
+        samples=n)``. ``samples`` > 0 is the number whose mean ``loss``, for the charts, was
+        differentiated. No ``closure`` is supported. Returns the averaging round's result if the
+        global step advanced, else None. Delayed updates: the first call after its end returns it;
+        the model gets the parameters when the next begins.
 
         A peer that fell behind tries again at the next call if no peer gave it the state. Raises
         `RuntimeError` if this peer has left, as you closed it or its session ends.
         """
-        samples = self.batch_size if samples is None else samples
+        self._refuse_closure(closure)
         require(
             isinstance(samples, int | float) and math.isfinite(samples) and (samples > 0),
-            f"samples={samples!r}: pass the batch's, such as step(samples=len(input_ids)), or batch_size=… to {self.made_by}",
+            f"samples={samples!r}: pass the batch size, such as len(input_ids)",
         )
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        loss, self.loss = self.loss if loss is None else loss, None
-        if self.over_quietly and self.closed.is_set():
-            return None
-        self._gathered.check()
         with self._trainer_call():
             landed = self._land()
             self._recover()
             dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
-            report = self.collaboration.report(float(samples), dropped=dropped)
+            report = self.collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
             return self._act(self._runtime.call(report)) or landed
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
@@ -306,14 +263,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.rule.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the wrapped optimizer's state, of the same structure; raises ValueError for another.
-
-        If it differs from the swarm's, this peer catches up at its next step. `load` continues a checkpoint.
-        """
-        with self._trainer_call():
-            self._land(wait=True)
-            uninterrupted(partial(self._replica.load_optimizer, state_dict))
-            self._recover()
+        raise TypeError("peers share one state: use optimizer.load(path) with a file of save(path)")
 
     def _act(self, due: Due) -> RoundResult | None:
         if due == "catching up":
@@ -415,7 +365,7 @@ class SwarmOptimizer(WrappedOptimizer):
                 hand_over_s, self._hand_over_s = self._hand_over_s, None
                 if hand_over_s is not None:
                     self.close(hand_over_s=hand_over_s)
-                    require(self.over_quietly, self._why, RuntimeError)
+                    raise RuntimeError(self._why)
         except KeyboardInterrupt:
             uninterrupted(lambda: self._runtime.call(self.collaboration.settled()))
             threading.Thread(target=self._save_progress, name="colab-swarm-save", daemon=True).start()
@@ -430,22 +380,3 @@ class SwarmOptimizer(WrappedOptimizer):
         here = f"{self._gathered.samples:g} of {self._settings.target_batch_size:g} samples here"
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
-
-
-class GlobalScheduler(LRScheduler):
-    """A swarm's learning rates, for frameworks that step a scheduler themselves: its own steps do nothing."""
-
-    def __init__(self, optimizer: SwarmOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def get_last_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def step(self, epoch: object = None) -> None:
-        """Do nothing: the scheduler given to `Swarm.optimizer` counts global steps."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the swarm's state has the scheduler's."""

@@ -27,7 +27,6 @@ from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.dht.service import DHT, Found
-from colab_swarm.errors import require
 from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Role
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats
@@ -77,7 +76,6 @@ class ProgressRecord(Message, frozen=True):
     idle: bool = False  # it has finished no micro-batch for long; counts like paused
     batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
     sketch: StateSketch | None = None  # of its state a few steps ago
-    model: Annotated[str, msgspec.Meta(max_length=200)] = ""  # what must be equal at all peers, for people
 
     @property
     def absent(self) -> bool:
@@ -274,16 +272,6 @@ class Progress:
         for peer in peers:
             self._distrusted.fail(peer, now)
         self._no_vote = self._mute | self._distrusted.ends(now).keys()
-
-    def check_model(self) -> None:
-        """Raise ValueError if all peers on the branch train another model than this one."""
-        theirs = [self.records[peer].model for peer in sorted(self.branch().peers - {self.me})]
-        fits = not (self.own.model and any(theirs)) or self.own.model in theirs
-        require(
-            fits,
-            f"the swarm trains {max(theirs, key=theirs.count)}, and this peer {self.own.model}: load the same model, "
-            "with the same base, or join under another name=",
-        )
 
     @property
     def donors_remain(self) -> bool:

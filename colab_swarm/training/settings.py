@@ -159,7 +159,6 @@ class TrainingSettings:
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
-        batch_size: samples of this peer's micro-batches, unless ``step(samples=…)`` says otherwise.
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
             small tensors float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit
             and topk are biased without ``error_feedback``, and train a worse model.
@@ -178,7 +177,6 @@ class TrainingSettings:
     prefix: str
     target_batch_size: float  # samples of all peers together for one global step
     budget: TrafficBudget | None = None
-    batch_size: float | None = None
     compression: str = "float32"
     mean_compression: str = ""
     error_feedback: bool = False
