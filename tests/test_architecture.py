@@ -35,7 +35,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (627, 50, 77),
-    "averaging": (1858, 38, 208),
+    "averaging": (1859, 38, 208),
     "backbone": (434, 14, 45),
     "bench": (2453, 32, 254),
     "cli": (257, 1, 26),

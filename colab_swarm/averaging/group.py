@@ -285,9 +285,8 @@ class GroupFormation:
 
     def closes_at(self) -> float:
         """Return when to close the group if nothing else happens; a past time means now."""
-        return min(
-            self.opened_at + self.settings.max_window_s, max(self._awaited.values(), default=-math.inf)
-        )
+        latest = max(self._awaited.values(), default=-math.inf)
+        return min(latest, self.opened_at + self.settings.max_window_s)
 
     def form(self, seed: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.

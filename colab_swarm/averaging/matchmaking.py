@@ -181,8 +181,8 @@ class Matchmaker:
         self._silent = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nor lets them organize
         call_s, slack_s = self._settings.call_timeout_s, self._settings.slack_s
         self._answers, self._heartbeats = (Patience(MIN_SILENCE_S, call_s, FIRST_SILENCE_S) for _ in range(2))
-        self._dials, self._blamed_at = Patience(MIN_SILENCE_S, call_s), dict[PeerId, float]()  # the last time
-        self._lateness = Patience(min(slack_s, max(MIN_SILENCE_S, 0.4 * slack_s)), slack_s)
+        self._dials, self._blamed_at = Patience(MIN_SILENCE_S, call_s), dict[PeerId, float]()  # when last
+        self._lateness = Patience(min(slack_s, max(MIN_SILENCE_S, 0.4 * slack_s)), slack_s)  # after a promise
         self._alone: tuple[int, bytes] | None = None  # the step for which a group of one was refused
         self._ready: tuple[object, set[PeerId]] = (None, set())  # a step, and who said to come to it
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
@@ -216,8 +216,8 @@ class Matchmaker:
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         step = ticket.terms.step
         self.forget(*ticket.terms.key)  # a second call needs another group
-        began, settings = loop_now(), self._settings
-        limit_s = min(settings.max_window_s, self._believed_s() + settings.slack_s)
+        began, slack_s = loop_now(), self._settings.slack_s
+        limit_s = min(self._settings.max_window_s, self._believed_s() + slack_s)
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -461,7 +461,6 @@ class Matchmaker:
         self._late.forgive(peer)
         if peer in formation.promised:
             self._lateness.learn(max(0.0, loop_now() - formation.promised[peer]))
-            self._settings = replace(self._settings, slack_s=self._lateness.seconds)
         try:
             organized = await asyncio.shield(task)
         except asyncio.CancelledError:  # the caller gave up
@@ -480,7 +479,8 @@ class Matchmaker:
             text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
         terms = self.own(*terms.key) if self.own else terms  # another may come first, with another model
-        formation = GroupFormation(terms, now=loop_now(), settings=self._settings)
+        settings = replace(self._settings, slack_s=self._lateness.seconds)
+        formation = GroupFormation(terms, now=loop_now(), settings=settings)
         formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
         task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
         self._forming[terms.key] = formation, task

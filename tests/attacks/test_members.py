@@ -404,10 +404,10 @@ def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
                 optimizer.step(samples=2)
 
         with cs.simulate(4, seed=1, samples_per_s=2.0) as simulation:
-            simulation.run(work, seconds=120.0)
+            simulation.run(work, seconds=240.0)  # the first rounds are short
             steps = simulation.swarms["alice"].events.recent(StepFinished)
         return statistics.mean(one.samples for one in steps)
 
     called: list[float] = []
     usual = counted("nobody")
-    assert not called and counted("dave") > 0.5 * usual and len(called) > 10
+    assert not called and counted("dave") > 0.55 * usual and len(called) > 20

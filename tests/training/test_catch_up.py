@@ -246,7 +246,6 @@ def test_peers_that_resume_an_old_state_call_nobody_back(tmp_path: Path) -> None
     with cs.simulate(4, seed=1, samples_per_s=10.0) as sim:
         results = sim.run(train)
     alone, resumed = results["alice"][0], results["bob"][0]
-    assert (
-        6 in resumed and min(resumed[resumed.index(6) + 1 :]) > 10
-    )  # it saved step 6, and never went on from it
+    # It saved step 6, and never went on from it.
+    assert 6 in resumed and min(resumed[resumed.index(6) + 1 :]) > 10
     assert alone == sorted(alone) and len({lineage for _, lineage in results.values()}) == 1
