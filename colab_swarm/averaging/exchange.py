@@ -201,8 +201,10 @@ class AllReduce:
             spare = np.empty(room, np.float32)
         self.spare, self.collects = spare, collects
         sums, self._contribution = spare[: span.numel], spare[span.numel :]  # as it was sent, for audits
-        self.most_rms = most_rms  # in a chunk of any contribution
-        self.reducer = SpanReducer(self.ledger.chunks[me], weights, sums, most_rms, clip=group.terms.clip)
+        self.most_rms = most_rms  # in a chunk of any contribution, unless this peer's is as large
+        chunks, clip = self.ledger.chunks[me], group.terms.clip
+        own = [values[chunk.start : chunk.stop] for chunk in chunks if weights[me]]
+        self.reducer = SpanReducer(chunks, weights, sums, most_rms, own=own, clip=clip)
         # per reducer: all means that it, or that any member, could give have arrived
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]

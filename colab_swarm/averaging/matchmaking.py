@@ -188,7 +188,7 @@ class Matchmaker:
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
         self._asked: dict[PeerId, tuple[int, bytes]] = {}  # in vain for this step
         self._answered_at = float("-inf")  # by any organizer but this peer
-        self._asks_until = 0.0  # when this peer gives the organizer up that it asks, if it stays silent
+        self._asks: tuple[PeerId | None, float] = None, 0.0  # an organizer, and when it is given up
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.serve_stream(prefix, JoinRound, self._serve_join, Role.REDUCER)
         router.serve(prefix, RoundTerms, self._serve_call, Role.REDUCER)
@@ -285,7 +285,7 @@ class Matchmaker:
             self._doubt(organizer, ticket.terms)
             return None
         finally:
-            self._asks_until = 0.0
+            self._asks = None, 0.0
         return joined
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> tuple[Group, PeerId] | None:
@@ -321,7 +321,10 @@ class Matchmaker:
         """Join and wait, while there are heartbeats, for ``limit_s`` and as long as dialling may take."""
         message = JoinRound(ticket, self._peers.contact)
         if organizer == self._peers.id:
-            return await self._join_here(organizer, message)
+            joined = await self._join_here(organizer, message)
+            for _ in range(3):  # the others are told first: this peer's part of the round keeps a core busy
+                await asyncio.sleep(0)
+            return joined
         if organizer not in self._peers.linked():
             answer = await self._call(organizer, ticket.terms)
             if answer.ready_in_s is None:
@@ -335,7 +338,7 @@ class Matchmaker:
                 again = self._asked.get(organizer) == ticket.terms.key  # its silence is no accident
                 hurried = not again and self._callers.get(ticket.terms.key, set()) - {organizer}
                 asked_at, silence_s = loop_now(), HURRIED_S if hurried else self._heartbeats.seconds
-                self._asks_until = asked_at + silence_s
+                self._asks = organizer, asked_at + silence_s
                 async with self._within(organizer, silence_s):
                     joined, _ = await stream.receive(Joined)
                 self._heartbeats.learn(loop_now() - asked_at)
@@ -424,16 +427,17 @@ class Matchmaker:
             remember(self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, KEPT_GROUPS)
             if terms.key in self._forming:  # this peer organizes, as it did not know the caller yet
                 self._defers(self._forming[terms.key][0], caller)
-            return max(ready_in_s, self._asks_until - loop_now())
+            asked, until = self._asks
+            return max(ready_in_s, min(until - loop_now(), self._believed_s()) if asked != caller else 0.0)
         return None
 
     async def _serve_join(self, message: JoinRound, stream: Stream) -> None:
-        joining = asyncio.create_task(self._join_here(stream.peer, message))
+        joining, wait_s = asyncio.create_task(self._join_here(stream.peer, message)), HEARTBEAT_S / 10
         try:
             async with stream:
-                while not joining.done():
+                while not (await asyncio.wait([joining], timeout=wait_s))[0]:
                     await stream.send(FORMING)
-                    await asyncio.wait([joining], timeout=HEARTBEAT_S)
+                    wait_s = HEARTBEAT_S
                 await stream.send(joining.result())
                 await stream.end()
         finally:
@@ -540,7 +544,9 @@ class Matchmaker:
                 or self._left_out.holds(peer, loop_now())
             ):
                 formation.on_declined(peer)
-            elif not self._defers(formation, peer) and not late_s:  # a late one has `LATE_GRACE_S` to join
+            elif not (
+                self._defers(formation, peer) or self._late.holds(peer, now)
+            ):  # a silent one is heard again
                 formation.on_coming(peer, answer.ready_in_s, now=loop_now())
         wake(self._changed)
 

@@ -4,7 +4,8 @@
 - A member that sends invalid data (NaN, wrong length, unknown chunk) or is lost is dropped. Its
   valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other chunks.
 - A chunk without contributions has no mean: members keep their local values.
-- A contribution whose root mean square in a chunk is over ``most_rms`` is scaled down to it.
+- A contribution whose root mean square in a chunk is over ``most_rms``, and `OUTLIER` times that of this
+  peer's ``own``, is scaled down.
 - With ``clip``, a chunk's mean is `clipped_mean`: outliers and a minority of liars move it little.
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
@@ -22,8 +23,9 @@ import numpy.typing as npt
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
-CLIP_STEPS, CONVERGED = 20, 1e-3  # at most, of a mean that moves by clipped distances
-FAR = 4.0
+OUTLIER = 10.0  # a contribution may be so many times larger than usual
+CLIP_STEPS, CONVERGED = 6, 1e-3  # at most, of a mean that moves by clipped distances
+FAR, TINY = 4.0, 1e-60  # in median distances; a square
 MOST_RMS = 1e15  # of a row whose inner products are taken in float32
 
 
@@ -98,9 +100,10 @@ class SpanReducer:
         sums: Floats,
         most_rms: float = math.inf,
         *,
+        own: Sequence[Floats] = (),
         clip: bool = False,
     ) -> None:
-        self._clip, self._most_rms = clip, min(most_rms, MOST_RMS) if clip else most_rms
+        self._clip, self._own, self._most_rms = clip, own, min(most_rms, MOST_RMS) if clip else most_rms
         self._rows: list[dict[int, tuple[Floats, float]]] = [{} for _ in chunks]  # to clip, and their parts
         self._rms: list[list[float]] = [[] for _ in chunks]
         origin = chunks[0].start if chunks else 0
@@ -133,7 +136,8 @@ class SpanReducer:
         self._rms[chunk].append(rms)
         sums, weight = self._sums[chunk], self._weights[member]
         if rms > self._most_rms:
-            weight *= self._most_rms / rms
+            own_rms = root_mean_square(self._own[chunk]) if self._own and not self._clip else 0.0
+            weight *= min(1.0, max(self._most_rms, OUTLIER * own_rms) / rms)
         if self._clip:
             self._rows[chunk][member] = values, weight / self._weights[member]
         elif self._delivered[chunk]:
@@ -152,7 +156,6 @@ class SpanReducer:
 
     def mean(self, chunk: int) -> Floats | None:
         """Return the mean of a finished chunk (a view of ``sums``); None if empty or overflown."""
-        assert chunk not in self.unfinished
         return self._sums[chunk] if self._delivered[chunk] and all_finite(self._sums[chunk]) else None
 
     @property
@@ -165,12 +168,6 @@ class SpanReducer:
 
     def awaited(self) -> list[int]:
         return sorted({m for chunk in self.unfinished for m in self._expected - self._delivered[chunk]})
-
-    def check_invariants(self) -> None:
-        """Assert, for tests, that an unfinished chunk still expects a member."""
-        for chunk, delivered in enumerate(self._delivered):
-            assert delivered <= self._everyone
-            assert chunk not in self.unfinished or self._expected - delivered
 
     def finished(self) -> list[int]:
         """Return the chunks that have just finished; at first all, if all weights are 0."""
@@ -197,31 +194,25 @@ class SpanReducer:
 def clipped_mean(rows: Floats, weights: npt.NDArray[np.float64], *, out: Floats) -> None:
     """Put the weighted mean of ``rows`` (members, values) into ``out``, with no row further off than half of them.
 
-    CenteredClip (Karimireddy 2021; BTARD, section 3): the mean moves towards each row by at most the median distance,
-    and not at all towards one that is `FAR` times as far off, by its weight: few samples are noisier. Distances follow
-    from the rows' inner products, so the values are read only twice.
+    CenteredClip (Karimireddy 2021; BTARD, section 3): each row pulls the mean by at most the median distance, and
+    not at all if it is `FAR` times as far off, by its weight: few samples are noisier. The mean of what pulls at one
+    mean is the next one, until they are equal. Distances follow from the rows' inner products, so the values are read
+    only twice.
     """
     products = (rows @ rows.T).astype(np.float64)
-    noise = np.sqrt(statistics.median(weights.tolist()) / weights)
-    weights = weights / weights.sum()
-    parts = _clipped(weights, np.sqrt(products.diagonal()), noise)
+    squares = norms = products.diagonal()
+    far = FAR * np.sqrt(np.maximum(statistics.median(weights.tolist()) / weights, 1.0))
+    parts = np.zeros_like(weights)
     for _ in range(CLIP_STEPS):
-        squares = products.diagonal() - 2 * products @ parts + parts @ products @ parts
-        moves = _clipped(weights, np.sqrt(np.maximum(squares, 0.0)), noise)
-        change = moves - moves.sum() * parts
-        parts += change
-        if np.abs(change).sum() < CONVERGED:
+        distances = np.sqrt(np.maximum(squares, TINY))
+        most = statistics.median_low(distances.tolist())
+        pulls = weights * np.minimum(most / distances, 1.0) * (distances <= far * most)
+        before, parts = parts, pulls / pulls.sum()
+        if np.abs(parts - before).sum() < CONVERGED:
             break
+        shadows = products @ parts
+        squares = norms - 2 * shadows + parts @ shadows
     np.dot(parts.astype(np.float32), rows, out=out)
-
-
-def _clipped(
-    weights: npt.NDArray[np.float64], lengths: npt.NDArray[np.float64], noise: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    most = statistics.median_low(lengths.tolist())
-    parts: npt.NDArray[np.float64] = np.divide(most, lengths, out=np.ones_like(lengths), where=lengths > most)
-    near: npt.NDArray[np.float64] = parts * (lengths <= FAR * most * np.maximum(noise, 1.0))
-    return weights * near
 
 
 def root_mean_square(values: Floats) -> float:

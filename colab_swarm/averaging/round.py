@@ -35,7 +35,7 @@ from colab_swarm.averaging.exchange import (
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
 from colab_swarm.averaging.matchmaking import SKIPPED_S
-from colab_swarm.averaging.reducer import SpanReducer, root_mean_square
+from colab_swarm.averaging.reducer import OUTLIER, SpanReducer
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
 from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, allowance_s, short
@@ -136,9 +136,10 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
             return
     chunk = round_.ledger.chunk(reducer, index)
     weights, sums = [member.weight for member in round_.group.members], np.empty(chunk.numel, np.float32)
-    again = SpanReducer([chunk], weights, sums, round_.most_rms, clip=round_.group.terms.clip)
+    own = round_.ledger.values[chunk.start : chunk.stop]
+    again = SpanReducer([chunk], weights, sums, round_.most_rms, own=[own], clip=round_.group.terms.clip)
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
-    contributions[round_.me] = round_.ledger.values[chunk.start : chunk.stop]
+    contributions[round_.me] = own
     for member, values in sorted(contributions.items()):
         with suppress(ValueError):  # our own may not be finite
             again.on_chunk(member, 0, values)
@@ -174,7 +175,7 @@ async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> 
 __all__ = ["Averager", "AveragingSettings", "RoundResult"]
 
 DRAIN_S = 5.0
-OUTLIER, NORMS = 10.0, 8  # a contribution may be so many times larger than usual in so many rounds
+NORMS = 8  # rounds that say what is usual
 MIN_PATIENCE_S = 2.0  # a busy notebook stalls its peer
 
 
@@ -362,9 +363,7 @@ class Averager:
             self._norms.setdefault(prefix, deque(maxlen=NORMS)),
             self._usual.setdefault(prefix, patience),
         )
-        most_rms = math.inf
-        if bounded and norms and not group.terms.clip:  # this peer believes its own gradient
-            most_rms = OUTLIER * max(statistics.median(norms), root_mean_square(values) if collects else 0.0)
+        known = bounded and norms and not group.terms.clip
         exchange = self._rounds[group.round_id] = AllReduce(
             self._peers,
             group,
@@ -373,7 +372,7 @@ class Averager:
             encoding=encoding,
             collects=collects,
             spare=spare,
-            most_rms=most_rms,
+            most_rms=OUTLIER * statistics.median(norms) if known else math.inf,
         )
         wake(self._begun)
         try:

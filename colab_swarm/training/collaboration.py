@@ -415,7 +415,8 @@ class Collaboration:
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own, step, lineage = self.progress.own, terms.step, terms.lineage
         applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
-        if own.absent or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
+        ahead = self.progress.records.get(caller, own).step > step  # by its record: nobody expects it here
+        if own.absent or ahead or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
             return None
         self._called = (step, lineage)
         self._wake.set()

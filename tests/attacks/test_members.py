@@ -248,11 +248,12 @@ def test_a_flipped_gradient_spoils_no_clipped_run(robust: str) -> None:
         def rounds_with_it() -> int:
             return sum(mallory.swarm.id in result.contributors for result in list(results))
 
-        honest.wait(lambda: rounds_with_it() >= 30, "attack")
+        losses = honest.trainers[0].losses
+        # Unclipped, it spoils the model: the more slowly, the more rounds it misses.
+        honest.wait(lambda: rounds_with_it() >= 30 and (robust or losses[-1] > 1.2 * losses[0]), "attack")
         honest.stop()
         mallory.stopped.set()
-    before, after = honest.trainers[0].losses[0], honest.trainers[0].losses[-1]
-    assert after > 1.2 * before if not robust else after < before
+    assert not robust or losses[-1] < losses[0]
 
 
 def test_a_reducer_that_makes_up_clipped_means_is_found_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,11 +93,12 @@ def answered(message: Message) -> bool:
     return isinstance(message, Joined) and message != FORMING
 
 
-def lie(trainer: Trainer, answer: Joined) -> list[JoinRound]:
+def lie(trainer: Trainer, answer: Joined, *, after_s: float = 0.0) -> list[JoinRound]:
     """Let it answer every ticket so; return these."""
 
     async def take(message: JoinRound, stream: Stream) -> None:
         taken.append(message)
+        await asyncio.sleep(after_s)
         await stream.send(answer)
 
     taken: list[JoinRound] = []

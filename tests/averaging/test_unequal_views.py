@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from colab_swarm.averaging.group import GroupFormationSettings, JoinEta
+from colab_swarm.averaging.group import GroupFormationSettings, Joined, JoinEta
 from colab_swarm.errors import PeerTimeout
 from colab_swarm.runtime import loop_now
-from tests.averaging.test_matchmaking import TICKET, Town, one_group
+from tests.averaging.test_matchmaking import TICKET, Town, lie, one_group
 
 
 async def test_a_frozen_peer_is_mute_until_something_comes_from_it() -> None:
@@ -36,6 +36,32 @@ async def test_an_organizer_gives_way_to_a_better_one_that_it_had_not_heard_of()
     began = loop_now()
     await one_group(*joins, size=4)
     assert loop_now() - began < 0.5  # two would share the others, and wait for each other
+
+
+async def test_a_peer_that_asks_an_organizer_is_ready_for_it_and_soon_for_others() -> None:
+    best, second, third = (town := Town(3)).trainers
+    await one_group(*(trainer.join() for trainer in town.trainers), size=3)
+    asked = lie(best, Joined(reason="unreachable"), after_s=3.0)
+    second.believed_s, second.followed = 1.0, False
+    waiting = asyncio.create_task(second.join())
+    await asyncio.sleep(0.5)
+    for caller, ready_in_s in (best, 0.0), (third, 1.0):
+        answer = await caller.peers.call(second.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)
+        assert asked and answer.ready_in_s == ready_in_s
+    waiting.cancel()
+
+
+async def test_a_peer_that_was_silent_and_answers_again_is_waited_for() -> None:
+    first, thawed, last = (town := Town(3)).trainers
+    await one_group(*(trainer.join() for trainer in town.trainers), size=3)
+    town.network.now().freeze(thawed.peers.name, 5.0)
+    for trainer in town.trainers:
+        trainer.followed = False  # else they hand out the last group
+    await one_group(first.join(), last.join(), size=2)
+    await asyncio.sleep(5.0)
+    assert town.network.fired and first.matchmaker._silent.holds(thawed.peers.id, loop_now())
+    thawed.ready_in_s = 1.0
+    await one_group(first.join(), last.join(), thawed.join(after_s=1.0), size=3)
 
 
 @pytest.mark.parametrize(("rounds", "waits_s"), [(0, 8.0), (3, 3.2)])

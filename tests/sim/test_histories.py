@@ -289,6 +289,24 @@ KEPT = [
         liar="swells",
     ),
     Storm(2, ((12.0, (Fault("kill", "bob"),)), (16.0, (Fault("freeze", "carol"),))), liar="weighs"),
+    # Peers followed an organizer whose record said that it is far ahead, or nobody, but not both.
+    Storm(
+        0,
+        ((12.0, (Fault("freeze", "alice", 0, 60),)), (24.0, (Fault("freeze", "alice", 1, 60),))),
+        peers=3,
+        late=1,
+        liar="boasts",
+        network="home",
+    ),
+    # An organizer that had been cut off did not wait for those who had been silent to it then.
+    Storm(
+        304,
+        ((24.0, (Fault("freeze", "alice", 23, 99),)), (24.0, (Fault("freeze", "alice", 0, 92),))),
+        peers=3,
+        late=2,
+        liar="hangs",
+        network="home",
+    ),
     Storm(509, ((40.0, (Fault("slow", "carol", 40, 74),)),), peers=3, liar="weighs", network="home"),
 ]
 """Storms that ended in a violation, as hypothesis printed them."""
