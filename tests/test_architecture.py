@@ -35,14 +35,14 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (627, 50, 77),
-    "averaging": (1858, 38, 206),
+    "averaging": (1857, 38, 206),
     "backbone": (434, 14, 45),
     "bench": (2453, 32, 254),
     "cli": (257, 1, 26),
     "dht": (585, 17, 80),
     "elastic": (848, 27, 123),
     "moe": (1898, 50, 228),
-    "net": (3289, 83, 453),
+    "net": (3290, 83, 453),
     "notebook": (1400, 20, 172),
     "recipes": (887, 20, 99),
     "sim": (695, 21, 106),

@@ -363,7 +363,6 @@ class Averager:
             self._norms.setdefault(prefix, deque(maxlen=NORMS)),
             self._usual.setdefault(prefix, patience),
         )
-        known = bounded and norms and not group.terms.clip
         exchange = self._rounds[group.round_id] = AllReduce(
             self._peers,
             group,
@@ -372,7 +371,9 @@ class Averager:
             encoding=encoding,
             collects=collects,
             spare=spare,
-            most_rms=OUTLIER * statistics.median(norms) if known else math.inf,
+            most_rms=OUTLIER * statistics.median(norms)
+            if bounded and norms and not group.terms.clip
+            else math.inf,
         )
         wake(self._begun)
         try:

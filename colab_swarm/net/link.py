@@ -85,12 +85,13 @@ class Link:
         self._services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.used_at = self._loop.time()
+        self.unanswered_at = 0.0  # when a call last timed out
         self.rtts_s: deque[float] = deque(maxlen=5)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, Stream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
         self.tasks: dict[asyncio.Task[None], None] = {}  # a set would be cancelled in any order
-        self._flush_scheduled, self.unanswered_at = False, 0.0  # the latter: when a call last timed out
+        self._flush_scheduled = False
         self._resume: asyncio.TimerHandle | None = None
         self._turn, self._writable = asyncio.Lock(), asyncio.Event()
         self._writable.set()

@@ -405,7 +405,7 @@ class Progress:
         others = self.waiting(self.own.step, self.own.lineage)
         most = sum(self._computable(peer, self._others[peer], now) for peer in sorted(others))
         early_s = self._seconds_for(self.round_samples - self.own.samples - most)
-        return early_s and early_s + self.own.batch_s if min(self._filled, default=1.0) < SHORT else 0.0
+        return early_s + self.own.batch_s if early_s and min(self._filled, default=1.0) < SHORT else 0.0
 
     def batch_full(self, now: float) -> bool:
         return self.samples(now) >= self.round_samples

@@ -29,6 +29,13 @@ def test_a_chunk_is_finished_with_the_last_contribution_and_has_the_weighted_mea
     assert r.missing(0) == () and r.unfinished == {1, 2}
 
 
+def test_a_contribution_far_larger_than_usual_is_scaled_down_unless_the_own_is_as_large() -> None:
+    for own, counted in (1.0, 20.0), (5.0, 50.0), (90.0, 90.0):
+        r = SpanReducer(CHUNKS[:1], [1, 0], np.empty(4, np.float32), 20.0, own=[full(0, own)])
+        assert r.on_chunk(0, 0, full(0, 90.0))
+        np.testing.assert_allclose(r.mean(0), full(0, counted))
+
+
 def test_a_lost_member_leaves_the_mean_of_the_chunks_it_did_not_deliver() -> None:
     r = reducer(1, 1)
     r.on_chunk(1, 0, full(0, 3.0))
