@@ -19,6 +19,7 @@ SwarmError
 ├── TunnelError           a tunnel could not be opened
 ├── HostError             another process of this peer's host died, failed or fell out of step
 ├── NoExpertsError        no expert of the prefix is alive
+├── MismatchError         this peer would train something else than the swarm
 ├── StoreError            the store of a job of work units cannot be opened or used
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
@@ -212,6 +213,17 @@ class StoreError(SwarmError):
     Cause: the store's file is on a full or read-only disk, or its server is down or refuses the password.
 
     Fix: follow the text, then coordinate with the same folder: the job continues where it was.
+    """
+
+
+class MismatchError(SwarmError, ValueError):
+    """This peer would train something else than the swarm; the text names both values.
+
+    Cause: the peers of a model run different scripts: another model, frozen base, optimizer, learning rate or
+    batch size. Averages of theirs would be silently wrong.
+
+    Fix: use the swarm's value, or pass another name=… to swarm.optimizer(…) to train a model of your own. If no
+    peer with the swarm's value is alive, wait a minute until its record expires.
     """
 
 

@@ -51,7 +51,7 @@ class MemberTrace:
     """One member of a round as this peer saw it. Times are seconds since the averaging began; None: never."""
 
     peer: str  # hex id
-    weight: float  # its samples
+    samples: float
     share: float  # part of the vector assigned to it as reducer, 0 to 1
     sent: tuple[float, float] | None = None  # begin and end of this peer's sending to it
     received: tuple[float, float] | None = None  # ... of receiving its contribution to this peer's own span
@@ -66,7 +66,7 @@ class RoundFinished(Event):
     step: int  # global step the round belongs to
     group_size: int  # members at the start of the round
     contributors: tuple[str, ...]  # hex ids whose values are in this peer's result
-    samples: float  # sum of the contributors' weights
+    samples: float  # of the contributors
     spans_lost: int  # spans whose reducer vanished (re-planned or not)
     kept_local: int  # number of values for which no average arrived
     sent_bytes: int  # payload of this round at this peer
@@ -152,7 +152,8 @@ class Contributed(Event):
 
     step: int
     round: str  # hex id
-    weight: float  # samples
+    weight: float
+    samples: float
     computed: float  # samples of this process so far, those of earlier steps included
     values: bytes  # float32, each `stride`-th of the vector
 

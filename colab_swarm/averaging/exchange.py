@@ -94,7 +94,7 @@ class Trace:
         return tuple(
             MemberTrace(
                 peer=member.id.hex(),
-                weight=member.weight,
+                samples=member.samples,
                 share=member.share / total,
                 sent=self._times.get(("sent", index)),
                 received=self._times.get(("received", index)),

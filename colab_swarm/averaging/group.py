@@ -99,11 +99,12 @@ class Ticket(Message, frozen=True):
     """A peer's offer to take part in a round."""
 
     terms: RoundTerms
-    weight: float  # usually samples; a peer with weight 0 only receives
+    weight: float  # in the mean; a peer with weight 0 only receives
     reduces: bool = True  # the peer accepts connections
     upload_bps: float | None = None  # measured bandwidth of its links, bits per second; None: unknown
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
+    samples: float = 0.0  # of which it contributes the mean, for people and for the batch
 
 
 class GroupMember(Message, frozen=True):
@@ -117,6 +118,7 @@ class GroupMember(Message, frozen=True):
     upload_bps: float | None = None
     download_bps: float | None = None
     assists: bool = False
+    samples: float = 0.0
 
 
 def offer_of(one: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool]:
@@ -153,8 +155,8 @@ class Group(Message, frozen=True):
         )
         Precision(self.terms.codec), Precision(self.terms.mean_codec)
         require(
-            all(valid_weight(member.weight) for member in self.members),
-            "a member has a weight that is negative, not finite or too large",
+            all(valid_weight(member.weight) and valid_weight(member.samples) for member in self.members),
+            "a member has a weight, or samples, that are negative, not finite or too large",
         )
         require(
             len(self.explanation) <= MAX_TEXT and self.explanation.isprintable(),
@@ -228,12 +230,32 @@ def valid_weight(weight: float) -> bool:
     return weight == 0 or MIN_WEIGHT <= weight < MAX_WEIGHT
 
 
-def bounded_weights(weights: Sequence[float], terms: RoundTerms, heaviest: float) -> list[float]:
-    """Bound weights to ``heaviest`` times their median, the lower one of two; to twice it in a clipped mean."""
-    most = min(heaviest, 2.0 if terms.clip else math.inf) * statistics.median_low(
-        [one for one in weights if one] or [1.0]
+def wrong_numbers(ticket: Ticket) -> str:
+    """Return what is wrong with a ticket's numbers, or nothing."""
+    numbers = {"weight": ticket.weight, "samples": ticket.samples}
+    wrong = (
+        f"{name} {one} is neither 0 nor in [1e-9, 1e9)"
+        for name, one in numbers.items()
+        if not valid_weight(one)
     )
-    return [min(one, most) for one in weights]
+    return next(wrong, "")
+
+
+def bounded_weights(
+    members: Sequence[Ticket | GroupMember], terms: RoundTerms, heaviest: float
+) -> list[tuple[float, float]]:
+    """Return each one's weight and samples, at most ``heaviest`` times their median, the lower one of two.
+
+    A clipped mean admits twice the median.
+    """
+    most = min(heaviest, 2.0 if terms.clip else math.inf)
+
+    def bounded(claims: list[float]) -> list[float]:
+        median = statistics.median_low([one for one in claims if one] or [1.0])
+        return [min(one, most * median) for one in claims]
+
+    weights, samples = [one.weight for one in members], [one.samples for one in members]
+    return list(zip(bounded(weights), bounded(samples), strict=True))
 
 
 class GroupFormation:
@@ -265,8 +287,8 @@ class GroupFormation:
     def on_join(self, ticket: Ticket, contact: Contact) -> Joined | None:
         """Add a peer; returns the answer if it is refused."""
         mine, theirs = self.terms, ticket.terms
-        if not valid_weight(ticket.weight):
-            return Joined(reason="invalid", text=f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
+        if why := wrong_numbers(ticket):
+            return Joined(reason="invalid", text=why)
         if mine.key != theirs.key:
             return Joined(
                 reason="resync",
@@ -301,10 +323,12 @@ class GroupFormation:
             joined, plan = trainers, SharePlan((1.0,))
         else:
             plan = strategy([ticket for _, (ticket, _) in joined])
-        weights = bounded_weights([t.weight for _, (t, _) in joined], self.terms, self.settings.heaviest)
+        bounded = bounded_weights([ticket for _, (ticket, _) in joined], self.terms, self.settings.heaviest)
         members = tuple(
-            GroupMember(peer, contact.addresses, weight, share, *offer_of(ticket))
-            for (peer, (ticket, contact)), weight, share in zip(joined, weights, plan.shares, strict=True)
+            GroupMember(peer, contact.addresses, weight, share, *offer_of(ticket), samples=samples)
+            for (peer, (ticket, contact)), (weight, samples), share in zip(
+                joined, bounded, plan.shares, strict=True
+            )
         )
         group = Group(seed, self.terms, members, plan.averaging_s or None, plan.explanation)
         # as its members decode it: a weight may be an int, and all must compute the same round id

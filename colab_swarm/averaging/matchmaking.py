@@ -30,7 +30,7 @@ from colab_swarm.averaging.group import (
     bounded_weights,
     offer_of,
     rank,
-    valid_weight,
+    wrong_numbers,
 )
 from colab_swarm.averaging.strategy import adaptive_shares, follows
 from colab_swarm.errors import PeerError, require
@@ -212,8 +212,8 @@ class Matchmaker:
         ``candidates`` are believed live; without the ``awaited`` of them this peer goes on alone only when it
         is called again. Raises RoundRefused if this peer cannot join.
         """
-        if not valid_weight(ticket.weight):
-            raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
+        if why := wrong_numbers(ticket):
+            raise RoundRefused("invalid", why)
         step = ticket.terms.step
         self.forget(*ticket.terms.key)  # a second call needs another group
         began, slack_s = loop_now(), self._settings.slack_s
@@ -566,8 +566,9 @@ def check_group(group: Group, heaviest: float = math.inf) -> None:
     Its shares must be equal, or those of a fastest round by all tickets: a sole reducer could dictate the mean.
     """
     group.check()
-    weights = [member.weight for member in group.members]
-    require(bounded_weights(weights, group.terms, heaviest) == weights, "a member counts far too much")
+    claims = [(member.weight, member.samples) for member in group.members]
+    bounded = bounded_weights(group.members, group.terms, heaviest)
+    require(bounded == claims, "a member counts far too much")
     trainers = sum(not member.assists for member in group.members)
     tickets = [Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members]
     shares = [member.share for member in group.members]
@@ -575,11 +576,12 @@ def check_group(group: Group, heaviest: float = math.inf) -> None:
 
 
 def holds_ticket(group: Group, peer: PeerId, ticket: Ticket) -> bool:
-    """Return True if the peer's entry says what its ticket said; its weight may be bounded."""
+    """Return True if the peer's entry says what its ticket said; weight and samples may be bounded."""
     mine = next(member for member in group.members if member.id == peer)
-    heaviest = max(member.weight for member in group.members)
-    return offer_of(mine) == offer_of(ticket) and (
-        mine.weight == ticket.weight or heaviest == mine.weight < ticket.weight
+    most = (max(claims) for claims in zip(*((one.weight, one.samples) for one in group.members), strict=True))
+    told = zip((mine.weight, mine.samples), (ticket.weight, ticket.samples), most, strict=True)
+    return offer_of(mine) == offer_of(ticket) and all(
+        entry == claim or heaviest == entry < claim for entry, claim, heaviest in told
     )
 
 

@@ -200,13 +200,13 @@ class RoundResult:
         return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds:.2f} s{lost})"
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
-        weights = {member.id: member.weight for member in self.group.members}
+        samples = {member.id: member.samples for member in self.group.members}
         return RoundFinished(
             at=now,
             step=self.group.terms.step,
-            group_size=len(weights),
+            group_size=len(samples),
             contributors=tuple(peer.hex() for peer in self.contributors),
-            samples=sum(weights.get(peer, 0.0) for peer in self.contributors),
+            samples=sum(samples.get(peer, 0.0) for peer in self.contributors),
             spans_lost=len(self.spans_lost),
             kept_local=sum(span.numel for span in self.kept_local),
             sent_bytes=self.sent_bytes,
@@ -234,10 +234,12 @@ class RoundResult:
         )
 
 
-def contributed(group: Group, values: Floats, weight: float, computed: float, *, now: float) -> Contributed:
+def contributed(
+    group: Group, values: Floats, weight: float, samples: float, computed: float, *, now: float
+) -> Contributed:
     """Return the event that this peer contributes; ``computed``: samples of its process so far."""
     sample = values[:: stride(len(values))].tobytes()
-    return Contributed(now, group.terms.step, group.round_id.hex(), weight, computed, sample)
+    return Contributed(now, group.terms.step, group.round_id.hex(), weight, samples, computed, sample)
 
 
 class Averager:

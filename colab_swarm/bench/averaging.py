@@ -27,7 +27,7 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.progress import ProgressRecord, next_lineage
-from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.sketch import StateSketch
 
 PEERS = 4
@@ -164,16 +164,17 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
             "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
         )
         made = Collaboration(
-            swarm.services, settings, own, numel, b"", no_state, lambda: StateSketch(1, b"", ())
+            swarm.services, settings, own, numel, b"", no_state, lambda: StateSketch(1, b"", ()), lambda: None
         )
         await made.start()
         await made.adopt(0, b"same")
         return made
 
     async def step() -> None:
-        await collaboration.report(1.0, None)
+        await collaboration.report(1.0)
         lineage = collaboration.progress.own.lineage
-        await collaboration.average(values, 1.0, UploadEncoding(), partial(next_lineage, lineage))
+        given = RoundInput(values, 1.0, 1.0, UploadEncoding())
+        await collaboration.average(given, partial(next_lineage, lineage))
 
     enter: Callable[..., cs.Swarm] = partial(cs.join, *invites) if invites else partial(cs.create, "bench")
     options = cs.NetworkOptions(lan=False, use_relays=False)

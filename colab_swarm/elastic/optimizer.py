@@ -188,7 +188,7 @@ class ElasticOptimizer(WrappedOptimizer):
         An interrupt leaves the step open: call `step` again, without another ``backward()``. Only a
         simulation uses ``samples``, for the time of the next batch. No ``closure`` is supported.
         """
-        self._refuse_closure(closure)
+        require(closure is None, "a closure cannot be re-run by all peers: call loss.backward(), then step()")
         require(
             not self._closed,
             "this optimizer has left its group: create a new one with swarm.elastic_optimizer(…)",

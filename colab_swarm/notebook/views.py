@@ -283,7 +283,7 @@ def draw_waterfall(
         return (
             plain(names.get(short, short), 24),
             _lane(member, one),
-            f"{member.weight:,.0f}",
+            f"{member.samples:,.0f}",
             f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?",
             (outcome, f'<span class="{hue}">{text(outcome, 90)}</span>'),
         )

@@ -108,10 +108,10 @@ def _counted_twice(honest: Sequence[History]) -> Iterator[Violation]:
     for history in honest:
         spent = 0.0
         for one in history.of(Contributed):
-            if spent + one.weight > 1.000001 * one.computed:
-                text = f"it contributed {one.weight:g} samples when {one.computed - spent:g} were left"
+            if spent + one.samples > 1.000001 * one.computed:
+                text = f"it contributed {one.samples:g} samples when {one.computed - spent:g} were left"
                 yield Violation("once", history.peer, one.step, text)
-            spent += one.weight * ((one.round, history.peer) in counted)
+            spent += one.samples * ((one.round, history.peer) in counted)
 
 
 def _unequal_states(honest: Sequence[History]) -> Iterator[Violation]:

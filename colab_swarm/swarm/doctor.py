@@ -257,7 +257,7 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
     """Return the other trainers' speeds, and our target batch size and compression."""
     newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
-    own = None if newest is None else newest._settings
+    own = None if newest is None else newest.settings
     with contextlib.suppress(PeerError):  # then only those are known to train who were read before
         if newest is None:
             records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, f"{swarm.run_id}/{MODEL}"))

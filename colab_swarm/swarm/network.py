@@ -238,9 +238,7 @@ class NetworkSession:
             optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
 
     def _on_round(self, result: RoundResult) -> None:
-        arrays = "/average/" in result.group.terms.prefix  # their weights are no samples
-        contributors = () if arrays else result.contributors
-        self.trust.contributions.ledger.on_round(result.group, contributors, result.spans_lost)
+        self.trust.contributions.ledger.on_round(result.group, result.contributors, result.spans_lost)
 
     async def announce_in_lan(self, name: str) -> None:
         if not self._options.lan or self.node.port is None:

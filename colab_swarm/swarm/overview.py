@@ -181,7 +181,7 @@ def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:
     if not rounds:
         return None
     last = rounds[-1]
-    own = sum(member.weight for member in last.members if member.peer == me and me in last.contributors)
+    own = sum(member.samples for member in last.members if member.peer == me and me in last.contributors)
     return own / last.samples if last.samples else 0.0
 
 

@@ -179,6 +179,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         optimizer: "Optimizer",
         *,
         target_batch_size: int,
+        model: "nn.Module | None" = None,
         scheduler: "LRScheduler | None" = None,
         max_grad_norm: float | None = None,
         name: str = "model",
@@ -190,6 +191,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
             target_batch_size: samples of all peers together for one global step.
+            model: whose parameters these are: its buffers (BatchNorm's statistics) are averaged too, and a peer
+                whose frozen parameters differ from the others' is refused with a ValueError.
             scheduler: stepped once per global step.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
@@ -206,7 +209,9 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check(worker=True)
         settings = TrainingSettings(f"{self.run_id}/{name}", float(target_batch_size), budget, **options)
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, settings.local_steps != 1)
+        rule = UpdateRule(
+            optimizer, scheduler, max_grad_norm, settings.overlap, settings.local_steps != 1, model
+        )
         if name in self.optimizers:
             self.optimizers.pop(name).close()
         store = None if self.network is None else self.network.store

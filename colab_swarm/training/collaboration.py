@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 
 from colab_swarm.averaging.exchange import UploadEncoding
-from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, RoundTerms, Ticket
+from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult, contributed
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import PeerError, StateError, require
+from colab_swarm.errors import MismatchError, PeerError, StateError, require
 from colab_swarm.events import BatchDropped, Fault, Loaded, Notice, PeerLeft, StateReceived, StepFinished
 from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId, short
@@ -45,6 +45,7 @@ from colab_swarm.training.settings import (
     CommunicationPlan,
     LinkBandwidth,
     PeerServices,
+    RoundInput,
     TrafficBudgetPolicy,
     TrainingSettings,
 )
@@ -59,6 +60,7 @@ MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during t
 PAUSE_S, SLOW_S = 1.0, 5.0  # between two attempts; an attempt that takes longer is told of
 PATIENCE_S = 30.0  # donors may fail for this long, or `ATTEMPTS` times, before others are tried
 
+
 CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]  # a state, and the means since, in order
 
 
@@ -71,6 +73,7 @@ class Collaboration:
 
     It averages vectors of ``numel`` values with the layout ``schema``. ``snapshot()`` copies the
     current training state off the event loop; it may raise `StateError`. So does ``sketch()``.
+    ``loss()`` is the mean loss of the samples for the next step, or None.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Collaboration:
         schema: bytes,
         snapshot: Callable[[], Snapshot],
         sketch: Callable[[], StateSketch],
+        loss: Callable[[], float | None],
     ) -> None:
         self.services, self._settings = services, settings
         peers, local, patience_s = services.peers, settings.local_steps != 1, settings.matchmaking_timeout_s
@@ -111,8 +115,7 @@ class Collaboration:
         self._settling: asyncio.Task[None] | None = None
         self._steps_alone = 0  # since the last round
         self._computed = 0.0  # samples
-        self._reported: set[str] = set()  # refusals
-        self._snapshot, self._sketch, self._check = snapshot, sketch, StateCheck()
+        self._snapshot, self._sketch, self._loss, self._check = snapshot, sketch, loss, StateCheck()
         self._deviant = False  # this peer's state is not that of most others
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -123,6 +126,14 @@ class Collaboration:
         await self._exchange()
         self._update(idle=self.progress.own.idle and self.progress.branch().step > self.progress.own.step)
         self._tasks.spawn(self._keep_exchanging())
+
+    def _check_agreement(self) -> None:
+        if differs := self.progress.disagreement():
+            self.services.events.emit(Fault(loop_now(), "this peer's settings", differs))
+            raise MismatchError(
+                f"the swarm trains this model with other settings: {differs}. Use the swarm's, or pass another "
+                "name=… to swarm.optimizer(…)"
+            )
 
     async def stop(self) -> None:
         """Serve the last round to its end, then leave with a record that expires at once."""
@@ -169,6 +180,8 @@ class Collaboration:
         addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
         up, down = self._bandwidth.known()
         self._update(addresses=addresses, reduces=bool(addresses), upload_bps=up, download_bps=down)
+        if (loss := await asyncio.to_thread(self._loss)) is not None:  # it may wait for a GPU
+            self._update(loss=loss)
         await self.services.dht.publish(progress_key(self._settings.prefix), self.progress.own, ttl_s=ttl_s)
 
     async def refresh(self) -> Branch:
@@ -212,10 +225,14 @@ class Collaboration:
         if changes.keys() & {"syncing", "paused", "idle"} and self.progress.own != before:
             self._moved.set()
 
-    async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
-        """Count a micro-batch and return what to do next; ``dropped``: why it does not count."""
+    async def report(self, samples: float, *, dropped: str | None = None) -> Due:
+        """Count a micro-batch and return what to do next; ``dropped``: why it does not count.
+
+        Raises `MismatchError` if most others train with other settings.
+        """
         if self.services.pace is not None:
             await asyncio.sleep(self.services.pace(samples))
+        self._check_agreement()
         await self.on_gate()
         self._throughput.on_batch(samples, loop_now())
         await self._end_idle()
@@ -224,9 +241,8 @@ class Collaboration:
             self.services.events.emit(BatchDropped(loop_now(), dropped))
         else:
             self._computed += samples
-            speed, loss = self._throughput.samples_per_s, own.loss if loss is None else loss
-            batch_s = self._throughput.batch_s
-            self._update(samples=own.samples + samples, samples_per_s=speed, loss=loss, batch_s=batch_s)
+            speed, batch_s = self._throughput.samples_per_s, self._throughput.batch_s
+            self._update(samples=own.samples + samples, samples_per_s=speed, batch_s=batch_s)
         return self._due()
 
     def _due(self) -> Due:
@@ -265,6 +281,7 @@ class Collaboration:
         self._throughput.wait()
         await self._end_idle()
         while (due := self._due()) == "nothing" and loop_now() < deadline:
+            self._check_agreement()
             self._wake.clear()
             await wait_until(deadline, self._wake)
         self._throughput.work(loop_now())
@@ -272,43 +289,42 @@ class Collaboration:
 
     async def average(
         self,
-        values: Floats,
-        weight: float,
-        encoding: UploadEncoding,
+        given: RoundInput,
         apply: Callable[[Floats], bytes],
         *,
         aside: bool = False,
     ) -> RoundResult | None:
-        """Average ``values`` in the round of the own step, apply the mean and move to the next step.
+        """Average in the round of the own step, apply the mean and move to the next step.
 
-        ``values`` become the mean. ``apply`` takes the step with it, off the event loop, and
+        ``apply`` takes the step with it, off the event loop, and
         returns the new lineage. An interrupt does not stop that: parameters and record must agree.
         ``aside``: the trainer computes on meanwhile. Returns None if there is no mean.
         """
+        if given.loss is not None:
+            self._update(loss=given.loss)
         if aside:
             self._averaging_aside = True
             self._update(samples=0.0)
         result = None
         try:
-            if (result := await self._try_round(values, weight, encoding, aside)) is not None:
-                self._settling = asyncio.create_task(self._settle(values, result, apply, aside), name="apply")
+            if (result := await self._try_round(given, aside)) is not None:
+                settling = self._settle(given.values, result, apply, aside)
+                self._settling = asyncio.create_task(settling, name="apply")
                 await asyncio.shield(self._settling)
             elif aside:
-                self._update(samples=self.progress.own.samples + weight)  # for the next try
+                self._update(samples=self.progress.own.samples + given.samples)  # for the next try
             return result
         finally:
             self._applying &= result is not None
             self._averaging_aside = False
             self._wake.set()
 
-    async def _try_round(
-        self, values: Floats, weight: float, encoding: UploadEncoding, aside: bool
-    ) -> RoundResult | None:
+    async def _try_round(self, given: RoundInput, aside: bool) -> RoundResult | None:
         if not aside:
             self._throughput.wait()
         self._applying = True  # a faster member may call the next round before the last mean arrives here
         try:
-            result = await self._round(self.progress.own, values, weight, encoding)
+            result = await self._round(self.progress.own, given)
             return result if any(member.weight for member in result.group.members) else None
         except PeerError as error:
             logger.info("no round for step %d: %s", self.progress.own.step, error)
@@ -330,10 +346,10 @@ class Collaboration:
         self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
         self._moved.set()
         step, members = self.progress.own.step, result.group.members
-        weights = {member.id: member.weight for member in members if member.id in result.contributors}
+        samples = {member.id: member.samples for member in members if member.id in result.contributors}
         everyone = [member.id for member in members]
-        self.progress.on_round(everyone, step, lineage, weights=weights, now=loop_now())
-        counted = sum(weights.values())
+        self.progress.on_round(everyone, step, lineage, samples=samples, now=loop_now())
+        counted = sum(samples.values())
         self.services.events.emit(StepFinished(loop_now(), step, counted, self.progress.own.loss))
         if self.services.events.detailed:
             state = await self._state()
@@ -346,17 +362,18 @@ class Collaboration:
         if self._settling is not None:
             await asyncio.wait([self._settling])
 
-    async def _round(
-        self, own: ProgressRecord, values: Floats, weight: float, encoding: UploadEncoding | None = None
-    ) -> RoundResult:
+    async def _round(self, own: ProgressRecord, given: RoundInput) -> RoundResult:
         began_at = loop_now()
-        group = await self._find_group(own, weight)
-        self._called = None
-        if encoding is not None and self.plan is not None:
+        group = await self._find_group(own, given)
+        self._called, encoding = None, given.encoding
+        if self.plan is not None:
             encoding = replace(encoding, precision=self.plan.precision)
-        if weight and self.services.events.detailed:
-            self.services.events.emit(contributed(group, values, weight, self._computed, now=loop_now()))
-        result = await self.services.averager.average(group, values, encoding, bounded=True)
+        if given.weight and self.services.events.detailed:
+            told = contributed(
+                group, given.values, given.weight, given.samples, self._computed, now=loop_now()
+            )
+            self.services.events.emit(told)
+        result = await self.services.averager.average(group, given.values, encoding, bounded=True)
         if group.terms.clip:
             self._tasks.spawn(self.services.averager.audit(group, self.services.rng))
         self._bandwidth.on_round(result)
@@ -372,24 +389,14 @@ class Collaboration:
         codecs = settings.compression, settings.mean_compression
         return RoundTerms(settings.prefix, step, lineage, self._numel, self._schema, *codecs, clip)
 
-    async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
+    async def _find_group(self, own: ProgressRecord, given: RoundInput) -> Group:
         willing = (self.plan is None or self.plan.reduces) and not own.syncing
         reduces = bool(self.services.peers.contact.addresses) and willing
-        ticket = Ticket(self._terms(own.step, own.lineage), weight, reduces, *self._bandwidth.known())
+        terms, bandwidth = self._terms(own.step, own.lineage), self._bandwidth.known()
+        ticket = Ticket(terms, given.weight, reduces, *bandwidth, samples=given.samples)
         candidates = await self._expected(own.step, own.lineage)
         awaited = self.progress.waiting(own.step, own.lineage) & self.services.peers.linked()
-        try:
-            return await self._matchmaker.join(
-                ticket, candidates, loop_now() + ROUND_TIMEOUT_S, awaited=awaited
-            )
-        except RoundRefused as refused:
-            refusal = str(refused)
-            why = refusal.partition(": ")[2]  # after the organizer's name
-            if refused.reason == "invalid" and why not in self._reported:  # for good
-                self._reported.add(why)
-                text = f"{refusal}; all peers of a run take the same model, compression, mean_compression and robust"
-                self.services.events.emit(Fault(loop_now(), "rounds, which this peer is kept out of", text))
-            raise
+        return await self._matchmaker.join(ticket, candidates, loop_now() + ROUND_TIMEOUT_S, awaited=awaited)
 
     def _update_plan(self, result: RoundResult) -> None:
         if self._policy is None or len(result.group.members) < 2:
@@ -434,6 +441,7 @@ class Collaboration:
         self._called, self._applying = None, False
         self._update(syncing=True, samples=0.0, idle=False)
         await self._exchange()
+        self._check_agreement()
         branch, own = self.progress.branch(), self.progress.own
         if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._deviant:
             self._update(syncing=False)  # equal parameters already, or no other peer
@@ -465,7 +473,7 @@ class Collaboration:
         values = np.zeros(self._numel, np.float32)
         own = msgspec.structs.replace(self.progress.own, step=step, lineage=lineage)
         try:
-            result = await self._round(own, values, 0.0)
+            result = await self._round(own, RoundInput(values, 0.0, 0.0, UploadEncoding()))
         except PeerError as error:
             logger.info("round %d not followed: %s", step, error)
             return {}

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
+from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
@@ -27,10 +29,12 @@ from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
+from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.collaboration import Collaboration, Due
-from colab_swarm.training.progress import ProgressRecord
-from colab_swarm.training.replica import Gradients, Replica, UpdateRule, WrappedOptimizer, uninterrupted
-from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.progress import LINEAGE_BYTES, ProgressRecord
+from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
+from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -62,11 +66,16 @@ class SwarmOptimizer(WrappedOptimizer):
         folder: CheckpointFolder | None = None,
     ) -> None:
         """Use `Swarm.optimizer`. ``folder`` gets this peer's progress."""
-        self._runtime, self._services, self._settings, self._folder = runtime, services, settings, folder
+        self._runtime, self._services, self.settings, self._folder = runtime, services, settings, folder
         self._replica = Replica(rule)
         self._gathered = Gradients(self._replica, error_feedback=settings.error_feedback)
-        # A round that runs while the trainer computes: its task, contribution and weight.
-        self._flight: tuple[asyncio.Task[RoundResult | None], Floats, float] | None = None
+        self._agreement = agreement_of(self._replica, settings)
+        self._next: tuple[float | None, float | None, float | torch.Tensor | None]
+        self._next = settings.batch_size, None, None
+        self.scheduler = GlobalScheduler(self)  # a twin of the given one
+        self.raises_at_end = True  # after the session's end; else `step` does nothing
+        # A round that runs while the trainer computes.
+        self._flight: tuple[asyncio.Task[RoundResult | None], RoundInput] | None = None
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
@@ -97,13 +106,28 @@ class SwarmOptimizer(WrappedOptimizer):
         return True
 
     async def _start(self, name: str, *, syncing: bool) -> Collaboration:
-        replica, settings = self._replica, self._settings
+        replica, settings = self._replica, self.settings
         steps = 1 if settings.local_steps == "auto" else settings.local_steps
         own = ProgressRecord(
-            replica.step, replica.lineage, 0.0, 0.0, syncing, reduces=False, name=name, local_steps=steps
+            replica.step,
+            replica.lineage,
+            samples=0.0,
+            samples_per_s=0.0,
+            syncing=syncing,
+            reduces=False,
+            name=name,
+            local_steps=steps,
+            agreement=self._agreement,
         )
         collaboration = Collaboration(
-            self._services, settings, own, replica.numel, replica.schema, replica.snapshot, replica.sketch
+            self._services,
+            settings,
+            own,
+            replica.numel,
+            blake3(replica.schema + repr(self._agreement).encode()).digest(LINEAGE_BYTES),
+            replica.snapshot,
+            replica.sketch,
+            lambda: self._gathered.loss.value,
         )
         try:
             await collaboration.start()
@@ -119,36 +143,105 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.step
 
     @property
+    def over(self) -> bool:
+        """True if this peer has left, or leaves at the next step, as its session ends."""
+        return self.closed.is_set() or self._hand_over_s is not None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the swarm's step, the peers that train, and their samples per second."""
+        progress = self.collaboration.progress
+        training = [one for one in progress.records.values() if not (one.syncing or one.absent)]
+        return {
+            "swarm_step": float(self.global_step),
+            "swarm_peers": float(len(training)),
+            "swarm_samples_per_s": progress.samples_per_s(),
+        }
+
+    @property
     def lineage(self) -> bytes:
         """Digest chain of the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, samples: float, loss: float | None = None
+        self,
+        closure: Callable[[], float | torch.Tensor] | None = None,
+        *,
+        samples: float | None = None,
+        weight: float | None = None,
+        loss: float | torch.Tensor | None = None,
     ) -> RoundResult | None:
         """Count the last ``backward()``'s gradient and step with the swarm if its batch is full.
 
-        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer,
-        samples=n)``. ``samples`` > 0 is the number whose mean ``loss``, for the charts, was
-        differentiated. No ``closure`` is supported. Returns the averaging round's result if the
-        global step advanced, else None. Delayed updates: the first call after its end returns it;
-        the model gets the parameters when the next begins.
+        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer)``. A peer that
+        fell behind tries again at the next call if no peer gave it the state.
 
-        A peer that fell behind tries again at the next call if no peer gave it the state. Raises
-        `RuntimeError` if this peer has left, as you closed it or its session ends.
+        Args:
+            closure: computes the gradient, and returns the loss.
+            samples: > 0, towards the batch; by default the setting ``batch_size``.
+            weight: >= 0, of this gradient in the mean; by default ``samples``. For a causal language model the
+                number of target tokens, with ``weight_unit="target tokens"``: then ragged lengths give exactly
+                the gradient of one process with the joined batch.
+            loss: for the charts. A tensor is not waited for until it is shown.
+
+        Returns the averaging round's result if the global step advanced, else None. Delayed updates:
+        the first call after its end returns it; the model gets the parameters when the next begins.
+
+        Raises:
+            RuntimeError: this peer has left, as you closed it or its session ends; or there is no gradient.
+            ValueError: a number is missing or not usable.
+            MismatchError: most other peers train with other settings.
         """
-        self._refuse_closure(closure)
-        require(
-            isinstance(samples, int | float) and math.isfinite(samples) and (samples > 0),
-            f"samples={samples!r}: pass the batch size, such as len(input_ids)",
-        )
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        samples, weight, loss = self._counted(samples, weight, loss)
+        if self.closed.is_set() and not self.raises_at_end:
+            return None
         with self._trainer_call():
+            self._gathered.check()
             landed = self._land()
             self._recover()
-            dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
-            report = self.collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
-            return self._act(self._runtime.call(report)) or landed
+            dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss))
+            return (
+                self._act(self._runtime.call(self.collaboration.report(samples, dropped=dropped))) or landed
+            )
+
+    def next_batch(
+        self,
+        *,
+        samples: float | None = None,
+        weight: float | None = None,
+        loss: float | torch.Tensor | None = None,
+    ) -> None:
+        """Say what the next bare ``step()`` counts, for a framework that calls it itself."""
+        self._next = samples, weight, loss
+
+    def _counted(
+        self, samples: float | None, weight: float | None, loss: float | torch.Tensor | None
+    ) -> tuple[float, float, float | torch.Tensor | None]:
+        told, self._next = self._next, (self.settings.batch_size, None, None)
+        samples = told[0] if samples is None else samples
+        weight, loss = told[1] if weight is None else weight, told[2] if loss is None else loss
+        unit = self.settings.weight_unit
+        if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
+            raise ValueError(
+                f"samples={samples!r}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
+                "or once and for all as batch_size=… to swarm.optimizer(…)"
+            )
+        if unit == "samples":
+            require(
+                weight is None,
+                f"weight={weight!r} counts no samples: name what it counts, the same at all peers, as in "
+                'swarm.optimizer(…, weight_unit="target tokens")',
+            )
+            weight = samples
+        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+            raise ValueError(
+                f"weight={weight!r}: this swarm weighs by {unit}, so pass how many the loss is a mean of, as in "
+                "optimizer.step(samples=…, weight=…)"
+            )
+        return float(samples), float(weight), loss
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, and contribute the accumulated samples.
@@ -259,11 +352,23 @@ class SwarmOptimizer(WrappedOptimizer):
         self._replica.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that of the wrapped optimizer; `save` writes everything."""
-        return self._replica.rule.optimizer.state_dict()
+        """Return that of the wrapped optimizer, marked with the swarm's step; `save` writes everything."""
+        return self._replica.optimizer_state()
+
+    @property
+    def rule(self) -> UpdateRule:
+        return self._replica.rule
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise TypeError("peers share one state: use optimizer.load(path) with a file of save(path)")
+        """Take a state of `state_dict`, after its parameters were loaded into the model.
+
+        If they differ from the swarm's, this peer catches up at its next step. Raises ValueError if the state
+        is another optimizer's. `load` continues from a file of `save`.
+        """
+        with self._trainer_call():
+            self._land(wait=True)
+            uninterrupted(partial(self._replica.load_optimizer, state_dict))
+            self._recover()
 
     def _act(self, due: Due) -> RoundResult | None:
         if due == "catching up":
@@ -277,43 +382,41 @@ class SwarmOptimizer(WrappedOptimizer):
         elif due == "a round" and self._replica.rule.delayed:
             uninterrupted(self._take_off)
         elif due == "a round":
-            values, weight = uninterrupted(self._contribution), self._gathered.samples
-            encoding, apply = self._gathered.encoding(), partial(self._apply, weight, True)
-            return self._runtime.call(self.collaboration.average(values, weight, encoding, apply))
+            given = uninterrupted(self._contribution)
+            return self._runtime.call(self.collaboration.average(given, partial(self._apply, given, True)))
         return None
 
-    def _contribution(self) -> Floats:
+    def _contribution(self) -> RoundInput:
         return self._gathered.contribution(self._services.averager.holds)
 
-    def _apply(self, weight: float, all_of_them: bool, mean: Floats) -> bytes:
+    def _apply(self, given: RoundInput, all_of_them: bool, mean: Floats) -> bytes:
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
             lineage = self._replica.apply(mean)
-            self._gathered.on_delivered(weight)
+            self._gathered.on_delivered(given)
         if all_of_them:
             self._gathered.forget()
         return lineage
 
     def _take_off(self) -> None:
-        values, weight = self._contribution(), self._gathered.samples
-        self._flight = self._runtime.call(self._begin(values, weight)), values, weight
+        given = self._contribution()
+        self._flight = self._runtime.call(self._begin(given)), given
         self._gathered.forget()
         self._replica.show()
 
-    async def _begin(self, values: Floats, weight: float) -> asyncio.Task[RoundResult | None]:
-        encoding, apply = self._gathered.encoding(), partial(self._apply, weight, False)
-        aside = self.collaboration.average(values, weight, encoding, apply, aside=True)
+    async def _begin(self, given: RoundInput) -> asyncio.Task[RoundResult | None]:
+        aside = self.collaboration.average(given, partial(self._apply, given, False), aside=True)
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
         if self._flight is None:
             return None
-        task, values, weight = self._flight
+        task, given = self._flight
         if not (wait or task.done()):
             return None
         self._runtime.call(asyncio.wait([task]))
         self._flight = None
         if (result := task.result()) is None:
-            self._gathered.on_returned(values, weight)
+            self._gathered.on_returned(given)
         return result
 
     def _synchronize(self, *, tries: int = 1) -> None:
@@ -365,7 +468,7 @@ class SwarmOptimizer(WrappedOptimizer):
                 hand_over_s, self._hand_over_s = self._hand_over_s, None
                 if hand_over_s is not None:
                     self.close(hand_over_s=hand_over_s)
-                    raise RuntimeError(self._why)
+                    require(not self.raises_at_end, self._why, RuntimeError)
         except KeyboardInterrupt:
             uninterrupted(lambda: self._runtime.call(self.collaboration.settled()))
             threading.Thread(target=self._save_progress, name="colab-swarm-save", daemon=True).start()
@@ -377,6 +480,30 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def __repr__(self) -> str:
         inner, plan = type(self._replica.rule.optimizer).__name__, self.collaboration.plan
-        here = f"{self._gathered.samples:g} of {self._settings.target_batch_size:g} samples here"
+        here = f"{self._gathered.samples:g} of {self.settings.target_batch_size:g} samples here"
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
+
+
+class GlobalScheduler(LRScheduler):
+    """A twin of a swarm's scheduler, for a framework that insists on stepping one: its ``step()`` does nothing."""
+
+    optimizer: SwarmOptimizer
+
+    def __init__(self, optimizer: SwarmOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: object = None) -> None:
+        """Do nothing: the scheduler given to `Swarm.optimizer` counts the swarm's steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = self.optimizer.rule.scheduler
+        return {} if scheduler is None else scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the scheduler itself."""
+        if self.optimizer.rule.scheduler is not None:
+            self.optimizer.rule.scheduler.load_state_dict(state_dict)

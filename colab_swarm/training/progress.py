@@ -25,8 +25,9 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
-from colab_swarm.averaging.group import MAX_STEP
+from colab_swarm.averaging.group import MAX_STEP, MAX_TEXT
 from colab_swarm.dht.service import DHT, Found
+from colab_swarm.markup import plain
 from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Role
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats
@@ -57,6 +58,10 @@ def next_lineage(lineage: bytes, mean: Floats) -> bytes:
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 
 
+Text = Annotated[str, msgspec.Meta(max_length=100)]
+Agreement = Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=16)]
+
+
 class ProgressRecord(Message, frozen=True):
     """A peer's progress, published in the DHT."""
 
@@ -76,6 +81,7 @@ class ProgressRecord(Message, frozen=True):
     idle: bool = False  # it has finished no micro-batch for long; counts like paused
     batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
     sketch: StateSketch | None = None  # of its state a few steps ago
+    agreement: Agreement = ()  # what must be equal at all peers, by name
 
     @property
     def absent(self) -> bool:
@@ -231,23 +237,23 @@ class Progress:
         step: int,
         lineage: bytes,
         *,
-        weights: Mapping[PeerId, float] | None = None,
+        samples: Mapping[PeerId, float] | None = None,
         now: float,
     ) -> None:
-        """Take the result of a round: its ``members`` have applied the mean of those with ``weights``."""
-        weights = weights or {}
-        self._filled.append(sum(weights.values()) / self.round_samples)
-        for peer, r in self._others.items() if weights else ():
+        """Take the result of a round: its ``members`` have applied the mean of those with ``samples``."""
+        samples = samples or {}
+        self._filled.append(sum(samples.values()) / self.round_samples)
+        for peer, r in self._others.items() if samples else ():
             announced = min(r.samples, self._believed_samples(peer, r, now))
             if announced and r.step == step - 1:
-                kept = min(1.0, weights.get(peer, 0.0) / announced)
+                kept = min(1.0, samples.get(peer, 0.0) / announced)
                 self._kept[peer] = (self._kept.get(peer, 1.0) + kept) / 2
         # Rounds of a minority give no votes: it would be the majority in its own eyes, and a fork would last.
         recent = {peer for peer in self._known(self._seen) if now - self._seen[peer][1] < RECENT_S}
         trainers = {peer for peer, r in self._others.items() if not (r.absent or r.syncing)}
         votes = self._votes(sorted({self.me, *recent, *trainers}))
-        counts = 2 * sum(votes.get(peer, 0.0) for peer in sorted({self.me, *weights})) > sum(votes.values())
-        for peer in weights:
+        counts = 2 * sum(votes.get(peer, 0.0) for peer in sorted({self.me, *samples})) > sum(votes.values())
+        for peer in samples:
             self._seen[peer] = self._seen.get(peer, (0, now))[0] + counts, now
         for peer in members:
             known = self._others.get(peer)
@@ -272,6 +278,26 @@ class Progress:
         for peer in peers:
             self._distrusted.fail(peer, now)
         self._no_vote = self._mute | self._distrusted.ends(now).keys()
+
+    def disagreement(self) -> str:
+        """Return what this peer has agreed to and most peers on the branch have not, or nothing.
+
+        Once it has averaged with others, no stranger's record can tell it that it is wrong.
+        """
+        records = self.records
+        votes: dict[Agreement, float] = {}
+        for peer, vote in self._votes(sorted(self.branch().peers)).items():
+            if agreement := records[peer].agreement:
+                votes[agreement] = votes.get(agreement, 0.0) + vote
+        if not (votes and self.own.agreement) or self._seen.keys() - {self.me}:
+            return ""
+        elected = max(votes, key=lambda one: votes[one])
+        theirs, mine = dict(elected), dict(self.own.agreement)
+        differs = [name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)]
+        told = (
+            f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs
+        )
+        return plain("; ".join(dict.fromkeys(told)), MAX_TEXT)
 
     @property
     def donors_remain(self) -> bool:

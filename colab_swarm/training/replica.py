@@ -20,10 +20,10 @@ from blake3 import blake3
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
-from colab_swarm.tensors.codecs import ErrorFeedback, Floats
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.statedict import flatten
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
 from colab_swarm.training.sketch import PROJECTIONS, StateSketch
 
@@ -38,22 +38,27 @@ SMALL_VALUES = 1 << 16  # smaller tensors, such as biases, are at the front of a
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a mean becomes an update: clipped after averaging; the scheduler counts global steps."""
+    """How a mean becomes an update: clipped after averaging; the scheduler counts global steps.
+
+    ``model`` is the module whose buffers, such as BatchNorm's statistics, are averaged too.
+    """
 
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     max_grad_norm: float | None = None
     delayed: bool = False  # the optimizer works on copies in main memory, see `Replica.show`
     local: bool = False  # it takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo)
+    model: torch.nn.Module | None = None
 
 
 class Replica:
     """One peer's copy of the model's training state.
 
     The trainer computes with ``model``, and the swarm's step updates ``parameters``: the same, or a
-    copy, which is ahead with delayed updates and behind with local steps. The flat vector of all
-    has ``numel`` values, ``fine`` of them of small tensors, at its front. ``schema`` is the digest
-    of its layout: peers with another model, or other local steps, do not mix.
+    copy, which is ahead with delayed updates and behind with local steps. The model's ``buffers``
+    change as it computes; a round averages what changed since the last, ``shared``. The flat vector of
+    all has ``numel`` values: those of the buffers are the ``front``, and with small parameters ``fine``.
+    ``schema`` is the digest of its layout: peers with another model, or other local steps, do not mix.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -65,14 +70,16 @@ class Replica:
             self._optimizer = SGD(self.parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
         elif rule.delayed:
             self.parameters = _move_to_copies(rule.optimizer)
+        self._names: set[str] = set()  # of the buffers
+        self.shared = [buffer.detach().to("cpu", copy=True) for buffer in self.buffers]
+        self._new_buffers = False  # those of the model are of before the last step
+        self.front = sum(buffer.numel() for buffer in self.shared)
         sizes = [parameter.numel() for parameter in self.model]
-        self.numel, self.fine = sum(sizes), sum(size for size in sizes if size < SMALL_VALUES)
-        layout = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in self.model]
+        self.numel = self.front + sum(sizes)
+        self.fine = self.front + sum(size for size in sizes if size < SMALL_VALUES)
+        layout = [(tuple(one.shape), str(one.dtype)) for one in (*self.model, *self.shared)]
         self.schema = hashlib.sha256(repr((layout, rule.local)).encode()).digest()[:16]
-        digest = hashlib.sha256()
-        for parameter in self.model:
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        self.step, self.lineage = 0, digest.digest()[:LINEAGE_BYTES]
+        self.step, self.lineage = 0, digest_of((*self.model, *self.shared))
         self.lock = threading.RLock()  # held during updates and copies
 
     def apply(self, mean: Floats) -> bytes:
@@ -80,11 +87,16 @@ class Replica:
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
             if mean.min() > -MOST_GRADIENT and mean.max() < MOST_GRADIENT:
-                set_gradients(self.parameters, mean)
+                set_gradients(self.parameters, mean[self.front :])
                 self._update(self._optimizer, self.parameters, clip=not self.rule.local)
+                for buffer, part in parts(self.shared, mean[: self.front]):
+                    buffer.add_(part if buffer.is_floating_point() else part.round().long().to(buffer.dtype))
+                self._new_buffers = True
             if self.rule.scheduler is not None:
                 self.rule.scheduler.step()
             self.step, self.lineage = self.step + 1, lineage
+            if self.parameters is self.model:
+                self.show()
             return lineage
 
     def _update(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, clip: bool) -> None:
@@ -98,6 +110,22 @@ class Replica:
             set_gradients(self.model, gradient)
             self._update(self.rule.optimizer, self.model, clip=True)
 
+    def trainable(self) -> int:
+        """Return how many parameters take gradients now."""
+        every = self.model if self.rule.model is None else self.rule.model.parameters()
+        return sum(parameter.requires_grad for parameter in every)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The model's saved buffers of numbers; ``model.to(…)`` makes new ones."""
+        if self.rule.model is None:
+            return []
+        if not self._names:
+            saved = self.rule.model.state_dict().keys()
+            named = {name: one for name, one in self.rule.model.named_buffers() if name in saved}
+            self._names = {n for n, one in named.items() if not (one.is_complex() or one.dtype == torch.bool)}
+        return [one for name, one in self.rule.model.named_buffers() if name in self._names]
+
     @torch.no_grad()
     def pseudo_gradient(self, out: Floats) -> None:
         """Write the swarm's parameters minus the model's to ``out``."""
@@ -108,12 +136,23 @@ class Replica:
                 part.sub_(parameter.to(part))
 
     @torch.no_grad()
+    def change_of_buffers(self, out: Floats) -> None:
+        """Write the model's buffers minus the shared ones to ``out``; 0 where they are not finite."""
+        with self.lock:
+            for buffer, (shared, part) in zip(self.buffers, parts(self.shared, out), strict=True):
+                torch.nan_to_num((buffer.to(shared) - shared).to(part), 0.0, 0.0, 0.0, out=part)
+
+    @torch.no_grad()
     def show(self) -> None:
-        """Copy the newest parameters to the model."""
-        if self.parameters is not self.model:
-            with self.lock:
+        """Copy the newest parameters and buffers to the model."""
+        with self.lock:
+            if self.parameters is not self.model:
                 for mine, updated in zip(self.model, self.parameters, strict=True):
                     mine.copy_(updated)
+            if self._new_buffers:
+                for mine, updated in zip(self.buffers, self.shared, strict=True):
+                    mine.copy_(updated)
+            self._new_buffers = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.model:
@@ -137,6 +176,7 @@ class Replica:
             "step": self.step,
             "lineage": self.lineage,
             "parameters": [parameter.detach() for parameter in self.parameters],
+            "buffers": self.shared,
             "optimizer": self._optimizer.state_dict(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             **({"local": self.rule.optimizer.state_dict()} if self.rule.local else {}),
@@ -144,7 +184,7 @@ class Replica:
 
     def load(self, state: Any) -> None:
         """Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model."""
-        parameters = _checked_parameters(state, self.parameters)
+        parameters = _checked_tensors(state, self.parameters, self.shared)
         require(
             ("local" in state) == self.rule.local,
             "in this swarm either all peers take local_steps, or none does",
@@ -165,10 +205,49 @@ class Replica:
                 self.rule.optimizer.load_state_dict(before[1])
                 raise StateError(f"the state belongs to another optimizer: {error}") from error
             with torch.no_grad():
-                for mine, theirs in zip(self.parameters, parameters, strict=True):
+                for mine, theirs in zip((*self.parameters, *self.shared), parameters, strict=True):
                     mine.copy_(theirs)
-            self.step, self.lineage = state["step"], state["lineage"]
+            self.step, self.lineage, self._new_buffers = state["step"], state["lineage"], True
         self.show()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and under ``swarm`` the step and parameters that it belongs to."""
+        with self.lock:
+            mark = {
+                "step": self.step,
+                "lineage": self.lineage.hex(),
+                "digest": self._digest(),
+                "buffers": [buffer.clone() for buffer in self.shared],
+            }
+            return {**self.rule.optimizer.state_dict(), "swarm": mark}
+
+    def _digest(self) -> str:
+        """Return a digest of the parameters and of the wrapped optimizer's state."""
+        tensors, layout = flatten(self.rule.optimizer.state_dict())
+        return digest_of((*self.parameters, *tensors.values())).hex() + blake3(layout).hexdigest(8)
+
+    @torch.no_grad()
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state` gave, after its parameters were loaded into the model.
+
+        What differs from it gets a lineage of its own. Raises ValueError, with nothing changed, if the state is
+        another optimizer's.
+        """
+        mark = state.get("swarm", {})
+        inner = {name: value for name, value in state.items() if name != "swarm"}
+        with self.lock:
+            before = self._digest()
+            self.rule.optimizer.load_state_dict(inner)
+            if mark.get("digest", before) == before == self._digest():
+                return
+            for copy, shown in zip(self.parameters, self.model, strict=True):
+                copy.copy_(shown)
+            if mark.get("digest") == self._digest():
+                self.step, self.lineage = mark["step"], bytes.fromhex(mark["lineage"])
+                for buffer, saved in zip(self.shared, mark["buffers"], strict=True):
+                    buffer.copy_(saved)
+            else:
+                self.lineage = Snapshot.of(b"", self.step, *pack(self.state())).manifest.root[:LINEAGE_BYTES]
 
     def snapshot(self) -> Snapshot:
         """Return a copy for late joiners. Thread-safe; training continues."""
@@ -215,16 +294,20 @@ class WrappedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")
 
-    @staticmethod
-    def _refuse_closure(closure: object) -> None:
-        require(closure is None, "a closure cannot be re-run by all peers: call loss.backward(), then step()")
-
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the optimizer's trained parameters, in order; raises ValueError without any."""
     found = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     require(found, "the optimizer has no parameter that requires a gradient: nothing to train")
     return found
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Return a digest of the tensors' bytes, at over 1 GB/s."""
+    found = blake3(max_threads=blake3.AUTO)
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.digest(LINEAGE_BYTES)
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -258,14 +341,20 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     return [norm, *(sums / (norm or 1.0)).tolist()]
 
 
-def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _checked_tensors(
+    state: Any, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     match state:
         case {"step": int(), "lineage": bytes(), "parameters": list(theirs), "optimizer": _, "scheduler": _}:
-            if [getattr(tensor, "shape", None) for tensor in theirs] == [tensor.shape for tensor in mine]:
+            theirs, shapes = (
+                [*theirs, *state.get("buffers", ())],
+                [one.shape for one in (*parameters, *buffers)],
+            )
+            if [getattr(one, "shape", None) for one in theirs] == shapes:
                 return theirs
             raise StateError(
-                f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
-                "build the model with the same settings as the swarm"
+                f"the state belongs to another model: {len(parameters)} parameters and {len(buffers)} buffers of "
+                "other shapes are trained here; build the model with the same settings as the swarm"
             )
     raise StateError("this is not the state of a collaboration")
 
@@ -313,95 +402,6 @@ def uninterrupted(work: Callable[[], T]) -> T:
     if interrupt is not None:
         raise interrupt
     return outcome[0].result()
-
-
-class Gradients:
-    """A sum of gradients, each times its samples.
-
-    With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
-    parameters of the last round minus the present ones. ``feedback`` is what compression cut off
-    the last contribution, times its samples.
-    """
-
-    def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:
-        self._replica = replica
-        self._sum: Floats = np.zeros(replica.numel, np.float32)
-        self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
-        self.feedback = ErrorFeedback(replica.numel) if error_feedback else None
-        self.samples = self._since = 0.0  # since the last local step
-        self._loss_sum = self._loss_samples = 0.0
-
-    def add(self, samples: float, loss: float | None) -> str | None:
-        """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped."""
-        gradients = [p.grad for p in self._replica.model if p.grad is not None and p.grad.numel()]
-        finite = bool(torch.nn.utils.get_total_norm(gradients, math.inf).isfinite())  # no NaN either
-        for parameter, part in parts(self._replica.model, self._sum) if finite else ():
-            if parameter.grad is not None:
-                part.add_(parameter.grad.detach().to(part), alpha=samples)
-        self._replica.zero_grad()
-        if not finite:
-            return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"
-        self.samples += samples
-        self._since += samples
-        if loss is not None and math.isfinite(loss):
-            self._loss_sum += float(loss) * samples
-            self._loss_samples += samples
-        return None
-
-    @property
-    def mean_loss(self) -> float | None:
-        return self._loss_sum / self._loss_samples if self._loss_samples else None
-
-    def step(self) -> None:
-        if self._since:
-            self._sum *= np.float32(1 / self._since)
-            self._replica.step_alone(self._sum)
-            self._sum.fill(0.0)
-            self._since = 0.0
-
-    def contribution(self, held: Callable[[Floats], bool]) -> Floats:
-        """Return the vector to average; ``held(vector)``: another peer may still recover chunks from it."""
-        values = self._spare if held(self._values) else self._values
-        if self._replica.rule.local:
-            self.step()
-            self._replica.pseudo_gradient(values)
-            return values
-        total = self._sum
-        if self.feedback is not None:
-            total = np.add(self._sum, self.feedback.residual, out=values)
-        np.multiply(total, np.float32(1 / self.samples if self.samples else 0.0), out=values)
-        return values
-
-    def encoding(self) -> UploadEncoding:
-        """Return the encoding of the contribution, and reset what it cuts off."""
-        if self.feedback is not None:
-            self.feedback.begin()
-        return UploadEncoding(fine=self._replica.fine, feedback=self.feedback)
-
-    def state(self) -> dict[str, Any]:
-        return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
-
-    def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
-        """Return the error feedback of a checkpoint; raises `StateError` if it does not fit."""
-        return None if self.feedback is None else ErrorFeedback(len(self._sum), state.get("feedback"))
-
-    def forget(self) -> None:
-        """Start a new sum; the error feedback stays."""
-        self._sum.fill(0.0)
-        self.samples = self._since = self._loss_sum = self._loss_samples = 0.0
-        if self._replica.rule.local:
-            self._replica.show()
-
-    def on_delivered(self, weight: float) -> None:
-        if self.feedback is not None and weight:
-            self.feedback.settle(weight)
-
-    def on_returned(self, values: Floats, weight: float) -> None:
-        """Take back a contribution that found no round."""
-        self._sum += np.float32(weight) * values
-        if self.feedback is not None and weight:
-            self._sum -= self.feedback.residual  # the next contribution adds it again
-        self.samples += weight
 
 
 def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:

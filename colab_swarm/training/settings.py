@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
@@ -17,7 +18,7 @@ from colab_swarm.averaging.strategy import encoded_bytes
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId, Peers
-from colab_swarm.tensors.codecs import Precision, mean_codec_for
+from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
 ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
@@ -154,11 +155,24 @@ class PeerServices(RunServices):
 
 
 @dataclass(frozen=True)
+class RoundInput:
+    """What a trainer gives to a round; ``values`` become its mean. It takes no part in the mean with weight 0."""
+
+    values: Floats
+    weight: float  # in the mean
+    samples: float  # towards the batch
+    encoding: UploadEncoding
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
 class TrainingSettings:
     """How a collaboration trains: the options of `Swarm.optimizer`.
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
+        batch_size: samples of this peer's micro-batches, unless ``step(samples=…)`` says otherwise.
+        weight_unit: what ``step(weight=…)`` counts, such as "target tokens", where the mean is not by samples.
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
             small tensors float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit
             and topk are biased without ``error_feedback``, and train a worse model.
@@ -177,6 +191,8 @@ class TrainingSettings:
     prefix: str
     target_batch_size: float  # samples of all peers together for one global step
     budget: TrafficBudget | None = None
+    batch_size: float | None = None
+    weight_unit: str = "samples"
     compression: str = "float32"
     mean_compression: str = ""
     error_feedback: bool = False

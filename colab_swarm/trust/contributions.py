@@ -1,8 +1,8 @@
 """The contribution ledger: what each peer contributed, as other peers saw it. No peer can credit itself.
 
-- *Samples.* A contributor is credited once in total with the weight (number of samples) of its
-  gradient in a round. The other reducers divide this by their shares of the averaged vector: j
-  credits p with ``weight_p * share_j / (1 - share_p)``. If p is the only reducer, the other members
+- *Samples.* A contributor is credited once in total with the samples of its gradient in a round. The
+  other reducers divide this by their shares of the averaged vector: j
+  credits p with ``samples_p * share_j / (1 - share_p)``. If p is the only reducer, the other members
   divide the credit evenly. A round of one is not counted.
 - *Bytes reduced.* Every other member credits a reducer with the float32 bytes that it averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
@@ -104,7 +104,7 @@ class ContributionLedger:
             if member.id in contributors:
                 others = 1.0 - member.share / total
                 part = mine / others if others > 1e-9 else 1.0 / max(1, len(group.members) - 1)
-                self.credit(member.id, "samples", member.weight * part)
+                self.credit(member.id, "samples", member.samples * part)
             if span not in spans_lost:
                 self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
 

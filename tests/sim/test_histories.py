@@ -20,8 +20,9 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training import collaboration as collaboration_module
 from colab_swarm.training import replica as replica_module
+from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.progress import LINEAGE_BYTES, Progress
-from colab_swarm.training.replica import Gradients, Replica
+from colab_swarm.training.replica import Replica
 from tests.sim.storm import LIARS, Fault, Storm, endure, storms
 
 ALICE, BOB, CAROL = "a11ce000", "b0b00000", "ca401000"
@@ -46,7 +47,7 @@ def step(peer: str, number: int, mean: Floats | None = None, **changes: Any) -> 
     facts = {"before": f"lineage{number - 1}", "lineage": f"lineage{number}", "state": f"state{number}"}
     facts |= {"weights": WEIGHTS, "gaps": (), "numel": len(mean), **changes}
     return [
-        Contributed(at - 1, number - 1, name, weight, number * weight, VALUES[peer].tobytes()),
+        Contributed(at - 1, number - 1, name, weight, weight, number * weight, VALUES[peer].tobytes()),
         Applied(at, number, round=name, mean=mean[:: stride(len(mean))].tobytes(), **facts),
     ]
 
@@ -111,7 +112,7 @@ def test_a_round_of_a_peer_without_a_history_is_not_summed() -> None:
     weights = {**WEIGHTS, CAROL: 2.0}
     histories = training(last=lambda peer: step(peer, 3, 7 * mean_of(weights), weights=weights))
     assert rules(histories) == set()
-    carol = Contributed(29.0, 2, "round3", 2.0, 2.0, VALUES[CAROL].tobytes())
+    carol = Contributed(29.0, 2, "round3", 2.0, 2.0, 2.0, VALUES[CAROL].tobytes())
     assert rules([*histories, History(CAROL, [carol], honest=False)]) == {"sum"}
 
 

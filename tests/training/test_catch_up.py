@@ -133,7 +133,7 @@ def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: py
         sim.join("bob", at=2.0)
         results = sim.run(train)
         members = [one for e in sim.swarms["alice"].events.recent(RoundFinished) for one in e.members]
-    assert {one.share for one in members if not one.weight} == {0.0}  # it reduces nothing meanwhile
+    assert {one.share for one in members if not one.samples} == {0.0}  # it reduces nothing meanwhile
     assert len(downloaded) == 1 and results["bob"][0] >= downloaded[0] + 3
     assert results["alice"][1] == results["bob"][1]
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.replica import Gradients, Replica, UpdateRule
-from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.replica import Replica, UpdateRule
+from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training.toy import join_training, model, take
 
@@ -23,47 +23,44 @@ def gathered() -> tuple[torch.nn.Linear, Gradients]:
     return net, Gradients(Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=1.0))), error_feedback=True)
 
 
-def add(net: torch.nn.Linear, gradients: Gradients, grad: list[float], samples: float) -> Floats:
+def add(net: torch.nn.Linear, gradients: Gradients, grad: list[float], samples: float) -> RoundInput:
     net.weight.grad = torch.tensor([grad])
-    gradients.add(samples, None)
+    gradients.add(samples, samples, None)
     return gradients.contribution(lambda values: False)
 
 
-def lose(encoding: UploadEncoding, sent: Floats, arrived: list[float]) -> None:
-    encoding.feedback.cut_off(0, sent, np.array(arrived, np.float32))
+def lose(sent: RoundInput, arrived: list[float]) -> RoundInput:
+    assert sent.encoding.feedback is not None
+    sent.encoding.feedback.cut_off(0, sent.values, np.array(arrived, np.float32))
+    return sent
 
 
 def test_error_feedback_is_weighted_by_its_samples() -> None:
     net, gradients = gathered()
-    sent = add(net, gradients, [1.0, 2.0], samples=4)
-    lose(gradients.encoding(), sent, [1.0, 0.0])
-    gradients.on_delivered(gradients.samples)
+    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=4), [1.0, 0.0]))
     gradients.forget()
-    np.testing.assert_array_equal(add(net, gradients, [3.0, 3.0], samples=2), [3.0, 3.0 + 4 * 2.0 / 2])
+    again = add(net, gradients, [3.0, 3.0], samples=2)
+    np.testing.assert_array_equal(again.values, [3.0, 3.0 + 4 * 2.0 / 2])
 
 
 def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback() -> None:
     net, gradients = gathered()
-    lose(gradients.encoding(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
-    gradients.on_delivered(1)
+    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0]))
     gradients.forget()
-    sent = add(net, gradients, [1.0, 1.0], samples=1)
-    lose(gradients.encoding(), sent, [0.0, 3.0])
+    sent = lose(add(net, gradients, [1.0, 1.0], samples=1), [0.0, 3.0])
     gradients.forget()
-    gradients.on_returned(sent, 1)
-    np.testing.assert_array_equal(gradients.contribution(lambda values: False), [1.0, 3.0])
+    gradients.on_returned(sent)
+    np.testing.assert_array_equal(gradients.contribution(lambda values: False).values, [1.0, 3.0])
 
 
 def test_a_peer_without_samples_keeps_its_error_feedback() -> None:
     net, gradients = gathered()
-    lose(gradients.encoding(), add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0])
-    gradients.on_delivered(1)
+    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0]))
     gradients.forget()
     nothing = gradients.contribution(lambda values: False)
-    gradients.encoding()
-    gradients.on_delivered(gradients.samples)
-    assert not nothing.any()
-    np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1), [0.0, 2.0])
+    gradients.on_delivered(nothing)
+    assert not nothing.values.any()
+    np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1).values, [0.0, 2.0])
 
 
 def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floats:

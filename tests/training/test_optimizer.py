@@ -17,7 +17,7 @@ from colab_swarm.averaging.group import JoinRound, RoundTerms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.steps import ElasticSettings
-from colab_swarm.errors import StateError
+from colab_swarm.errors import MismatchError, StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived, StepFinished
 from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
@@ -103,7 +103,7 @@ def test_a_nan_gradient_is_dropped_and_reported() -> None:
 def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, toy.model())
-        with pytest.raises(ValueError, match="pass the batch size"):
+        with pytest.raises(ValueError, match="pass the size of the batch"):
             optimizer.step(samples=samples)  # type: ignore[arg-type]
 
     toy.alone(train)
@@ -205,19 +205,19 @@ def test_five_minutes_of_clock_skew_do_not_matter() -> None:
         assert max(e.group_size for e in rounds) == 4
 
 
-def test_a_peer_with_another_model_gets_an_event() -> None:
+def test_a_peer_with_another_model_is_refused_and_both_are_named() -> None:
     def train(swarm: Swarm) -> str:
         if swarm.name == "alice":
             toy.train_freely(swarm, 3)
             return ""
         other = torch.nn.Linear(3, 3)
-        with pytest.raises(StateError, match="another model") as caught:
+        with pytest.raises(MismatchError, match="model: ") as caught:
             swarm.optimizer(Lamb(other.parameters()), target_batch_size=10)
         return str(caught.value)
 
     with simulation(1) as sim:
         sim.join("bob", at=2.0)
-        assert "same settings" in sim.run(train)["bob"]
+        assert "178 trained values" in (told := sim.run(train)["bob"]) and "12 trained values" in told
 
 
 @pytest.mark.slow

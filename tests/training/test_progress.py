@@ -72,7 +72,7 @@ def test_the_old_records_of_a_founder_and_another_call_no_class_back_that_shares
     everyone = dict.fromkeys((ALICE, BOB, CAROL, DAVE, erin), 1.0)
     for step in range(1, 9):
         swarm.advance(b"new")
-        swarm.on_round(everyone, step, b"new", weights=everyone, now=0.0)
+        swarm.on_round(everyone, step, b"new", samples=everyone, now=0.0)
     new, killed = record(8, b"new"), {DAVE: record(1, b"old"), erin: record(5, b"old")}
     for _ in range(10):  # the rounds' results outweigh records for a few reads
         swarm.on_records({BOB: new, CAROL: new, **killed}, now=0.0)
@@ -114,7 +114,7 @@ def test_one_step_ahead_on_the_same_path_waits_for_the_branch_and_two_are_behind
 
 def average(swarm: Progress, *peers: PeerId, now: float = 0.0) -> None:
     for step in range(1, 4):
-        swarm.on_round(peers, step, b"same", weights=dict.fromkeys(peers, 1.0), now=now)
+        swarm.on_round(peers, step, b"same", samples=dict.fromkeys(peers, 1.0), now=now)
 
 
 def test_rounds_of_a_minority_give_no_votes_until_the_others_have_left() -> None:
@@ -192,10 +192,10 @@ def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> 
     early_s = (100 - 10 - computable) / (2 + SLOWER)
     assert swarm.early_s(15.0) == pytest.approx(early_s + 2.0)  # and a micro-batch
     assert swarm.early_s(16.0) == 0.0  # 10 + 9 * 10
-    swarm.on_round([], 2, b"full", weights={ALICE: 100.0}, now=20.0)
+    swarm.on_round([], 2, b"full", samples={ALICE: 100.0}, now=20.0)
     assert swarm.early_s(15.0) > 0.0  # for ten rounds
     for step in range(3, 12):
-        swarm.on_round([], step, b"full", weights={ALICE: 100.0}, now=20.0)
+        swarm.on_round([], step, b"full", samples={ALICE: 100.0}, now=20.0)
     assert swarm.early_s(15.0) == 0.0  # records are late, and rounds are not short any more
 
 

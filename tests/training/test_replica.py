@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import StepLR
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training import replica as module
+from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.replica import SMALL_VALUES, Gradients, Replica, UpdateRule, set_gradients
+from colab_swarm.training.replica import SMALL_VALUES, Replica, UpdateRule, set_gradients
 from colab_swarm.training.state import snapshot_of, tensors_of
 from tests.training.toy import loss_of, model, parameters_of
 
@@ -121,13 +122,13 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both))
     first.grad = torch.arange(6.0).view(2, 3)
-    assert gathered.add(2.0, 1.0) is None and first.grad is None
+    assert gathered.add(8.0, 2.0, 1.0) is None and first.grad is None
     first.grad, second.grad = torch.arange(6.0).view(2, 3), torch.full((4,), 0.5, dtype=torch.bfloat16)
-    assert gathered.add(3.0, float("nan")) is None and gathered.mean_loss == 1.0
-    assert gathered.add(6.0, 5.0) is None and gathered.mean_loss == 4.0
-    gathered.samples = 5.0
-    mean = gathered.contribution(lambda values: False)
-    np.testing.assert_allclose(5 * mean, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6)
+    assert gathered.add(8.0, 3.0, float("nan")) is None and gathered.loss.value == 1.0
+    assert gathered.add(8.0, 6.0, torch.tensor(5.0)) is None and gathered.loss.value == 4.0
+    given = gathered.contribution(lambda values: False)
+    assert (given.samples, given.weight, given.loss) == (24.0, 11.0, 4.0)
+    np.testing.assert_allclose(11 * given.values, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6)
 
 
 def test_a_flat_vector_becomes_gradients_in_the_parameters_own_dtype() -> None:
@@ -180,5 +181,5 @@ def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both))
     first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
-    assert "not finite" in str(gathered.add(1.0, None)) and second.grad is None
-    assert not gathered.samples and not gathered.contribution(lambda values: False).any()
+    assert "not finite" in str(gathered.add(1.0, 1.0, None)) and second.grad is None
+    assert not gathered.samples and not gathered.contribution(lambda values: False).values.any()

@@ -28,7 +28,10 @@ def peer(index: int) -> PeerId:
 
 
 def group(weights: Sequence[float], shares: Sequence[float], numel: int = 100) -> Group:
-    members = [GroupMember(peer(i), (), *part) for i, part in enumerate(zip(weights, shares, strict=True))]
+    members = [
+        GroupMember(peer(i), (), weight, share, samples=weight)
+        for i, (weight, share) in enumerate(zip(weights, shares, strict=True))
+    ]
     members.sort(key=lambda member: member.id)
     return Group(bytes(16), RoundTerms("", 1, b"", numel), tuple(members))
 

@@ -1,0 +1,58 @@
+"""Lightning trains with a swarm, by automatic or manual optimisation:
+
+class Model(LightningModule):
+    def configure_optimizers(self):
+        inner = AdamW(self.parameters())
+        return swarm.optimizer(inner, target_batch_size=256, batch_size=32, model=self, scheduler=…)
+
+Trainer(max_epochs=-1, callbacks=[SwarmSteps(500)]).fit(Model(), loader)
+"""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+
+from colab_swarm.errors import require
+from colab_swarm.training.optimizer import SwarmOptimizer
+
+
+class SwarmSteps(Callback):
+    """Ends the training after ``max_steps`` of the swarm or with the session, counts samples, logs metrics."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps, self._samples = max_steps, 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        require(
+            trainer.gradient_clip_val is None,
+            "the Trainer's gradient_clip_val would clip each peer's own gradients: pass max_grad_norm=… to "
+            "swarm.optimizer(…), which clips their mean",
+        )
+        require(trainer.world_size == 1, "start one peer per process, each with its own GPU: devices=1")
+        require(
+            _of_swarm(trainer),
+            "configure_optimizers() returned no optimizer of a swarm: return what swarm.optimizer(…) returns",
+        )
+        for optimizer in _of_swarm(trainer):
+            optimizer.raises_at_end = False
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._samples += extract_batch_size(batch)  # of accumulated batches
+        for optimizer in _of_swarm(trainer):
+            optimizer.next_batch(samples=self._samples)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
+            self._samples = 0.0
+        for optimizer in _of_swarm(trainer):
+            pl_module.log_dict(optimizer.metrics(), prog_bar=True)
+            trainer.should_stop |= optimizer.over or optimizer.global_step >= self._max_steps
+
+
+def _of_swarm(trainer: Trainer) -> list[SwarmOptimizer]:
+    return [one for one in trainer.optimizers if isinstance(one, SwarmOptimizer)]

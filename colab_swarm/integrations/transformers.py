@@ -1,0 +1,176 @@
+"""The Hugging Face `Trainer`, and TRL's that inherit it, train with a swarm:
+
+    trainer = Trainer(model, args, train_dataset=…)
+    attach(trainer, swarm, target_batch_size=256, max_steps=500)
+    trainer.train()
+
+The Trainer counts the swarm's steps: it logs, evaluates, saves and ends by them. Its learning rate schedule and its
+``max_grad_norm`` apply to the averaged gradient. ``gradient_accumulation_steps`` makes larger micro-batches. A causal
+language model's gradients are weighed by their target tokens, as one Trainer with the joined batch weighs them.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import find_batch_size
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
+
+from colab_swarm.errors import require
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.gradients import MeanLoss
+from colab_swarm.training.optimizer import SwarmOptimizer
+
+logger = logging.getLogger(__name__)
+
+ENDLESS = 1 << 40  # steps of this peer; the swarm's decide
+SHUFFLED = 1000  # samples that a streamed data set is shuffled over
+
+
+def attach(
+    trainer: Trainer, swarm: Swarm, *, target_batch_size: int, max_steps: int, **options: Any
+) -> SwarmOptimizer:
+    """Let the swarm step the trainer's optimizer, until ``max_steps`` of the swarm; call it before ``train()``.
+
+    The ``options`` are those of `Swarm.optimizer`. Every peer shuffles its data in an order of its own. At the end of
+    the session the training ends, and this peer's last samples are handed over. Attach again to continue with
+    other ``max_steps``.
+
+    Raises:
+        ValueError: a setting of the Trainer contradicts the swarm's; or what `Swarm.optimizer` raises.
+    """
+    args = trainer.args
+    for flow in trainer.callback_handler.callbacks:
+        if isinstance(flow, SwarmFlow):
+            require(
+                not flow.optimizer.closed.is_set(),
+                "this Trainer was attached to a swarm that this peer has left: make a new Trainer",
+            )
+            flow.max_steps = max_steps
+            return flow.optimizer
+    require(
+        not 0 < args.max_steps < max_steps,
+        f"max_steps={args.max_steps} of the TrainingArguments counts steps of this peer alone, and would end the "
+        f"training before the swarm's step {max_steps}: leave it out",
+    )
+    require(
+        args.world_size == 1 and not trainer.is_deepspeed_enabled and not trainer.is_fsdp_enabled,
+        "a Trainer of several processes cannot join: start one peer per process, each with its own GPU",
+    )
+    trainer.create_optimizer()
+    trainer.create_scheduler(num_training_steps=max_steps)
+    counts_targets = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    defaults = {
+        "model": trainer.model,
+        "scheduler": trainer.lr_scheduler,
+        "max_grad_norm": args.max_grad_norm or None,
+        "weight_unit": "targets" if counts_targets else "samples",
+    }
+    optimizer = swarm.optimizer(
+        trainer.optimizer, target_batch_size=target_batch_size, **{**defaults, **options}
+    )
+    optimizer.raises_at_end = False
+    trainer.optimizer = optimizer
+    trainer.args = copy.copy(args)  # those of another Trainer stay
+    trainer.args.max_steps, trainer.args.max_grad_norm = ENDLESS, 0.0
+    _shuffle(trainer, seed=int.from_bytes(swarm.id[:4]))
+    trainer.remove_callback(DefaultFlowCallback)
+    trainer.callback_handler.callbacks.insert(0, SwarmFlow(trainer, optimizer, max_steps))
+    return optimizer
+
+
+def _shuffle(trainer: Any, *, seed: int) -> None:
+    trainer.args.seed = trainer.args.data_seed = seed
+    trainer.accelerator.dataloader_config.data_seed = seed
+    data = trainer.train_dataset
+    if isinstance(data, torch.utils.data.IterableDataset):
+        if hasattr(data, "shuffle"):  # of the library datasets
+            trainer.train_dataset = data.shuffle(seed=seed, buffer_size=SHUFFLED)
+        else:
+            logger.warning(
+                "this peer cannot shuffle an IterableDataset: let it yield other samples at each peer"
+            )
+
+
+class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
+    """Lets a Trainer count samples and targets for the swarm, and log, evaluate, save and end by the swarm's steps."""
+
+    def __init__(self, trainer: Trainer, optimizer: SwarmOptimizer, max_steps: int) -> None:
+        self._trainer, self.optimizer, self.max_steps = trainer, optimizer, max_steps
+        self._step, self._loss = 0, torch.tensor(0.0)  # the loss of this peer's present step
+        self._samples = self._weight = self._counted = 0.0
+        self._logged, self._total = MeanLoss(), MeanLoss()  # since the last log, and in all
+        self._batches, self._compute = trainer.get_batch_samples, trainer.training_step
+        self._log, self._train = trainer.log, trainer.train
+        trainer.get_batch_samples, trainer.training_step = self.get_batch_samples, self.training_step
+        trainer.log, trainer.train, trainer.create_scheduler = self.log, self.train, self.create_scheduler
+        self.create_scheduler()
+
+    def create_scheduler(self, *_: Any, **__: Any) -> Any:
+        """Give the Trainer a twin of the scheduler, which the swarm steps."""
+        self._trainer.lr_scheduler = self.optimizer.scheduler
+        return self.optimizer.scheduler
+
+    def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[Sequence[Any], Any]:
+        """Return the micro-batches of this peer's next step, counted."""
+        batches, items = self._batches(*arguments, **named)
+        samples = sum(len(one) if isinstance(one, list) else find_batch_size(one) or 1 for one in batches)
+        self._samples = self._weight = float(samples)
+        self._loss = torch.tensor(0.0)
+        if items is not None and self._by_targets:
+            args, self._weight = self._trainer.args, float(torch.as_tensor(items).flatten()[0])
+            if args.n_gpu > 1 and not args.average_tokens_across_devices:
+                self._weight *= args.n_gpu  # the Trainer has divided it
+        return batches, items
+
+    @property
+    def _by_targets(self) -> bool:
+        return self.optimizer.settings.weight_unit != "samples"
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        """Compute one micro-batch; its loss is a part of the step's."""
+        loss = self._compute(*arguments, **named)
+        self._loss = self._loss.to(loss.device) + loss.detach()
+        weight = self._weight if self._by_targets else None
+        self.optimizer.next_batch(samples=self._samples, weight=weight, loss=self._loss)
+        return loss
+
+    def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:
+        """Log the mean loss of what this peer computed, and the swarm's metrics."""
+        if "loss" in logs:
+            logs["loss"], self._logged = self._logged.value or logs["loss"], MeanLoss()
+            logs |= self.optimizer.metrics()
+        if "train_loss" in logs:
+            logs["train_loss"] = self._total.value or logs["train_loss"]
+            logs["train_samples_per_second"] = round(self._counted / logs["train_runtime"], 3)
+        self._log(logs, *arguments, **named)
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train to the swarm's last step."""
+        output = self._train(*arguments, **named)
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        state.compute_steps(args, self.max_steps)  # settings that are parts of all steps
+        self._step = state.global_step = self.optimizer.global_step
+        state.max_steps, self._total, self._counted = self.max_steps, MeanLoss(), 0.0
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> TrainerControl:
+        if not self._trainer.accelerator.optimizer_step_was_skipped:
+            for mean in (self._logged, self._total):
+                mean.add(self._loss, self._weight)
+            self._counted += self._samples
+        before, self._step = self._step, self.optimizer.global_step
+        for step in range(before + 1, self._step + 1):  # a peer that catches up takes several at once
+            state.global_step = step
+            control = super().on_step_end(args, state, control, **more)
+        state.global_step = self._step
+        control.should_training_stop |= self._step >= self.max_steps or self.optimizer.over
+        return control

@@ -1,0 +1,51 @@
+"""What must be equal at all peers of a collaboration, in words: published by each, compared before a peer trains."""
+
+from collections.abc import Iterable
+
+import torch
+from blake3 import blake3
+
+from colab_swarm.training.replica import Replica, digest_of
+from colab_swarm.training.settings import TrainingSettings
+
+
+def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[str, str], ...]:
+    """Return names and values for people; what is not set is left out."""
+    rule, trained = replica.rule, [*replica.model, *replica.shared]
+    rates = sorted(
+        {float(group.get("initial_lr", group.get("lr", 0.0))) for group in rule.optimizer.param_groups}
+    )
+    layout = blake3(repr([(tuple(one.shape), str(one.dtype)) for one in trained]).encode()).hexdigest(4)
+    found = {
+        "model": f"{replica.numel:,} trained values in {len(trained)} tensors (layout {layout})",
+        "frozen base": frozen_base(rule.model, replica.model),
+        "optimizer": type(rule.optimizer).__name__,
+        "learning rate": ", ".join(f"{rate:g}" for rate in rates),
+        "scheduler": type(rule.scheduler).__name__ if rule.scheduler else "",
+        "max_grad_norm": f"{rule.max_grad_norm:g}" if rule.max_grad_norm else "",
+        "target_batch_size": f"{settings.target_batch_size:g}",
+        "weight_unit": settings.weight_unit,
+        "local steps": "yes" if rule.local else "",
+        "compression": settings.compression,
+        "mean_compression": settings.mean_compression,
+        "robust": settings.robust,
+    }
+    return tuple((name, value) for name, value in found.items() if value)
+
+
+def frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
+    """Return a digest and the size of the parameters that are not trained; empty without any."""
+    skipped = {id(one) for one in trained}
+    frozen = {
+        name.removeprefix("module.").removeprefix("_orig_mod."): one  # of DataParallel and torch.compile
+        for name, one in ([] if model is None else model.named_parameters())
+        if id(one) not in skipped
+    }
+    if not frozen:
+        return ""
+    kinds = {str(one.dtype).removeprefix("torch.") for one in frozen.values()}
+    layout = [
+        (name, tuple(one.shape), one.dtype, getattr(one, "quant_type", "")) for name, one in frozen.items()
+    ]
+    base = blake3(repr(layout).encode() + digest_of(frozen.values())).hexdigest(4)
+    return f"{base}: {sum(one.numel() for one in frozen.values()):,} values in {', '.join(sorted(kinds))}"

@@ -1,0 +1,102 @@
+"""Two processes that train by a framework's own trainer equal one process with the joined batches."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations import peer
+from tests.integrations.peer import CLIP, LR, SCENARIOS, STEPS, Batch
+
+Given = dict[int, list[Batch]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what two peers have trained, in all scenarios."""
+    folder = tmp_path_factory.mktemp("together")
+    command = [sys.executable, "-m", "tests.integrations.peer"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    peers = [
+        subprocess.Popen([*command, name, str(folder), *SCENARIOS], env=environment) for name in peer.ROWS
+    ]
+    try:
+        assert [one.wait(timeout=300) for one in peers] == [0, 0]
+        yield folder
+    finally:
+        for one in peers:
+            one.kill()
+
+
+def results(folder: Path, scenario: str) -> tuple[dict[str, torch.Tensor], list[list[Batch]]]:
+    """What the peers have, which is equal, and the micro-batches of each step of both together."""
+    (state, given, lineage), (other, more, same) = (
+        torch.load(folder / f"{scenario}.{name}", weights_only=False) for name in peer.ROWS
+    )
+    assert lineage == same and all(torch.equal(state[key], other[key]) for key in state)
+    both = [steps for steps in range(STEPS) if given.get(steps) and more.get(steps)]
+    assert len(both) > STEPS / 2, "they did not train together"
+    return state, [[*given.get(step, ()), *more.get(step, ())] for step in range(STEPS)]
+
+
+def by_one_process(
+    net: Any,
+    steps: list[list[Batch]],
+    loss_of: Callable[[Any, Batch], tuple[torch.Tensor, int]],
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Train on each step's joined batch; ``loss_of`` gives the sum of a micro-batch and of how many it is."""
+    trained = [one for one in net.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, LR, **options)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    for batches in steps:
+        parts = [loss_of(net, batch) for batch in batches]
+        (sum(total for total, _ in parts) / sum(of for _, of in parts)).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        if options:
+            rates.step()
+    return {key: one.detach() for key, one in net.state_dict().items()}
+
+
+def of_targets(net: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+    logits = net(input_ids=batch["input_ids"], attention_mask=batch["labels"].ne(-100)).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
+    )
+    return total, int(targets.ne(-100).sum())
+
+
+def of_rows(net: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+    return peer.loss_of(net, batch) * len(batch["x"]), len(batch["x"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in ("trainer", "trl")])
+def test_plain_trainers_equal_one_process_on_the_joined_batches(trained: Path, scenario: str) -> None:
+    state, steps = results(trained, scenario)
+    want = by_one_process(peer.perceptron(), steps, of_rows)
+    torch.testing.assert_close(state, want, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["trainer", "trl"])
+def test_ragged_texts_equal_one_process_on_the_joined_batches(trained: Path, scenario: str) -> None:
+    state, steps = results(trained, scenario)
+    net = peer.language_model() if scenario == "trainer" else peer.adapted_model()
+    first = {key: one.detach().clone() for key, one in net.state_dict().items()}
+    want = by_one_process(net, steps, of_targets, weight_decay=0.0)
+    torch.testing.assert_close(state, want, rtol=0.0, atol=1e-5)
+    assert len({int(batch["labels"].ne(-100).sum()) for batches in steps for batch in batches}) > 5
+    frozen = [key for key in state if scenario == "trl" and "lora" not in key]
+    assert all(torch.equal(state[key], first[key]) for key in frozen) and any(
+        not torch.equal(state[key], first[key]) for key in state
+    )

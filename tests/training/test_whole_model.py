@@ -1,0 +1,173 @@
+"""The whole model trains together: bare steps, closures, buffers, frozen bases."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import colab_swarm as cs
+from colab_swarm.swarm.swarm import Swarm
+from tests.training import toy
+
+
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, generator=chance) * 3 + 1, torch.randn(rows, 2, generator=chance)
+
+
+def test_a_bare_step_counts_the_batch_size_and_a_closure_its_loss() -> None:
+    def train(swarm: Swarm) -> tuple[torch.Tensor, float | None]:
+        net = toy.model()
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = swarm.optimizer(inner, target_batch_size=toy.BATCH, batch_size=toy.BATCH // 2, model=net)
+
+        def closure() -> torch.Tensor:
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = toy.loss_of(net, optimizer.global_step)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is None and optimizer.step(closure) is not None
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+            optimizer.step()
+        return toy.parameters_of(net), optimizer.collaboration.progress.own.loss
+
+    parameters, loss = toy.alone(train)
+    net = toy.model()
+    first = toy.loss_of(net, 0)
+    first.backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    torch.testing.assert_close(parameters, toy.parameters_of(net))
+    assert loss == pytest.approx(first.item())
+
+
+def test_a_state_of_the_optimizer_loads_and_another_sends_the_peer_for_the_swarms() -> None:
+    def train(swarm: Swarm) -> list[bytes]:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net)
+        while optimizer.global_step < 3:
+            toy.take(optimizer, net, optimizer.global_step, slice(0, 2))
+        before = optimizer.lineage
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as accelerate does
+        assert optimizer.lineage == before
+        if swarm.name == "bob":
+            other = copy.deepcopy(optimizer.state_dict())
+            other["state"][0]["exp_avg"] += 1.0
+            optimizer.load_state_dict(other)
+            assert optimizer.lineage != before
+            with pytest.raises(ValueError, match="group"):
+                optimizer.load_state_dict({**other, "param_groups": []})
+        while optimizer.global_step < 12:
+            toy.take(optimizer, net, optimizer.global_step, slice(0, 2))
+        return [optimizer.lineage]
+
+    with cs.simulate(3, seed=1, samples_per_s=10.0) as simulation:
+        results = simulation.run(train)
+    assert len({lineages[0] for lineages in results.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"local_steps": 2}], ids=["plain", "overlap", "local"]
+)
+def test_buffers_are_averaged_and_equal_at_all_peers_also_at_one_that_comes_late(
+    options: dict[str, object],
+) -> None:
+    def train(swarm: Swarm) -> tuple[bytes, torch.Tensor, list[torch.Tensor]]:
+        net = images()
+        optimizer = swarm.optimizer(
+            torch.optim.SGD(net.parameters(), lr=0.05),
+            target_batch_size=32,
+            batch_size=8,
+            model=net,
+            **options,
+        )
+        seed = swarm.id[0]
+        while optimizer.global_step < 10:
+            seed += 1
+            x_BI, y_BO = batch(seed)
+            nn.functional.mse_loss(net(x_BI), y_BO).backward()
+            optimizer.step()
+        optimizer.wait_step(timeout_s=0.0)
+        net.eval()
+        return (
+            optimizer.lineage,
+            net(batch(0)[0]).detach(),
+            [one.clone() for one in optimizer._replica.shared],
+        )
+
+    with cs.simulate(2, seed=1, samples_per_s=20.0) as simulation:
+        simulation.join("carol", at=6.0)
+        results = simulation.run(train)
+    lineages, outputs, buffers = zip(*results.values(), strict=True)
+    assert len(set(lineages)) == 1
+    for theirs in buffers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(buffers[0], theirs, strict=True))
+    assert buffers[0][2] > 0 and not torch.equal(buffers[0][0], torch.zeros(16))
+    if not options:
+        assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_a_round_averages_the_buffers_by_samples() -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = images()
+        mine = 8 if swarm.name == "alice" else 24
+        optimizer = swarm.optimizer(
+            torch.optim.SGD(net.parameters(), lr=0.05),
+            target_batch_size=32,
+            batch_size=mine,
+            model=net,
+            matchmaking_timeout_s=20.0,
+        )
+        toy.wait_for_peers(swarm, optimizer, 2)
+        x_BI, y_BO = batch(mine, mine)
+        nn.functional.mse_loss(net(x_BI), y_BO).backward()
+        optimizer.step() or optimizer.wait_step()
+        return net[1].running_mean.clone()
+
+    with cs.simulate(2, seed=1) as simulation:
+        results = simulation.run(train)
+    want = torch.zeros(16)
+    for mine in (8, 24):
+        net = images()
+        net(batch(mine, mine)[0])
+        want += mine / 32 * net[1].running_mean
+    torch.testing.assert_close(results["alice"], want)
+    assert torch.equal(results["alice"], results["bob"])
+
+
+def test_a_peer_with_another_frozen_base_is_refused_and_both_are_named() -> None:
+    def train(swarm: Swarm) -> str:
+        net = images()
+        for parameter in net[0].parameters():
+            parameter.requires_grad_(False)
+        if swarm.name == "mallory":
+            with torch.no_grad():
+                net[0].weight[0, 0] += 1e-3
+        try:
+            inner = torch.optim.SGD(net.parameters(), lr=0.05)
+            optimizer = swarm.optimizer(inner, target_batch_size=32, batch_size=8, model=net)
+        except ValueError as error:
+            return str(error)
+        text = dict(optimizer.collaboration.progress.own.agreement)["frozen base"]
+        while optimizer.global_step < 6:
+            x_BI, y_BO = batch(optimizer.global_step)
+            nn.functional.mse_loss(net(x_BI), y_BO).backward()
+            optimizer.step()
+        net[0].weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="frozen or unfrozen"):
+            optimizer.step()
+        return text
+
+    with cs.simulate(2, seed=1, samples_per_s=20.0) as simulation:
+        simulation.join("mallory", at=3.0)
+        results = simulation.run(train)
+    assert results["alice"] == results["bob"] and "144 values in float32" in results["alice"]
+    assert f"frozen base: {results['alice']} there, " in results["mallory"]
