@@ -5,7 +5,7 @@
   valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other chunks.
 - A chunk without contributions has no mean: members keep their local values.
 - A contribution whose root mean square in a chunk is over ``most_rms``, and `OUTLIER` times that of this
-  peer's ``own``, is scaled down.
+  peer's ``own``, is scaled down; one of few values must be larger still.
 - With ``clip``, a chunk's mean is `clipped_mean`: outliers and a minority of liars move it little.
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
@@ -24,6 +24,9 @@ from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 OUTLIER = 10.0  # a contribution may be so many times larger than usual
+FEW_VALUES = (
+    64  # in so many, honest contributions differ by chance: twice as large is admitted, and more in fewer
+)
 CLIP_STEPS, CONVERGED = 6, 1e-3  # at most, of a mean that moves by clipped distances
 FAR, TINY = 4.0, 1e-60  # in median distances; a square
 MOST_RMS = 1e15  # of a row whose inner products are taken in float32
@@ -135,9 +138,10 @@ class SpanReducer:
             return False
         self._rms[chunk].append(rms)
         sums, weight = self._sums[chunk], self._weights[member]
-        if rms > self._most_rms:
+        most_rms, few = self._most_rms, 1.0 + FEW_VALUES / len(values)
+        if rms > few * most_rms:
             own_rms = root_mean_square(self._own[chunk]) if self._own and not self._clip else 0.0
-            weight *= min(1.0, max(self._most_rms, OUTLIER * own_rms) / rms)
+            weight *= min(1.0, few * max(most_rms, OUTLIER * own_rms) / rms)
         if self._clip:
             self._rows[chunk][member] = values, weight / self._weights[member]
         elif self._delivered[chunk]:
