@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
@@ -186,13 +186,17 @@ class Swarm(AbstractContextManager["Swarm"]):
         budget: "TrafficBudget | None" = None,
         **options: Any,
     ) -> "SwarmOptimizer":
-        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. The last call for a name counts.
+        """Let the swarm step ``optimizer``: see `SwarmOptimizer`.
+
+        The last call for a name counts, and continues from where the one before stopped, if nothing else changed.
+        It sees the optimizer's parameters only: without ``model`` no buffer is averaged and no frozen parameter
+        compared. Models that were initialised differently take the state of the peer that began.
 
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
             target_batch_size: samples of all peers together for one global step.
-            model: whose parameters these are: its buffers (BatchNorm's statistics) are averaged too, and a peer
-                whose frozen parameters differ from the others' is refused with a ValueError.
+            model: whose parameters these are: its buffers (BatchNorm's statistics) are averaged by the same
+                weights, and a peer whose frozen parameters differ from the others' is refused.
             scheduler: stepped once per global step.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
@@ -201,6 +205,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Raises:
             ValueError, TypeError: a setting is not usable.
+            MismatchError: the swarm trains another model, or with other settings; the text has both values.
             StateError: a swarm trains this model already, but no peer could send its state.
         """
         from colab_swarm.training.optimizer import SwarmOptimizer
@@ -212,14 +217,27 @@ class Swarm(AbstractContextManager["Swarm"]):
         rule = UpdateRule(
             optimizer, scheduler, max_grad_norm, settings.overlap, settings.local_steps != 1, model
         )
-        if name in self.optimizers:
-            self.optimizers.pop(name).close()
+        if (before := self.optimizers.pop(name, None)) is not None:
+            before.close()
         store = None if self.network is None else self.network.store
         folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
-        trained = SwarmOptimizer(self.runtime, self.services, settings, rule, self.name, folder)
+        trained = SwarmOptimizer(self.runtime, self.services, settings, rule, self.name, folder, before)
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
         return trained
+
+    def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
+        """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
+
+        Each peer reads a shuffled `DataLoader` in an order of its own, and continues at its position after a
+        restart. Each batch tells ``optimizer.step()`` its size. The panel stays live; without a front-end a line is
+        printed for each step. It ends with the session, too: then the last samples are handed over.
+
+        Raises ValueError if the loader gives no batch.
+        """
+        from colab_swarm.swarm.batches import read
+
+        return read(self, loader, optimizer, max_steps=max_steps)
 
     def elastic_optimizer(
         self, optimizer: "Optimizer", *, peers: int, name: str = "model", **options: Any

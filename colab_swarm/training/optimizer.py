@@ -64,8 +64,9 @@ class SwarmOptimizer(WrappedOptimizer):
         rule: UpdateRule,
         name: str,
         folder: CheckpointFolder | None = None,
+        before: "SwarmOptimizer | None" = None,
     ) -> None:
-        """Use `Swarm.optimizer`. ``folder`` gets this peer's progress."""
+        """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the closed one of this name."""
         self._runtime, self._services, self.settings, self._folder = runtime, services, settings, folder
         self._replica = Replica(rule)
         self._gathered = Gradients(self._replica, error_feedback=settings.error_feedback)
@@ -82,7 +83,12 @@ class SwarmOptimizer(WrappedOptimizer):
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
         self._saving, self._saved_step = threading.Lock(), -1
         self._tasks = BackgroundTasks("saving progress", services.events, services.rng)
-        resumed = folder is not None and self._resume(folder)
+        self.position = 0, 0  # of this peer in its data: passes, and batches of the present one
+        if before is not None and before._agreement == self._agreement:
+            self._take_up(before._state())
+            resumed = True
+        else:
+            resumed = folder is not None and self._resume(folder)
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
             if not resumed or self.collaboration.progress.behind:
@@ -146,6 +152,11 @@ class SwarmOptimizer(WrappedOptimizer):
     def over(self) -> bool:
         """True if this peer has left, or leaves at the next step, as its session ends."""
         return self.closed.is_set() or self._hand_over_s is not None
+
+    @property
+    def loss(self) -> float | None:
+        """This peer's mean loss over what it gave to the last step; None if it was told none."""
+        return self.collaboration.progress.own.loss
 
     def metrics(self) -> dict[str, float]:
         """Return the swarm's step, the peers that train, and their samples per second."""
@@ -274,7 +285,7 @@ class SwarmOptimizer(WrappedOptimizer):
         Raises `StateError` if it could not be written; an older file there is untouched.
         """
         with self._replica.lock:
-            state = copied({**self._replica.state(), **self._gathered.state()})
+            state = copied(self._state())
         if isinstance(target, CheckpointFolder):
             target.save(state["step"], state)
         else:
@@ -292,6 +303,9 @@ class SwarmOptimizer(WrappedOptimizer):
             require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
             uninterrupted(lambda: self._restart(state))
 
+    def _state(self) -> dict[str, Any]:
+        return {**self._replica.state(), **self._gathered.state(), "position": self.position}
+
     def _restart(self, state: Any) -> None:
         self._take_up(state)
         self._runtime.call(self.collaboration.adopt(self._replica.step, self._replica.lineage))
@@ -301,6 +315,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._replica.load(state)
         self._gathered.feedback = feedback
         self._gathered.forget()
+        self.position = state.get("position", (0, 0))
 
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.

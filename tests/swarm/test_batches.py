@@ -1,0 +1,166 @@
+"""`swarm.batches`: data in a plain training loop."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import colab_swarm as cs
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.optimizer import SwarmOptimizer
+from tests.training import toy
+
+ROWS = 21
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    chance = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.arange(ROWS), torch.randn(ROWS, 8, generator=chance))
+    return DataLoader(data, **{"batch_size": 4, "shuffle": True, **options})
+
+
+def begin(swarm: Swarm, target_batch_size: int = 4) -> tuple[torch.nn.Module, SwarmOptimizer]:
+    net = toy.model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.01)
+    return net, swarm.optimizer(inner, target_batch_size=target_batch_size, model=net)
+
+
+def run(swarm: Swarm, steps: int, data: Any, optimizer: SwarmOptimizer, net: torch.nn.Module) -> list[int]:
+    """Train to a step; return the rows read, in order."""
+    rows = []
+    for index_B, x_BI in swarm.batches(data, optimizer, max_steps=steps):
+        rows += index_B.tolist()
+        loss = net(x_BI).square().mean()
+        loss.backward()
+        optimizer.step(loss=loss)
+    return rows
+
+
+def test_each_peer_reads_all_in_an_order_of_its_own_and_counts_what_it_read() -> None:
+    def train(swarm: Swarm) -> tuple[list[int], list[int]]:
+        net, optimizer = begin(swarm)
+        rows = run(swarm, 10**9, limited(swarm, optimizer), optimizer, net)
+        return rows[:ROWS], rows[ROWS : 2 * ROWS]
+
+    def limited(swarm: Swarm, optimizer: SwarmOptimizer) -> Any:
+        return Twice(loader(), lambda: optimizer.end("enough", hand_over_s=0.0))
+
+    with cs.simulate(2, seed=1, samples_per_s=100.0) as simulation:
+        results = simulation.run(train)
+    orders = [tuple(one) for passes in results.values() for one in passes]
+    assert all(sorted(one) == list(range(ROWS)) for one in orders) and len(set(orders)) == 4
+
+
+class Twice:
+    """A loader that calls ``after`` in its third pass."""
+
+    def __init__(self, loader: DataLoader[Any], after: Any) -> None:
+        self.dataset, self.sampler, self._loader, self._after, self._passes = (
+            loader.dataset,
+            loader.sampler,
+            loader,
+            after,
+            0,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passes += 1
+        if self._passes == 3:
+            self._after()
+            return iter([next(iter(self._loader))])
+        return iter(self._loader)
+
+
+def test_it_ends_at_the_step_and_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    def train(swarm: Swarm) -> int:
+        net, optimizer = begin(swarm)
+        run(swarm, 3, loader(), optimizer, net)
+        assert run(swarm, 3, loader(), optimizer, net) == []
+        return optimizer.global_step
+
+    assert toy.alone(train) == 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3 and lines[2].startswith("step 3 of 3: loss ") and lines[2].endswith("from 1 peer")
+
+
+def test_it_continues_at_its_position_in_the_next_cell_and_from_a_checkpoint(tmp_path: Any) -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm, target_batch_size=7)
+        rows = run(swarm, 1, loader(batch_size=7), optimizer, net)
+        optimizer.save(tmp_path / "saved")
+        net, again = begin(swarm, target_batch_size=7)  # the cell again, with a model of its own
+        first = toy.parameters_of(toy.model())
+        assert again.global_step == 1 and not torch.equal(toy.parameters_of(net), first)
+        rest = run(swarm, 3, loader(batch_size=7), again, net)
+        assert sorted(rows + rest) == list(range(ROWS))
+        again.load(tmp_path / "saved")
+        assert run(swarm, 3, loader(batch_size=7), again, net) == rest
+
+    toy.alone(train)
+
+
+def test_an_empty_batch_is_passed_over_and_a_smaller_one_counts_as_it_is() -> None:
+    def train(swarm: Swarm) -> tuple[int, float]:
+        net, optimizer = begin(swarm, target_batch_size=100)
+        sizes = [4, 0, 1]
+        data = [(torch.arange(n), torch.ones(n, 8)) for n in sizes]
+        seen = 0
+        for _, x_BI in swarm.batches(data, optimizer, max_steps=1):
+            net(x_BI).square().mean().backward()
+            optimizer.step()
+            seen += 1
+            if seen == 2:
+                break
+        return seen, optimizer.collaboration.progress.own.samples
+
+    assert toy.alone(train) == (2, 5.0)
+
+
+def test_a_loader_without_batches_raises_and_one_without_an_order_is_told_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Nothing(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        with pytest.raises(ValueError, match="gave no batch"):
+            run(swarm, 3, DataLoader(Nothing()), optimizer, net)
+        run(swarm, 3, loader(shuffle=False), optimizer, net)
+
+    toy.alone(train)
+    assert "all peers read this loader in one order" in capsys.readouterr().out
+
+
+def test_batches_move_to_the_models_device() -> None:
+    def train(swarm: Swarm) -> None:
+        net = toy.model().to("meta")
+        inner = torch.optim.SGD(toy.model().parameters(), lr=0.01)
+        optimizer = swarm.optimizer(inner, target_batch_size=4)
+        optimizer.param_groups[0]["params"] = [*net.parameters()]
+        data = [{"x": torch.ones(2, 8), "more": (torch.ones(2), ["text", "text"])}]
+        batch = next(swarm.batches(data, optimizer, max_steps=1))
+        assert (batch["x"].device.type, batch["more"][0].device.type) == ("meta", "meta")
+        assert batch["more"][1] == ["text", "text"]
+
+    toy.alone(train)
+
+
+def test_the_sessions_end_ends_the_loop() -> None:
+    def train(swarm: Swarm) -> int:
+        net, optimizer = begin(swarm)
+        timer = threading.Event()
+        for index_B, x_BI in swarm.batches(loader(), optimizer, max_steps=10**9):
+            net(x_BI).square().mean().backward()
+            optimizer.step()
+            if len(index_B) and optimizer.global_step == 2:
+                optimizer.end("the session ends", hand_over_s=0.0)
+                timer.set()
+        assert timer.is_set() and optimizer.over
+        return optimizer.global_step
+
+    assert toy.alone(train) == 2
