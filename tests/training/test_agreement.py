@@ -1,0 +1,186 @@
+"""Peers that would train something else are refused by name, before they train."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import colab_swarm as cs
+from colab_swarm.errors import MismatchError
+from colab_swarm.net.peers import PeerId
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.progress import Progress, ProgressRecord
+
+REFUSED_WITHIN_S = 5.0
+
+
+class Adapted(nn.Module):
+    """A frozen base with an adapter of some rank, as LoRA makes one."""
+
+    def __init__(self, rank: int = 2, change: float = 0.0) -> None:
+        super().__init__()
+        chance = torch.Generator().manual_seed(0)
+        self.base = nn.Parameter(torch.randn(8, 8, generator=chance), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(rank, 8, generator=chance))
+        self.up = nn.Parameter(torch.zeros(8, rank))
+        self.base.data[0, 0] += change
+
+    def forward(self, x_BI: torch.Tensor) -> torch.Tensor:
+        return x_BI @ (self.base + self.up @ self.down)
+
+
+def adam(net: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((one for one in net.parameters() if one.requires_grad), lr)
+
+
+def begin(
+    swarm: Swarm,
+    net: nn.Module | None = None,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+    *,
+    target_batch_size: int = 4,
+    weight_unit: str = "samples",
+    max_grad_norm: float | None = 1.0,
+) -> SwarmOptimizer:
+    net = net or Adapted()
+    return swarm.optimizer(
+        make(net),
+        model=net,
+        batch_size=4,
+        target_batch_size=target_batch_size,
+        weight_unit=weight_unit,
+        max_grad_norm=max_grad_norm,
+    )
+
+
+def train(optimizer: SwarmOptimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        (net := optimizer.rule.model)(torch.ones(4, 8)).square().mean().backward()  # type: ignore[misc]
+        assert net is not None and optimizer.step() is not None
+
+
+OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
+    "base": (
+        "frozen base: .*: 64 values in float32 there, .*: 64 values in float32 here",
+        lambda swarm: begin(swarm, Adapted(change=1e-3)),
+    ),
+    "rank": (
+        "model: 32 trained values in 2 tensors .* there, 64 trained values in 2 tensors .* here",
+        lambda swarm: begin(swarm, Adapted(rank=4)),
+    ),
+    "batch": ("target_batch_size: 4 there, 512 here", lambda swarm: begin(swarm, target_batch_size=512)),
+    "unit": (
+        "weight_unit: samples there, target tokens here",
+        lambda swarm: begin(swarm, weight_unit="target tokens"),
+    ),
+    "optimizer": (
+        "optimizer: AdamW there, SGD here",
+        lambda swarm: begin(swarm, make=lambda net: torch.optim.SGD([net.down, net.up], 1e-3)),
+    ),
+    "rate": (
+        "learning rate: 0.001 there, 0.01 here",
+        lambda swarm: begin(swarm, make=lambda net: adam(net, 1e-2)),
+    ),
+    "clip": ("max_grad_norm: 1 there, none here", lambda swarm: begin(swarm, max_grad_norm=None)),
+}
+
+
+@pytest.fixture(scope="module")
+def alice() -> Iterator[Swarm]:
+    with cs.create("agreed", peer_name="alice", options=cs.NetworkOptions(lan=False)) as swarm:
+        train(begin(swarm), 2)
+        yield swarm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_peer_that_would_train_something_else_is_refused_at_real_links(alice: Swarm, what: str) -> None:
+    text, other = OTHERS[what]
+    with cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob:
+        with pytest.raises(MismatchError, match=text):
+            other(bob)
+        assert not bob.optimizers
+    train(alice.optimizers["model"])
+
+
+def test_a_peer_is_refused_in_time_and_the_others_train_on() -> None:
+    def work(swarm: Swarm) -> tuple[str, float, int]:
+        began = swarm.runtime.time()
+        try:
+            optimizer = OTHERS["batch"][1](swarm) if swarm.name == "mallory" else begin(swarm)
+        except MismatchError as error:
+            return str(error), swarm.runtime.time() - began, 0
+        while optimizer.global_step < 8:
+            optimizer.rule.model(torch.ones(4, 8)).square().mean().backward()  # type: ignore[misc]
+            optimizer.step()
+        return "", 0.0, optimizer.global_step
+
+    with cs.simulate(2, network="home", seed=1, samples_per_s=8.0) as simulation:
+        simulation.join("mallory", at=3.0)
+        results = simulation.run(work)
+    text, seconds, _ = results["mallory"]
+    assert "target_batch_size: 4 there, 512 here" in text and seconds < REFUSED_WITHIN_S
+    assert [results[name][2] for name in ("alice", "bob")] == [8, 8]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_two_that_begin_together_one_is_refused(seed: int) -> None:
+    def work(swarm: Swarm) -> str:
+        try:
+            optimizer = begin(swarm, target_batch_size=8 if swarm.name == "alice" else 16)
+            while optimizer.global_step < 4:
+                optimizer.rule.model(torch.ones(4, 8)).square().mean().backward()  # type: ignore[misc]
+                optimizer.step()
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+    with cs.simulate(2, network="home", seed=seed, samples_per_s=8.0) as simulation:
+        told = sorted(simulation.run(work).values())
+    assert told[0] == "" and "target_batch_size" in told[1]
+
+
+ME, BOB, CAROL = (PeerId(bytes([n]) * 32) for n in range(3))
+
+
+def record(batch: str, **facts: object) -> ProgressRecord:
+    agreement = (("target_batch_size", batch),)
+    facts = {"samples": 0.0, "samples_per_s": 1.0, "syncing": False, "reduces": True, "name": "", **facts}
+    return ProgressRecord(0, b"same", agreement=agreement, **facts)  # type: ignore[arg-type]
+
+
+def test_a_peer_that_has_averaged_with_others_is_told_nothing_by_strangers() -> None:
+    progress = Progress(ME, record("8"), target_batch_size=8.0)
+    progress.on_records({BOB: record("8"), CAROL: record("64")}, now=0.0)
+    assert progress.disagreement() == ""
+    progress.own = record("512", syncing=True)
+    assert progress.disagreement() == "target_batch_size: 8 there, 512 here"
+    progress.on_round([ME, BOB], 1, b"new", samples={ME: 4.0, BOB: 4.0}, now=1.0)
+    assert progress.disagreement() == ""
+
+
+def test_text_of_others_cannot_control_a_terminal() -> None:
+    progress = Progress(ME, record("8", syncing=True))
+    progress.on_records({BOB: record("\x1b[2J")}, now=0.0)
+    assert progress.disagreement() == "target_batch_size: ?[2J there, 8 here"
+
+
+@pytest.mark.slow
+def test_models_that_were_initialised_differently_take_the_founders_state(alice: Swarm) -> None:
+    def late(swarm: Swarm) -> tuple[torch.Tensor, bytes]:
+        net = Adapted()
+        with torch.no_grad():
+            net.down.normal_()
+        optimizer = begin(swarm, net)
+        return net.down.detach().clone(), optimizer.lineage
+
+    with (
+        cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob,
+        ThreadPoolExecutor() as pool,
+    ):
+        down, lineage = pool.submit(late, bob).result(60)
+    mine = alice.optimizers["model"]
+    assert lineage == mine.lineage and torch.equal(down, mine.rule.model.down.detach())  # type: ignore[union-attr, arg-type]
