@@ -1,0 +1,276 @@
+"""What a user of the Hugging Face Trainer expects of it, in a swarm."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import colab_swarm as cs
+from colab_swarm.events import BatchDropped
+from colab_swarm.integrations.trackers import track
+from colab_swarm.integrations.transformers import attach
+from colab_swarm.swarm.swarm import Swarm
+from tests.integrations.peer import language_model, padded, texts
+
+TARGET = 12
+
+
+def trainer_of(folder: Path, model: Any = None, **options: Any) -> Trainer:
+    settings = {"save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2, **options}
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True, **settings
+    )
+    return Trainer(model or language_model(), arguments, train_dataset=texts("alice"), data_collator=padded)
+
+
+def alone(train: Any) -> Any:
+    with cs.simulate(1) as simulation:
+        return simulation.run(train)["alice"]
+
+
+def test_it_ends_logs_and_saves_by_the_swarms_steps(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> Trainer:
+        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=3, logging_steps=2)
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=6)
+        output = trainer.train()
+        assert output.global_step == 6 and output.training_loss == output.metrics["train_loss"]
+        return trainer
+
+    trainer = alone(train)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [2, 4, 6] == [log["swarm_step"] for log in logs]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    assert [round(log["learning_rate"], 6) for log in logs] == [
+        round(1e-2 * (1 - n / 6), 6) for n in (2, 4, 6)
+    ]
+
+
+def test_logged_losses_are_means_over_what_was_accumulated(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> tuple[list[float], list[float]]:
+        trainer, seen = trainer_of(tmp_path), []
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=3)
+        step, sums = optimizer.step, []
+
+        def spied(*given: Any, **named: Any) -> Any:
+            _, weight, loss = optimizer._next
+            seen.append((float(loss), weight))  # type: ignore[arg-type]
+            before = optimizer.global_step
+            result = step(*given, **named)
+            if optimizer.global_step > before:
+                sums.append(sum(a * b for a, b in seen) / sum(b for _, b in seen))
+                seen.clear()
+            return result
+
+        optimizer.step = spied  # type: ignore[method-assign]
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log], sums
+
+    logged, want = alone(train)
+    assert len(want) == 3 and logged == pytest.approx(want, rel=1e-5)
+
+
+def test_peers_draw_their_data_in_different_orders_and_leave_the_arguments_alone(tmp_path: Path) -> None:
+    arguments = []
+
+    def train(swarm: Swarm) -> list[int]:
+        trainer = trainer_of(tmp_path / swarm.name, max_grad_norm=0.5)
+        arguments.append(trainer.args)
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
+        return [len(row) for batch in trainer.get_train_dataloader() for row in batch["input_ids"]]
+
+    with cs.simulate(2, seed=1) as simulation:
+        alices, bobs = simulation.run(train).values()
+    assert alices != bobs and len(alices) == len(bobs) == 200
+    assert all((one.max_steps, one.max_grad_norm) == (-1, 0.5) for one in arguments)
+
+
+def test_a_resumed_training_continues_at_its_step_with_its_parameters(tmp_path: Path) -> None:
+    def begin(swarm: Swarm) -> tuple[bytes, dict[str, torch.Tensor]]:
+        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=4)
+        trainer.train()
+        return optimizer.lineage, {k: v.clone() for k, v in trainer.model.state_dict().items()}
+
+    def again(swarm: Swarm) -> tuple[bytes, dict[str, torch.Tensor], list[int], float]:
+        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=100)
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=6)
+        first: list[Any] = []
+
+        class Look(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                parameters = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+                inner = optimizer.rule.optimizer.state_dict()["state"][0]["step"].item()
+                first.extend((optimizer.lineage, parameters, inner))
+
+        trainer.add_callback(Look())
+        trainer.train(resume_from_checkpoint=True)
+        steps = [log["step"] for log in trainer.state.log_history if "loss" in log]
+        return first[0], first[1], steps, first[2]
+
+    lineage, parameters = alone(begin)
+    resumed, loaded, steps, inner = alone(again)
+    assert resumed == lineage and all(torch.equal(loaded[key], parameters[key]) for key in parameters)
+    assert steps == [1, 2, 3, 4, 5, 6] and inner == 4.0  # the first four are of the log that was saved
+
+
+def test_a_training_that_was_interrupted_continues_in_the_same_cell_and_in_a_new_one(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and not interrupted:
+                interrupted.append(state.global_step)
+                raise KeyboardInterrupt
+
+    interrupted: list[int] = []
+
+    def train(swarm: Swarm) -> tuple[int, int, int]:
+        trainer = trainer_of(tmp_path)
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=4)
+        trainer.add_callback(Interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        at = optimizer.global_step
+        assert attach(trainer, swarm, target_batch_size=TARGET, max_steps=4) is optimizer
+        trainer.train()
+        again = trainer_of(tmp_path)  # the whole cell again
+        continued = attach(again, swarm, target_batch_size=TARGET, max_steps=6)
+        began = continued.global_step
+        again.train()
+        return at, began, continued.global_step
+
+    assert alone(train) == (2, 4, 6) and interrupted == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_steps": 3}, "counts steps of this peer alone"),
+        ({"deepspeed": None, "max_steps": 49}, "step 50"),
+    ],
+)
+def test_a_trainer_that_would_end_early_is_refused(
+    tmp_path: Path, options: dict[str, Any], told: str
+) -> None:
+    def train(swarm: Swarm) -> None:
+        trainer = trainer_of(tmp_path, **options)
+        with pytest.raises(ValueError, match=told):
+            attach(trainer, swarm, target_batch_size=TARGET, max_steps=50)
+        assert not swarm.optimizers and trainer.args.max_steps == options["max_steps"]
+
+    alone(train)
+
+
+def test_a_loss_that_is_not_finite_counts_nothing(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> tuple[int, int, list[float]]:
+        trainer = trainer_of(tmp_path)
+        compute, calls = trainer.compute_loss, []
+
+        def spoiled(*given: Any, **named: Any) -> Any:
+            calls.append(0)
+            loss = compute(*given, **named)
+            return loss * float("nan") if len(calls) == 2 else loss
+
+        trainer.compute_loss = spoiled
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=3)
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        return len(calls), len(swarm.events.recent(BatchDropped)), losses
+
+    calls, dropped, losses = alone(train)
+    assert (calls, dropped) == (10, 1) and all(0 < loss < 10 for loss in losses)  # 9 fill three batches
+
+
+def test_any_tracker_gets_the_swarms_metrics(tmp_path: Path) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.rows: list[tuple[str, float, int]] = []
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.rows.append((name, value, step))
+
+    class Run:
+        def __init__(self) -> None:
+            self.rows: list[tuple[dict[str, float], int]] = []
+
+        def log(self, metrics: dict[str, float], *, step: int) -> None:
+            self.rows.append((metrics, step))
+
+    writer, run = Writer(), Run()
+
+    def train(swarm: Swarm) -> None:
+        with pytest.raises(TypeError, match="neither add_scalar nor log"):
+            track(swarm, object())
+        stops = [track(swarm, writer), track(swarm, run)]
+        trainer = trainer_of(tmp_path)
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
+        trainer.train()
+        for stop in stops:
+            stop()
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=3)
+        trainer.train()
+
+    alone(train)
+    assert [step for _, step in run.rows] == [1, 2] and run.rows[1][0]["swarm_samples"] == TARGET
+    assert {"loss", "swarm_peers", "swarm_samples_per_s"} < {name for name, _, _ in writer.rows}
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import colab_swarm as cs
+from tests.integrations.test_trainer import TARGET, attach, trainer_of
+folder, steps = Path(sys.argv[1]), int(sys.argv[3])
+options = cs.NetworkOptions(lan=False)
+swarm = cs.join(sys.argv[2], peer_name="bob", state_dir=folder / "bob", options=options)
+trainer = trainer_of(folder / "out")
+optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=steps)
+print("joined at", optimizer.global_step, flush=True)
+trainer.train()
+print("ended at", optimizer.global_step, flush=True)
+swarm.leave()
+"""
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_continues(
+    tmp_path: Path,
+) -> None:
+    def child(steps: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CHILD, str(tmp_path), str(alice.invite()), str(steps)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    killed = threading.Event()
+
+    class Kill(TrainerCallback):
+        """Kills bob once it has contributed; then the training needs some more steps."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            swarm_peers = optimizer.metrics()["swarm_peers"]
+            if state.global_step >= 3 and swarm_peers == 2 and not killed.is_set():
+                bob.send_signal(signal.SIGKILL)
+                killed.set()
+                flow.max_steps = state.max_steps = state.global_step + 5
+            if killed.is_set() and state.global_step >= state.max_steps:
+                control.should_training_stop = True
+
+    with cs.create("killed", peer_name="alice", options=cs.NetworkOptions(lan=False)) as alice:
+        trainer = trainer_of(tmp_path / "alice")
+        optimizer = attach(trainer, alice, target_batch_size=TARGET, max_steps=100_000)
+        flow = trainer.callback_handler.callbacks[0]
+        trainer.add_callback(Kill())
+        bob = child(100_000)
+        trainer.train()
+        assert killed.is_set() and bob.wait(30) == -signal.SIGKILL
+        reached = optimizer.global_step
+        again = child(reached + 2)
+        output, _ = again.communicate(timeout=120)
+        assert (
+            again.returncode == 0 and f"joined at {reached}" in output and f"ended at {reached + 2}" in output
+        )
