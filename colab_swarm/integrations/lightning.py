@@ -29,6 +29,11 @@ class SwarmSteps(Callback):
             "the Trainer's gradient_clip_val would clip each peer's own gradients: pass max_grad_norm=… to "
             "swarm.optimizer(…), which clips their mean",
         )
+        require(
+            not 0 <= trainer.max_steps < self._max_steps,
+            f"max_steps={trainer.max_steps} of the Trainer counts steps of this peer alone, and would end the "
+            f"training before the swarm's step {self._max_steps}: leave it out",
+        )
         require(trainer.world_size == 1, "start one peer per process, each with its own GPU: devices=1")
         require(
             _of_swarm(trainer),

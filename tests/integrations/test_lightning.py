@@ -1,0 +1,100 @@
+"""What a user of Lightning expects of it, in a swarm."""
+
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+import colab_swarm as cs
+from colab_swarm.integrations.lightning import SwarmSteps
+from colab_swarm.swarm.swarm import Swarm
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, swarm: Swarm | None) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        inner = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.optimizer: Any = inner
+        if swarm is not None:
+            self.optimizer = swarm.optimizer(inner, target_batch_size=12, model=self)
+
+    def training_step(self, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def fit(swarm: Swarm, model: Model, steps: int = 3, rows: int = 10, **options: Any) -> lightning.Trainer:
+    data = torch.utils.data.TensorDataset(torch.ones(rows, 4))
+    settings = {"accelerator": "cpu", "max_epochs": -1, "callbacks": [SwarmSteps(steps)], **QUIET, **options}
+    trainer = lightning.Trainer(**settings)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
+    return trainer
+
+
+def alone(train: Any) -> Any:
+    with cs.simulate(1) as simulation:
+        return simulation.run(train)["alice"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_it_counts_what_was_accumulated_and_ends_at_the_swarms_step(precision: str) -> None:
+    def train(swarm: Swarm) -> tuple[int, list[float], dict[str, Any]]:
+        model, counted = Model(swarm), []
+        count = model.optimizer._counted
+
+        def spied(*given: Any) -> Any:
+            counted.append((found := count(*given))[0])
+            return found
+
+        model.optimizer._counted = spied
+        trainer = fit(swarm, model, accumulate_grad_batches=2, precision=precision)
+        return model.optimizer.global_step, counted, trainer.callback_metrics
+
+    step, counted, metrics = alone(train)
+    assert step == 3 and counted[:4] == [8.0, 2.0, 8.0, 2.0]  # batches of 4, 4 and 2
+    assert metrics["swarm_step"] == 3.0 and metrics["swarm_peers"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"gradient_clip_val": 1.0}, "max_grad_norm"), ({"max_steps": 2}, "counts steps of this peer alone")],
+)
+def test_settings_that_contradict_the_swarms_are_refused(options: dict[str, Any], told: str) -> None:
+    def train(swarm: Swarm) -> None:
+        with pytest.raises(ValueError, match=told):
+            fit(swarm, Model(swarm), **options)
+
+    alone(train)
+
+
+def test_a_model_without_an_optimizer_of_the_swarm_is_refused() -> None:
+    def train(swarm: Swarm) -> None:
+        with pytest.raises(ValueError, match=r"return what swarm.optimizer\(…\) returns"):
+            fit(swarm, Model(None))
+
+    alone(train)
+
+
+def test_it_ends_with_the_session() -> None:
+    class End(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if module.optimizer.global_step == 2:
+                module.optimizer.end("the session ends", hand_over_s=0.0)
+
+    def train(swarm: Swarm) -> int:
+        fit(swarm, model := Model(swarm), steps=10**9, callbacks=[End(), SwarmSteps(10**9)])
+        return model.optimizer.global_step
+
+    assert alone(train) == 2
