@@ -33,7 +33,7 @@ from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.progress import LINEAGE_BYTES, ProgressRecord
-from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
+from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of, uninterrupted
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 
@@ -71,6 +71,11 @@ class SwarmOptimizer(WrappedOptimizer):
         self._replica = Replica(rule)
         self._gathered = Gradients(self._replica, error_feedback=settings.error_feedback)
         self._agreement = agreement_of(self._replica, settings)
+        if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
+            logger.warning(
+                "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
+                "model=… to swarm.optimizer(…), which also averages the model's buffers"
+            )
         self._next: tuple[float | None, float | None, float | torch.Tensor | None]
         self._next = settings.batch_size, None, None
         self.scheduler = GlobalScheduler(self)  # a twin of the given one

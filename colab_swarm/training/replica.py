@@ -297,9 +297,13 @@ class WrappedOptimizer(Optimizer):
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the optimizer's trained parameters, in order; raises ValueError without any."""
-    found = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    found = [parameter for parameter in tensors_of(optimizer) if parameter.requires_grad]
     require(found, "the optimizer has no parameter that requires a gradient: nothing to train")
     return found
+
+
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:

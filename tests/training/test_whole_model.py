@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import colab_swarm as cs
+from colab_swarm.events import StepFinished
 from colab_swarm.swarm.swarm import Swarm
 from tests.training import toy
 
@@ -171,3 +172,60 @@ def test_a_peer_with_another_frozen_base_is_refused_and_both_are_named() -> None
         results = simulation.run(train)
     assert results["alice"] == results["bob"] and "144 values in float32" in results["alice"]
     assert f"frozen base: {results['alice']} there, " in results["mallory"]
+
+
+def test_frozen_parameters_without_a_model_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def train(swarm: Swarm) -> None:
+        net = images()
+        net[0].weight.requires_grad_(False)
+        for model in (None, net):
+            inner = torch.optim.SGD(net.parameters(), lr=0.05)
+            swarm.optimizer(inner, target_batch_size=32, model=model, name=str(model is None))
+
+    toy.alone(train)
+    assert sum("model=" in one.message for one in caplog.records) == 1
+
+
+def test_weights_weigh_the_mean_and_samples_fill_the_batch() -> None:
+    weights = {"alice": 6.0, "bob": 2.0, "carol": 0.0}
+
+    def train(swarm: Swarm) -> tuple[torch.Tensor, float]:
+        net = toy.model()
+        optimizer = swarm.optimizer(
+            torch.optim.SGD(net.parameters(), lr=1.0),
+            target_batch_size=30,
+            weight_unit="target tokens",
+            matchmaking_timeout_s=20.0,
+        )
+        toy.wait_for_peers(swarm, optimizer, 3)
+        with pytest.raises(ValueError, match="this swarm weighs by target tokens"):
+            optimizer.step(samples=10)
+        toy.loss_of(net, 0, toy.ROWS[swarm.name]).backward()
+        optimizer.step(samples=10, weight=weights[swarm.name]) or optimizer.wait_step()
+        (finished,) = swarm.events.recent(StepFinished)
+        assert isinstance(finished, StepFinished)
+        return toy.parameters_of(net), finished.samples
+
+    with cs.simulate(3, seed=1) as simulation:
+        results = simulation.run(train)
+    net = toy.model()
+    for name, weight in weights.items():
+        (toy.loss_of(net, 0, toy.ROWS[name]) * weight / 8).backward()
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+    for parameters, samples in results.values():
+        torch.testing.assert_close(parameters, toy.parameters_of(net))
+        assert samples == 20.0  # carol's weigh nothing
+
+
+def test_a_weight_needs_a_unit_and_a_step_its_numbers() -> None:
+    def train(swarm: Swarm) -> None:
+        net = toy.model()
+        optimizer = swarm.optimizer(torch.optim.SGD(net.parameters(), lr=1.0), target_batch_size=30)
+        with pytest.raises(ValueError, match=r"name what it counts.*weight_unit"):
+            optimizer.step(samples=10, weight=3)
+        with pytest.raises(ValueError, match=r"pass the size of the batch.*batch_size=…"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"call loss.backward\(\)"):
+            optimizer.step(samples=10)
+
+    toy.alone(train)
