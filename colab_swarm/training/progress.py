@@ -284,12 +284,14 @@ class Progress:
 
         Once it has averaged with others, no stranger's record can tell it that it is wrong.
         """
+        if self._seen.keys() - {self.me}:
+            return ""
         records = self.records
         votes: dict[Agreement, float] = {}
         for peer, vote in self._votes(sorted(self.branch().peers)).items():
             if agreement := records[peer].agreement:
                 votes[agreement] = votes.get(agreement, 0.0) + vote
-        if not (votes and self.own.agreement) or self._seen.keys() - {self.me}:
+        if not (votes and self.own.agreement):
             return ""
         elected = max(votes, key=lambda one: votes[one])
         theirs, mine = dict(elected), dict(self.own.agreement)

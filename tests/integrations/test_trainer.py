@@ -35,6 +35,15 @@ def alone(train: Any) -> Any:
         return simulation.run(train)["alice"]
 
 
+def test_the_package_imports_no_framework() -> None:
+    frameworks = ("torch", "transformers", "accelerate", "peft", "trl", "lightning", "datasets")
+    code = (
+        f"import sys, colab_swarm.integrations; print(*[one for one in {frameworks} if one in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "\n"
+
+
 def test_it_ends_logs_and_saves_by_the_swarms_steps(tmp_path: Path) -> None:
     def train(swarm: Swarm) -> Trainer:
         trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=3, logging_steps=2)
