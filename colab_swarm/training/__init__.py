@@ -82,8 +82,9 @@ All peers start with equal parameters: build the model from the same seed. Optio
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are
 one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else
-None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel` and without a
-`GradScaler`. This is tested with gloo on CPUs, not yet with NCCL.
+None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel`. With float16, each rank has a
+`GradScaler` of its own: `scaler.step(optimizer, samples=…)`, then `scaler.update()`. A rank whose gradient overflows
+adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
 
 ## The paper and the modules
 

@@ -1,7 +1,7 @@
 """What a trainer has accumulated for the next round: gradients, their weight, samples and loss."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,21 @@ class MeanLoss:
         return total / weight if weight else None
 
 
+def finite_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether no gradient has a NaN or Inf."""
+    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+    return bool(torch.nn.utils.get_total_norm(gradients, math.inf).isfinite())
+
+
+def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise `RuntimeError` if no parameter has a gradient."""
+    require(
+        any(parameter.grad is not None for parameter in parameters),
+        "no parameter has a gradient since the last step(): call loss.backward() before optimizer.step()",
+        RuntimeError,
+    )
+
+
 class Gradients:
     """A sum of gradients, each times its weight. *Samples* fill the batch, *weight* weighs the mean.
 
@@ -57,16 +72,11 @@ class Gradients:
             "swarm.optimizer(…) again, at all peers",
             RuntimeError,
         )
-        require(
-            any(parameter.grad is not None for parameter in self._replica.model),
-            "no parameter has a gradient since the last step(): call loss.backward() before optimizer.step()",
-            RuntimeError,
-        )
+        require_gradient(self._replica.model)
 
     def add(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> str | None:
         """Add the model's gradient, a mean by ``weight``; return the reason if it is dropped."""
-        gradients = [p.grad for p in self._replica.model if p.grad is not None and p.grad.numel()]
-        finite = bool(torch.nn.utils.get_total_norm(gradients, math.inf).isfinite())  # no NaN either
+        finite = finite_gradients(self._replica.model)
         for parameter, part in parts(self._replica.model, self._gradients) if finite and weight else ():
             if parameter.grad is not None:
                 part.add_(parameter.grad.detach().to(part), alpha=weight)

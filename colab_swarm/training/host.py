@@ -2,8 +2,12 @@
 
 Only rank 0 talks to the swarm. It sums the ranks' gradients as one micro-batch; if that changed its
 parameters, all ranks get them. All ranks make the same calls in the same order.
+
+A gradient that is not finite is dropped at its rank: with float16 each rank has a scale of its own.
 """
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,11 +21,15 @@ from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import HostError, require
+from colab_swarm.training.gradients import finite_gradients, require_gradient
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.replica import trained_by
+from colab_swarm.training.replica import buffers_of, trained_by
+from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
 
+logger = logging.getLogger(__name__)
 LEAD = 0
+COUNTS = 5  # samples, their weight, samples dropped, the sum of the losses by weight, the weight with a loss
 
 
 @dataclass(frozen=True)
@@ -34,19 +42,33 @@ class _Update:
 
 
 class HostOptimizer:
-    """A rank's part in a peer: use it like a `SwarmOptimizer`, in the same way on all ranks."""
+    """A rank's part in a peer: use it like a `SwarmOptimizer`, in the same way on all ranks.
+
+    A `GradScaler` steps it as any optimizer: ``scaler.step(optimizer, samples=…)``, then ``scaler.update()``. Where a
+    framework steps, ``scaler.unscale_(optimizer)`` comes first, and ``scaler.update()`` last.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler sets grad_scale and skips no step: the other ranks wait
+    grad_scale: torch.Tensor | None
 
     def __init__(
-        self, optimizer: Optimizer, begin: Callable[[], SwarmOptimizer] | None, *, timeout_s: float
+        self,
+        optimizer: Optimizer,
+        begin: Callable[[], SwarmOptimizer] | None,
+        settings: TrainingSettings,
+        *,
+        model: torch.nn.Module | None = None,
+        timeout_s: float,
     ) -> None:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
         self.lead: SwarmOptimizer | None = None  # on the other ranks
         self.global_step, self.lineage = 0, b""
+        self._settings, self._model, self._names = settings, model, set[str]()
         self._parameters = trained_by(optimizer)
         sizes = [parameter.numel() for parameter in self._parameters]
-        # The sum of the gradients; the samples; the sum of the losses, and the samples with a loss.
-        self._sum = torch.zeros(sum(sizes) + 3, device=self._parameters[0].device)
-        views = zip(self._parameters, torch.split(self._sum[:-3], sizes), strict=True)
+        # The sum of the gradients and the `COUNTS`.
+        self._sum = torch.zeros(sum(sizes) + COUNTS, device=self._parameters[0].device)
+        views = zip(self._parameters, torch.split(self._sum[:-COUNTS], sizes), strict=True)
         self._parts = [(parameter, part.view(parameter.shape)) for parameter, part in views]
         self._sent: object = None  # version of the parameters that the others have
         self._timeout = timedelta(seconds=timeout_s)
@@ -58,14 +80,32 @@ class HostOptimizer:
 
         self._follow_lead(enter)
 
-    @torch.no_grad()
-    def step(self, *, samples: float, loss: float | None = None) -> RoundResult | None:
-        """See `SwarmOptimizer.step`. All ranks get the result.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters of the model, for ``scaler.unscale_(optimizer)``."""
+        return [{"params": self._parameters}]
 
-        ``samples`` is 0 if there is no batch for this rank. Raises `HostError` if another rank
-        failed, or did not respond in time, and `ValueError`, on rank 0, if no rank has samples.
+    @torch.no_grad()
+    def step(
+        self,
+        *,
+        samples: float | None = None,
+        weight: float | None = None,
+        loss: float | torch.Tensor | None = None,
+    ) -> RoundResult | None:
+        """Count this rank's gradient: see `SwarmOptimizer.step`. All ranks get the result.
+
+        ``samples`` is 0 if there is no batch for this rank, which then scales no loss and updates no
+        `GradScaler`. A rank whose gradient is not finite adds nothing; if no rank has another one, nothing counts.
+
+        Raises `HostError` if another rank failed, or did not respond in time, `ValueError` if a number is
+        missing or, on rank 0, if no rank has samples, and `RuntimeError` if a batch has no gradient.
         """
-        self._gather(float(samples), loss)
+        samples = self._settings.batch_size if samples is None else samples
+        samples, weight = (0.0, 0.0) if samples == 0 else self._settings.counted(samples, weight)
+        if samples:
+            require_gradient(self._parameters)
+        self._gather(samples, weight, loss)
         return self._follow_lead(self._step)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
@@ -93,14 +133,22 @@ class HostOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _gather(self, samples: float, loss: float | None) -> None:
+    def _gather(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> None:
         total = self._sum.zero_()
-        if samples:
+        if samples and finite_gradients(self._parameters):
             for parameter, part in self._parts:
                 if parameter.grad is not None:
-                    part.add_(parameter.grad, alpha=samples)
-            losses = (0.0, 0.0) if loss is None else (loss * samples, samples)
-            total[-3:] = torch.tensor([samples, *losses])
+                    part.add_(parameter.grad, alpha=weight)
+            if (scale := getattr(self, "grad_scale", None)) is not None:
+                total.div_(scale)
+            value = math.nan if loss is None else float(torch.as_tensor(loss).mean())
+            losses = (value * weight, weight) if math.isfinite(value) else (0.0, 0.0)
+            total[-COUNTS:] = torch.tensor([samples, weight, 0.0, *losses])
+        elif samples:
+            logger.warning(
+                "rank %d: a gradient of %g samples is not finite (NaN or Inf)", dist.get_rank(), samples
+            )
+            total[-COUNTS + 2] = samples
         self.zero_grad()
         try:
             # The barrier names the missing rank; a reduction would not, and NCCL's would end the process.
@@ -110,10 +158,14 @@ class HostOptimizer:
             raise self._lost("the ranks' gradients were not summed", error) from error
 
     def _step(self) -> RoundResult | None:
-        samples, losses, of_samples = self._sum[-3:].tolist()
+        samples, weight, dropped, losses, of = self._sum[-COUNTS:].tolist()
+        weighs = {} if self._settings.weight_unit == "samples" else {"weight": weight}
+        divisor = weight or 1.0
+        if dropped and not samples:  # a NaN, which the swarm's optimizer drops
+            samples, divisor = dropped, math.nan
         for parameter, part in self._parts:
-            parameter.grad = part.div_(samples or 1.0).to(parameter.dtype)
-        return self._leading().step(samples=samples, loss=losses / of_samples if of_samples else None)
+            parameter.grad = part.div_(divisor).to(parameter.dtype)
+        return self._leading().step(samples=samples, loss=losses / of if of else None, **weighs)
 
     def _leading(self) -> SwarmOptimizer:
         assert self.lead is not None
@@ -144,11 +196,12 @@ class HostOptimizer:
             dist.broadcast_object_list(box, LEAD, group=self._messages)
             update = box[0]
             assert update is not None
-            for parameter in self._parameters if update.changed else ():
-                values = parameter.detach().contiguous()
+            sent = (*self._parameters, *buffers_of(self._model, self._names)) if update.changed else ()
+            for tensor in sent:
+                values = tensor.detach().to(self._sum.device).contiguous()
                 dist.broadcast(values, LEAD, group=self._tensors)
                 if own is None:
-                    parameter.copy_(values)
+                    tensor.copy_(values)
         except RuntimeError as error:
             raise self._lost(f"rank {LEAD} could not send its result to the others", error) from error
         return update
@@ -166,18 +219,34 @@ class HostOptimizer:
 
 
 def host_optimizer(
-    swarm: Any, optimizer: Optimizer, *, target_batch_size: int, timeout_s: float = 1800.0, **settings: Any
+    swarm: Any,
+    optimizer: Optimizer,
+    *,
+    target_batch_size: int,
+    model: torch.nn.Module | None = None,
+    timeout_s: float = 1800.0,
+    **settings: Any,
 ) -> HostOptimizer:
     """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
 
-    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler`
-    would skip steps on one rank alone: use bfloat16.
+    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. On GPUs without bfloat16,
+    such as Kaggle's two T4, each rank has a `GradScaler` of its own::
+
+        with torch.autocast("cuda", torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, samples=…)
+        scaler.update()
 
     Args:
         swarm: this peer's `Swarm` on rank 0, None on the others.
         optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
+        model: whose parameters these are, at every rank. The swarm averages rank 0's buffers, as with
+            `DistributedDataParallel`; all ranks get them when the parameters change. So BatchNorm's statistics
+            are of rank 0's batches; those of all ranks need `torch.nn.SyncBatchNorm`, and a batch at each rank.
         timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
-        target_batch_size, settings: those of `Swarm.optimizer`; only rank 0's count.
+        target_batch_size, settings: those of `Swarm.optimizer`; only rank 0's count, but for each rank's
+            ``batch_size`` and ``weight_unit``.
 
     Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or
     another rank has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises.
@@ -191,6 +260,8 @@ def host_optimizer(
         (swarm is None) is not (dist.get_rank() == LEAD),
         "only rank 0 talks to the swarm: give it the swarm, and None to all other ranks",
     )
-    chosen = {"target_batch_size": target_batch_size, **settings}
+    chosen = {"target_batch_size": target_batch_size, "model": model, **settings}
     begin = None if swarm is None else partial(swarm.optimizer, optimizer, **chosen)
-    return HostOptimizer(optimizer, begin, timeout_s=timeout_s)
+    counting = {name: settings[name] for name in ("batch_size", "weight_unit") if name in settings}
+    counts = TrainingSettings("", target_batch_size, **counting)
+    return HostOptimizer(optimizer, begin, counts, model=model, timeout_s=timeout_s)

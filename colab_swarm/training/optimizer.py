@@ -9,7 +9,6 @@ minutes, or less often where that takes long, and once more after an interrupt a
 
 import asyncio
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -239,25 +238,7 @@ class SwarmOptimizer(WrappedOptimizer):
         told, self._next = self._next, (self.settings.batch_size, None, None)
         samples = told[0] if samples is None else samples
         weight, loss = told[1] if weight is None else weight, told[2] if loss is None else loss
-        unit = self.settings.weight_unit
-        if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
-            raise ValueError(
-                f"samples={samples!r}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
-                "or once and for all as batch_size=… to swarm.optimizer(…)"
-            )
-        if unit == "samples":
-            require(
-                weight is None,
-                f"weight={weight!r} counts no samples: name what it counts, the same at all peers, as in "
-                'swarm.optimizer(…, weight_unit="target tokens")',
-            )
-            weight = samples
-        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
-            raise ValueError(
-                f"weight={weight!r}: this swarm weighs by {unit}, so pass how many the loss is a mean of, as in "
-                "optimizer.step(samples=…, weight=…)"
-            )
-        return float(samples), float(weight), loss
+        return *self.settings.counted(samples, weight), loss
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, and contribute the accumulated samples.

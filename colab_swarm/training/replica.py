@@ -117,14 +117,8 @@ class Replica:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The model's saved buffers of numbers; ``model.to(…)`` makes new ones."""
-        if self.rule.model is None:
-            return []
-        if not self._names:
-            saved = self.rule.model.state_dict().keys()
-            named = {name: one for name, one in self.rule.model.named_buffers() if name in saved}
-            self._names = {n for n, one in named.items() if not (one.is_complex() or one.dtype == torch.bool)}
-        return [one for name, one in self.rule.model.named_buffers() if name in self._names]
+        """The model's saved buffers of numbers."""
+        return buffers_of(self.rule.model, self._names)
 
     @torch.no_grad()
     def pseudo_gradient(self, out: Floats) -> None:
@@ -293,6 +287,17 @@ class WrappedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")
+
+
+def buffers_of(model: torch.nn.Module | None, names: set[str]) -> list[torch.Tensor]:
+    """Return the saved buffers of numbers; ``model.to(…)`` makes new ones. The first call fills in ``names``."""
+    if model is None:
+        return []
+    if not names:
+        saved = model.state_dict().keys()
+        named = {name: one for name, one in model.named_buffers() if name in saved}
+        names |= {n for n, one in named.items() if not (one.is_complex() or one.dtype == torch.bool)}
+    return [one for name, one in model.named_buffers() if name in names]
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -217,3 +217,24 @@ class TrainingSettings:
             steps == 1 or (not self.overlap and (not self.error_feedback)),
             "local_steps go neither with overlap nor with error_feedback: choose one",
         )
+
+    def counted(self, samples: float | None, weight: float | None) -> tuple[float, float]:
+        """Return the samples of a micro-batch and the weight of its gradient; ValueError if not usable."""
+        if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
+            raise ValueError(
+                f"samples={samples!r}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
+                "or once and for all as batch_size=… to swarm.optimizer(…)"
+            )
+        if self.weight_unit == "samples":
+            require(
+                weight is None,
+                f"weight={weight!r} counts no samples: name what it counts, the same at all peers, as in "
+                'swarm.optimizer(…, weight_unit="target tokens")',
+            )
+            weight = samples
+        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+            raise ValueError(
+                f"weight={weight!r}: this swarm weighs by {self.weight_unit}, so pass how many the loss is a mean of, "
+                "as in optimizer.step(samples=…, weight=…)"
+            )
+        return float(samples), float(weight)

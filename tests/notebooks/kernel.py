@@ -43,6 +43,9 @@ class Kernel:
         self.next += 1
         return output
 
+    def skip_to(self, beginning: str) -> None:
+        self.next = next(at for at, cell in enumerate(self._cells) if cell.startswith(beginning))
+
     def train_to(self, step: int, **form: object) -> str:
         """Run the next cell, which trains for a time, again until the swarm is at ``step``."""
         for _ in range(TRIES):

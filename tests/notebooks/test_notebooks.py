@@ -1,7 +1,9 @@
 """The notebooks that people run: from top to bottom, two of them together, with stand-ins for their platforms."""
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,21 @@ def test_who_joins_from_kaggle_needs_the_line_in_a_secret_only(tmp_path: Path) -
         (tmp_path / "SWARM_INVITATION").write_text(created(organizer))
         outputs = kaggle.run_all(MY_NAME="dave", MICRO_BATCH=8, MINUTES=0.05)
     assert "Swarm(class-of-26, dave, 1 peer linked)" in outputs[1]
+    assert (tmp_path / "model.pt").stat().st_size > 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_the_script_for_two_gpus_of_kaggle_trains_two_processes_as_one_peer(tmp_path: Path) -> None:
+    (tmp_path / "kaggle_secrets.py").write_text(KAGGLE_SECRETS)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"PYTHONPATH": f"{tmp_path}:{NOTEBOOKS.parent}", "PATH": path}
+    with opened("organizer", tmp_path) as organizer, opened("join_kaggle", tmp_path, **environment) as kaggle:
+        (tmp_path / "SWARM_INVITATION").write_text(created(organizer))
+        kaggle.run()
+        kaggle.skip_to("%%writefile train.py")
+        outputs = kaggle.run_all(TWO_GPUS=True, STEPS=2)
+    assert "step 2, loss " in outputs[-1]
     assert (tmp_path / "model.pt").stat().st_size > 1e6
 
 

@@ -109,10 +109,60 @@ def hang(swarm: Swarm | None, net: Net, folder: Path) -> None:
             output.write_text(str(error))
 
 
+def with_batch_norm() -> Net:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))
+
+
+def overflow(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Rank 1's gradient overflows at step 1, then both ranks' do; by `GradScaler.step` and by hand."""
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    rank, scaler, scales = dist.get_rank(), torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    rows = [slice(0, 4), slice(4, BATCH)][rank]
+    optimizer = host_optimizer(
+        swarm, sgd, target_batch_size=1, batch_size=rows.stop - rows.start, weight_unit="rows", timeout_s=40.0
+    )
+    for call, overflows in enumerate(((), (1,), (0, 1), ())):
+        loss = loss_of(net, call, rows)
+        scaler.scale(loss).backward()
+        if rank in overflows:
+            net[0].weight.grad[0, 0] = torch.inf
+        report: dict[str, Any] = {"weight": float(rows.stop - rows.start), "loss": loss.detach()}
+        if call == 1:
+            scaler.unscale_(sgd)
+            optimizer.step(**report)
+        else:
+            scaler.step(optimizer, **report)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    seen = None if optimizer.lead is None else optimizer.lead.collaboration.progress.own.loss
+    torch.save({"scales": scales, "step": optimizer.global_step, "loss": seen}, folder / f"seen {rank}")
+
+
+def buffers(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Ranks with other statistics get rank 0's; a batch without a gradient is refused before the exchange."""
+    net, rank = with_batch_norm(), dist.get_rank()
+    net[1].running_mean.fill_(float(rank))
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = host_optimizer(
+        swarm, inner, target_batch_size=BATCH, batch_size=BATCH // 2, model=net, timeout_s=40.0
+    )
+    first = net[1].running_mean.clone()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        (folder / f"error {rank}").write_text(str(error))
+    loss_of(net, 0, slice(5 * rank, 5 * rank + 5)).backward()
+    before = net[1].running_mean.clone()
+    optimizer.step()
+    seen = {"first": first, "before": before, "after": list(net.buffers()), "step": optimizer.global_step}
+    torch.save(seen, folder / f"seen {rank}")
+
+
 Scenario: TypeAlias = Callable[[Swarm | None, Net, Path], None]
 SCENARIOS: dict[str, Scenario] = {
     "equal": make_equal,
-    **{one.__name__: one for one in (train, delay, die, hang)},
+    **{one.__name__: one for one in (train, delay, die, hang, overflow, buffers)},
 }
 
 if __name__ == "__main__":

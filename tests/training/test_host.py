@@ -56,6 +56,37 @@ def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach
     assert error.startswith("HostError: rank 0, which talks to the swarm, failed: Val")
 
 
+def test_a_rank_whose_gradient_overflows_adds_nothing_halves_its_scale_and_all_continue(
+    tmp_path: Path,
+) -> None:
+    assert toy.run_ranks(RANK, "overflow", tmp_path) == [0, 0]
+    seen = [torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS)]
+    assert [one["scales"] for one in seen] == [[1024, 1024, 512, 512], [1024, 512, 256, 256]]
+    net = toy.model()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for call, rows in ((0, slice(0, toy.BATCH)), (1, slice(0, 4)), (3, slice(0, toy.BATCH))):
+        sgd.zero_grad()
+        loss = toy.loss_of(net, call, rows)
+        loss.backward()
+        sgd.step()
+    assert [one["step"] for one in seen] == [3, 3]
+    assert seen[0]["loss"] == pytest.approx(loss.item())
+    for rank in range(RANKS):
+        torch.testing.assert_close(torch.load(tmp_path / f"parameters {rank}"), toy.parameters_of(net))
+
+
+@pytest.mark.ordeal
+def test_ranks_get_the_buffers_of_rank_0_and_no_batch_counts_without_a_gradient(tmp_path: Path) -> None:
+    assert toy.run_ranks(RANK, "buffers", tmp_path) == [0, 0]
+    lead, other = (torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS))
+    assert torch.equal(other["first"], torch.zeros(16)) and lead["step"] == other["step"] == 1
+    assert not torch.equal(lead["before"], other["before"])
+    assert all(torch.equal(*pair) for pair in zip(lead["after"], other["after"], strict=True))
+    torch.testing.assert_close(lead["after"][0], lead["before"])
+    for rank in range(RANKS):
+        assert "call loss.backward() before" in (tmp_path / f"error {rank}").read_text()
+
+
 @pytest.mark.ordeal
 def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tmp_path: Path) -> None:
     assert toy.run_ranks(RANK, "delay", tmp_path) == [0, 0]
