@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 from colab_swarm.bench.harness import Crew
-from colab_swarm.errors import SwarmError
+from colab_swarm.errors import SwarmError, require
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.swarm.joining import join
@@ -142,11 +143,11 @@ class _Demo(Crew):
 
 def _demo(options: Options) -> None:
     """Train with a backbone and three trainers; half-way one is killed and another one joins."""
+    require(find_spec("torch"), 'the demo needs torch: pip install "colab-swarm[train]"', SwarmError)
     with _Demo() as demo:
         demo.start_peer("backbone", "backbone", "demo")
-        event: dict[str, Any] = {}
-        while "invite" not in event:
-            _, event = demo.next_event()
+        while "invite" not in (event := demo.next_event()[1]):
+            continue
         print(f"invitation  {event['invite'][:60]}…\n", flush=True)
         trainer = ["peer", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
@@ -182,8 +183,7 @@ def _chaos(options: Options) -> None:
     given |= {"baseline_s": options.baseline_s, "simulated": options.simulate}
     figures = chaos(peers, faults, tell=lambda text: _report(options, "fault", text, text=text), **given)
     rounded = {name: f"{fact:.3g}" if isinstance(fact, float) else fact for name, fact in figures.items()}
-    lines = (f"{name:>46}: {fact}" for name, fact in rounded.items())
-    _report(options, "report", "\n".join(lines), **figures)
+    _report(options, "report", "\n".join(f"{name:>46}: {fact}" for name, fact in rounded.items()), **figures)
     if figures["forks that lasted"] or figures["exceptions in a loop"]:
         sys.exit(1)
 

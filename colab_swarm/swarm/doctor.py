@@ -4,6 +4,7 @@ import contextlib
 import enum
 import math
 import os
+import re
 import socket
 import textwrap
 import threading
@@ -86,6 +87,21 @@ REACH_FIXES = {
     ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
     ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm backbone RUN",
 }
+
+ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
+OTHER_GPU = (
+    "take another GPU (on Kaggle: Session options, Accelerator, GPU T4 x2), or a build of torch for this one: "
+    "torch.cuda.get_arch_list() shows what a build is for"
+)
+FLOAT16 = (
+    "use float16: torch.autocast('cuda', torch.float16) with a torch.amp.GradScaler. Trainer and TRL: fp16=True, "
+    "bf16=False. QLoRA: also bnb_4bit_compute_dtype=torch.float16 and, after the trainer is made, for p in "
+    "model.parameters(): p.data = p.data.float() if p.requires_grad else p.data"
+)
+HOST = (
+    "put the training into train.py, with cs.host_optimizer(swarm if rank == 0 else None, …) for swarm.optimizer(…), "
+    "and run: torchrun --nproc_per_node={count} train.py (the notebook join_kaggle shows it)"
+)
 
 
 @dataclass(frozen=True)
@@ -193,12 +209,15 @@ def _examine(
     target_batch_size: int | None,
     compression: str | None,
 ) -> Diagnosis:
-    here, subject, ram_bytes = platform(), _subject(swarm, model, batches), free_ram_bytes()
+    here, gpus = platform(), gpu_checks()
+    usable = all(check.light is not RED for check in gpus)
+    subject, ram_bytes = _subject(swarm, model if usable else None, batches), free_ram_bytes()
     found = [
         check_platform(here),
         check_internet(here, internet()),
         check_versions(PACKAGES, versions()),
         check_compute(cores(), ram_bytes, gpu(), subject),
+        *gpus,
     ]
     speeds: dict[PeerId, float] = {}
     uplink = prediction = None
@@ -279,6 +298,21 @@ def gpu() -> tuple[str, int, int] | None:
     import torch
 
     return (torch.cuda.get_device_name(), *torch.cuda.mem_get_info()) if torch.cuda.is_available() else None
+
+
+def gpu_checks() -> list[Check]:
+    if gpu() is None:
+        return []
+    from torch import cuda
+
+    return check_gpus(
+        cuda.get_device_name(),
+        cuda.get_device_capability(),
+        cuda.get_arch_list(),
+        cuda.device_count(),
+        bfloat16=cuda.is_bf16_supported(including_emulation=False),
+        is_rank="RANK" in os.environ,  # of torchrun
+    )
 
 
 def versions() -> dict[str, str]:
@@ -395,9 +429,10 @@ def check_internet(here: Platform, up: bool) -> Check:
 
 def check_versions(wanted: Sequence[str], installed: Mapping[str, str]) -> Check:
     words = ", ".join(f"{name} {version}" for name, version in installed.items())
-    if missing := ", ".join(name for name in wanted if name not in installed):
-        words += f"; without {missing} this peer can be a backbone or a relay but not train"
-        return judge("versions", words, 'pip install "colab-swarm[train]"')
+    if missing := [name for name in wanted if name not in installed]:
+        words += f"; without {', '.join(missing)} this peer can be a backbone or a relay but not train"
+        light = RED if "torch" in missing else YELLOW
+        return judge("versions", words, 'pip install "colab-swarm[train]"', light)
     return judge("versions", words)
 
 
@@ -421,6 +456,49 @@ def check_compute(
         return judge("compute", words, fix)
     fix = "take a smaller model or shorter samples, or free memory: restart the kernel"
     return judge("compute", words, fix, RED)
+
+
+def check_gpus(
+    name: str,
+    capability: tuple[int, int],
+    architectures: Sequence[str],
+    count: int,
+    *,
+    bfloat16: bool,
+    is_rank: bool,
+) -> list[Check]:
+    """Judge GPUs of one kind: whether torch was built for them, computes in bfloat16, and uses them all.
+
+    Args:
+        capability: of the GPUs, such as (7, 5) of a T4.
+        architectures: that torch was built for, such as ``sm_75`` and ``compute_90``; empty if unknown.
+        count: of the GPUs in this machine.
+        bfloat16: whether they compute in it themselves: in emulation all do.
+        is_rank: whether this process shares the GPUs with others of one `torch.distributed` job.
+    """
+    if not runs_on(capability, architectures):
+        own = "sm_{}{}".format(*capability)
+        words = f"this torch was built for {', '.join(architectures)}, not for {name} ({own})"
+        return [judge("GPU", words, OTHER_GPU, RED)]
+    found = []
+    if not bfloat16:
+        found.append(judge("precision", f"{name} has no bfloat16: it is emulated, and slow", FLOAT16))
+    if count > 1 and not is_rank:
+        fix = HOST.format(count=count)
+        found.append(judge("GPUs", f"{count} × {name}, and this process trains on one", fix))
+    return found
+
+
+def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Return whether code for one of the architectures runs on a GPU, as CUDA has it.
+
+    Binary code (``sm_75``) runs on later minor versions of its major version, PTX (``compute_75``) on all later ones.
+    """
+    built = [match for one in architectures if (match := ARCHITECTURE.match(one))]
+    return not built or any(
+        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in (match.groups() for match in built)
+    )
 
 
 def check_swarm(run: str, linked: int, training: int) -> Check:

@@ -23,6 +23,16 @@ def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
     assert done.stderr.count("\n") == 1 and "mistyped or cut off" in done.stderr
 
 
+def test_the_demo_without_torch_ends_with_one_sentence() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from colab_swarm.cli.__main__ import main; main(['demo'])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == 'colab-swarm: the demo needs torch: pip install "colab-swarm[train]"\n'
+
+
 def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
     """And it warns of one that only its own network can use."""
     command = [*COMMAND, "backbone", "run", "--json-lines", "--no-lan", "--announce", "ws://192.168.1.5:4500"]

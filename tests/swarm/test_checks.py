@@ -44,7 +44,8 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_platform(COLAB), YELLOW, "accept_terms=True"),
         (checks.check_internet(PLAIN, False), YELLOW, "cs.join()"),
         (checks.check_internet(KAGGLE, False), RED, "switch Internet on"),
-        (checks.check_versions(["torch"], {}), YELLOW, "colab-swarm[train]"),
+        (checks.check_versions(["torch"], {}), RED, "colab-swarm[train]"),
+        (checks.check_versions(["transformers"], {}), YELLOW, "colab-swarm[train]"),
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
         (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
         (checks.check_swarm("demo", 0, 0), YELLOW, "swarm.invite()"),
@@ -62,6 +63,56 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
 )
 def test_each_problem_is_found_and_has_its_fix(found: Check, light: Light, fix: str) -> None:
     assert found.light is light and fix in found.fix
+
+
+CU128 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+def gpus(
+    name: str, capability: tuple[int, int], count: int = 1, *, bfloat16: bool = True, is_rank: bool = False
+) -> list[tuple[str, Light]]:
+    found = checks.check_gpus(name, capability, CU128, count, bfloat16=bfloat16, is_rank=is_rank)
+    return [(check.name, check.light) for check in found]
+
+
+def test_a_t4_without_bfloat16_and_a_second_one_that_idles_are_warnings() -> None:
+    assert gpus("Tesla T4", (7, 5), bfloat16=False) == [("precision", YELLOW)]
+    both = [("precision", YELLOW), ("GPUs", YELLOW)]
+    assert gpus("Tesla T4", (7, 5), 2, bfloat16=False) == both
+    assert gpus("Tesla T4", (7, 5), 2, bfloat16=False, is_rank=True) == both[:1]
+    assert gpus("NVIDIA A100", (8, 0)) == []
+    precision, idle = checks.check_gpus("Tesla T4", (7, 5), CU128, 2, bfloat16=False, is_rank=False)
+    assert (
+        "fp16=True, bf16=False" in precision.fix and "bnb_4bit_compute_dtype=torch.float16" in precision.fix
+    )
+    assert "torchrun --nproc_per_node=2 train.py" in idle.fix and "2 × Tesla T4" in idle.text
+
+
+def test_a_p100_is_a_problem_where_torch_was_not_built_for_it_and_nothing_else_is_said() -> None:
+    assert gpus("Tesla P100-PCIE-16GB", (6, 0), 2, bfloat16=False) == [("GPU", RED)]
+    (check,) = checks.check_gpus("Tesla P100", (6, 0), CU128, 1, bfloat16=False, is_rank=False)
+    assert "not for Tesla P100 (sm_60)" in check.text and "GPU T4 x2" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((6, 0), CU128, False),
+        ((6, 0), ["sm_50", "sm_60", "sm_70"], True),
+        ((7, 5), ["sm_70"], True),
+        ((7, 0), ["sm_75"], False),
+        ((8, 9), CU128, True),
+        ((9, 0), ["sm_90a"], True),
+        ((13, 0), CU128, True),
+        ((13, 0), CU128[:-1], False),
+        ((9, 4), ["gfx90a", "gfx942"], True),
+        ((6, 0), [], True),
+    ],
+)
+def test_code_for_an_architecture_runs_on_later_minor_versions_and_ptx_on_all_later_gpus(
+    capability: tuple[int, int], architectures: list[str], runs: bool
+) -> None:
+    assert checks.runs_on(capability, architectures) is runs
 
 
 def test_the_micro_batch_comes_with_its_arithmetic() -> None:

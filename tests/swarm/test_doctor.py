@@ -87,6 +87,17 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
     assert found.prediction.share == 1.0 and "For Net" in texts(found)["compute"]
 
 
+def test_a_model_is_not_tried_on_a_gpu_that_torch_was_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unusable(Net):
+        def forward(self, x: Tensor) -> SimpleNamespace:
+            raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    (problem,) = module.check_gpus("Tesla P100", (6, 0), ["sm_75"], 1, bfloat16=False, is_rank=False)
+    monkeypatch.setattr(module, "gpu_checks", lambda: [problem])
+    found = doctor(model=Unusable(), batches=BATCHES)
+    assert problem in found.checks and not found.ready
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
 def test_much_compression_is_predicted_too(swarm: cs.Swarm, codec: str, value_bytes: float) -> None:
@@ -152,7 +163,9 @@ def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.M
 
 
 def test_the_probes_work_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from colab_swarm.swarm import doctor; doctor.gpu()"
+    code = (
+        "import sys; sys.modules['torch'] = None; from colab_swarm.swarm import doctor; doctor.gpu_checks()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
