@@ -1,4 +1,4 @@
-"""A ResNet-18 with BatchNorm, three peers of which one is late, against one process with the joined batches."""
+"""A ResNet-18 with BatchNorm: three peers, one of them late, against one process with the joined batches."""
 
 import statistics
 from typing import Any
