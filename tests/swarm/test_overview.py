@@ -92,8 +92,8 @@ def test_a_reducer_sees_the_trainers() -> None:
 @pytest.mark.slow
 def test_a_snapshot_of_twenty_peers_takes_less_than_a_millisecond() -> None:
     def measure(swarm: Swarm) -> float:
-        optimizer = join_training(swarm, model(), target_batch_size=1000)
-        loss_of(model(), 0).backward()
+        optimizer = join_training(swarm, net := model(), target_batch_size=1000)
+        loss_of(net, 0).backward()
         optimizer.step(samples=2)
         if swarm.name != "alice":
             return 0.0
