@@ -43,7 +43,9 @@ def create(
 ) -> Swarm:
     """Create a run, with this peer as its authority. `Swarm.invite` returns a line to join it by.
 
-    Creating it again while it is open returns the same swarm, so you can re-run cells.
+    Creating it again while it is open returns the same swarm, so you can re-run cells. Another ``peer_name`` or
+    another key file makes another run. So does creating it again after `Swarm.leave`, and the others need a new
+    invitation; with ``state_dir`` the same run continues, by this call or by `resume`.
 
     Args:
         name: of the run, for people.
@@ -56,8 +58,9 @@ def create(
         accept_terms: confirm that the platform's terms allow this; required on Colab.
 
     Raises:
-        ValueError: the name or the list is not usable, or the folder saves a peer of another run.
-        StateError: the folder is in use, damaged or read-only, or its peer is open unsaved.
+        ValueError: the name or the list is not usable, the folder saves a peer of another run, or the run is
+            open with other options or another list.
+        StateError: the folder is in use, damaged or read-only, or its peer or run is open unsaved.
         TermsError: the platform's terms were not accepted.
         TunnelError, SecretError, OSError: the tunnel, its token, or the port cannot be used.
     """
@@ -67,6 +70,10 @@ def create(
     with _reserved(state_dir) as (store, saved):
         if saved is not None and (saved.invitation or (saved.run, saved.access) != (name, access)):
             raise _saves_another(state_dir, saved)
+        opened = None if saved or options.identity else _find_open(run=name, name=peer_name)
+        if opened is not None:
+            _check_equal(opened, store, options, access=access, allow=allow)
+            return opened
         options, identity = _with_key(options, store)
         way = RunAccess.found(name, identity, access=access, allow=allow, key_file=options.identity)
         if store is None and (swarm := _find_open(way.run_id, id=identity.id)) is not None:
@@ -168,9 +175,37 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
     return None
 
 
-def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
-    here = (swarm for swarm in _open_swarms if swarm.run_id == run_id and not swarm.left)
+def _find_open(run_id: str = "", *, run: str = "", id: PeerId | None = None, name: str = "") -> Swarm | None:
+    """Return this process's swarm of a run, by the run's id, or by the name ``run`` of one that it created."""
+    here = (
+        swarm
+        for swarm in _open_swarms
+        if not swarm.left and (swarm.run_id == run_id or (swarm.run == run and swarm.is_owner))
+    )
     return next((one for one in here if id in (None, one.id) and name in ("", one.name)), None)
+
+
+def _check_equal(swarm: Swarm, store: PeerStore | None, options: NetworkOptions, **asked: object) -> None:
+    """Raise unless the open swarm is what `create` is asked for."""
+    assert swarm.network is not None
+    if store is not None:
+        raise _open_unsaved(store, swarm)
+    own = swarm.network.access
+    has = {"access": own.access, "allow": own.allow, **swarm.network.options.to_saved()}
+    asked |= options.to_saved()
+    other = ", ".join(f"{name}={has[name]!r}" for name in asked if has[name] != asked[name])
+    require(
+        not other,
+        f"{swarm!r} is open already, with {other}: pass that again, or leave it first: swarm.leave(). "
+        "Unless a state_dir saves it, invited peers then need a new invitation. Another peer_name= makes another run",
+    )
+
+
+def _open_unsaved(store: PeerStore, swarm: Swarm) -> StateError:
+    return StateError(
+        f"the peer of {store.folder} is open already and is not saved there: leave it first ({swarm!r}), "
+        "then run this again"
+    )
 
 
 @contextlib.contextmanager
@@ -230,10 +265,7 @@ def _open(
 
 def _save(store: PeerStore, access: RunAccess, key: Identity, name: str, options: NetworkOptions) -> None:
     if (swarm := _find_open(access.run_id, id=key.id)) is not None:
-        raise StateError(
-            f"the peer of {store.folder} is open already and is not saved there: leave it first ({swarm!r}), "
-            "then run this again"
-        )
+        raise _open_unsaved(store, swarm)
     invitation = "" if access.invitation is None else str(access.invitation)
     run = (access.run_id, access.access, name, invitation, access.allow)
     store.begin(SavedPeer(saving.VERSION, *run, options.to_saved()))

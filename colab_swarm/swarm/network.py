@@ -103,7 +103,7 @@ class NetworkSession:
     def __init__(
         self, node: Node, access: RunAccess, options: NetworkOptions, services: PeerServices
     ) -> None:
-        self.node, self.access, self._options, self._services = node, access, options, services
+        self.node, self.access, self.options, self._services = node, access, options, services
         dht, events, rng = services.dht, services.events, services.rng
         self.trust = Trust(node, dht, events, rng, access)
         self.trust.contributions.saved = access.tally
@@ -140,7 +140,7 @@ class NetworkSession:
         node, entries = self.node, self.access.entries
         for contact in entries:
             node.learn(contact)
-        if entries and not self._options.announce:
+        if entries and not self.options.announce:
             node.announce(())  # until a peer has dialled back: others must not try addresses behind a NAT
         await self.trust.join()
         if entries:
@@ -149,7 +149,7 @@ class NetworkSession:
             except JoinError:
                 if self.access.invitation is not None:
                     raise  # a returning owner whose entries are all gone continues alone
-                node.announce(tuple(self._options.announce) or node.listening())
+                node.announce(tuple(self.options.announce) or node.listening())
                 entries = ()
             else:
                 await self.reachability.verify()
@@ -241,7 +241,7 @@ class NetworkSession:
         self.trust.contributions.ledger.on_round(result.group, result.contributors, result.spans_lost)
 
     async def announce_in_lan(self, name: str) -> None:
-        if not self._options.lan or self.node.port is None:
+        if not self.options.lan or self.node.port is None:
             return
         addresses: tuple[str, ...] = ()
         try:

@@ -84,6 +84,33 @@ def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path:
         assert again is not swarm and again.run_id == swarm.run_id
 
 
+def test_creating_an_open_run_again_returns_the_same_swarm_and_names_what_differs() -> None:
+    with cs.create("my-run", peer_name="alice", options=ALONE) as swarm:
+        assert cs.create("my-run", peer_name="alice", options=ALONE) is swarm
+        assert cs.create("my-run", options=ALONE) is swarm
+        with pytest.raises(
+            ValueError, match=r"is open already, with access='invite', lan=False: pass that again"
+        ):
+            cs.create("my-run", access="open", options=NetworkOptions(use_relays=False))
+        with cs.create("my-run", peer_name="bob", options=ALONE) as other:
+            assert other.run_id != swarm.run_id
+        with cs.join(swarm.invite(), peer_name="carol", options=ALONE) as joined:
+            assert cs.create("my-run", options=ALONE) is swarm is not joined
+    with cs.create("my-run", options=ALONE) as again:
+        assert again is not swarm and again.run_id != swarm.run_id
+
+
+def test_an_open_run_is_not_created_again_into_a_folder_and_a_saved_one_needs_no_folder(
+    tmp_path: Path,
+) -> None:
+    with cs.create("my-run", options=ALONE), pytest.raises(StateError, match="leave it first"):
+        cs.create("my-run", options=ALONE, state_dir=tmp_path / "late")
+    with cs.create("my-run", options=ALONE, state_dir=tmp_path / "saved") as swarm:
+        assert cs.create("my-run", options=ALONE) is swarm
+    with cs.create("my-run", options=ALONE) as other, cs.resume(tmp_path / "saved") as resumed:
+        assert resumed.run_id == swarm.run_id != other.run_id
+
+
 @pytest.mark.parametrize("ahead_s", [900.0, 7200.0])
 @pytest.mark.real_time
 async def test_a_wrong_clock_is_named(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +170,7 @@ async def test_addresses_that_change_are_announced_again_in_the_local_network(
     before, after = ("ws://192.0.2.7:4500",), ("ws://192.0.2.8:4500",)
     node = SimpleNamespace(id=identity("alice").id, port=4500, listening=lambda: before)
     run = SimpleNamespace(run_id="my-run", access="open")
-    session: Any = SimpleNamespace(node=node, access=run, _options=NetworkOptions())
+    session: Any = SimpleNamespace(node=node, access=run, options=NetworkOptions())
     announcing = asyncio.create_task(NetworkSession.announce_in_lan(session, "alice"))
     await asyncio.sleep(150)
     node.listening = lambda: after

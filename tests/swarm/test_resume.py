@@ -50,7 +50,7 @@ def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm
         assert resume(tmp_path / "bob") is bob
     with resume(tmp_path / "bob") as again:
         assert (again.id, again.name) == (bob.id, "bob") and again is not bob
-        assert again.network is not None and again.network._options.upload_mbit_s == 50.0
+        assert again.network is not None and again.network.options.upload_mbit_s == 50.0
 
 
 def test_the_same_cell_joins_the_first_time_and_comes_back_later(alice: Swarm, tmp_path: Path) -> None:
