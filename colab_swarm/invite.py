@@ -36,6 +36,11 @@ LOCAL_ONLY = (
     "others, open a tunnel (cs.NetworkOptions(tunnel='ngrok')), create the run on a machine with a public address "
     "(colab-swarm backbone), or start a relay on a machine that has one (colab-swarm relay)."
 )
+OF_A_NOTEBOOK = (
+    "this is a link to a notebook, not an invitation: ask the creator of the run for the https://…/join#… line that "
+    "swarm.invite() gives"
+)
+_NOTEBOOK = re.compile(r"colab\.research\.google\.com|kaggle\.com|mybinder\.org|\.ipynb", re.IGNORECASE)
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
 
 Access: TypeAlias = Literal["open", "invite", "allowlist"]
@@ -155,7 +160,8 @@ def _body_of(text: str) -> bytes:
         data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
     body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
     cut_off = "this invitation is mistyped or cut off: copy the whole https://…#… line again"
-    require(body and check == _check(body), cut_off, InviteError)
+    wrong = OF_A_NOTEBOOK if _NOTEBOOK.search(text.partition("#")[0]) else cut_off
+    require(body and check == _check(body), wrong, InviteError)
     return body
 
 

@@ -129,6 +129,20 @@ def test_a_mistyped_letter_is_noticed(at: int, letter: str) -> None:
             Invite.parse(wrong, now=0.0)
 
 
+@pytest.mark.parametrize(
+    "link",
+    [
+        "https://colab.research.google.com/drive/1AbC?usp=sharing",
+        "https://colab.research.google.com/github/me/mine/blob/main/a.ipynb#scrollTo=xyz",
+        "https://www.kaggle.com/code/me/mine",
+        "http://localhost:8888/lab/tree/notebooks/mine.ipynb",
+    ],
+)
+def test_the_link_of_a_notebook_is_called_that(link: str) -> None:
+    with pytest.raises(InviteError, match="this is a link to a notebook, not an invitation: ask"):
+        Invite.parse(link)
+
+
 @given(st.integers(0, 2000), st.integers(1, 255))
 def test_a_changed_byte_is_noticed_though_the_checksum_fits(at: int, flip: int) -> None:
     body = bytearray(bytes([VERSION]) + INVITE.encode())

@@ -22,25 +22,52 @@ DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
 Advice: TypeAlias = tuple[str, str]  # cause and fix
-MEMORY: Advice = (
-    "the batch, the model and the optimizer state do not fit into the memory of this machine or its GPU",
-    "use smaller micro-batches: the target batch size, and so the training, stays the same. Then restart the kernel, "
-    "which may still hold memory of the failed step; cs.doctor(model=…) shows what fits",
-)
-COMMON: dict[str | int | None, Advice] = {
-    errno.EADDRINUSE: (
+COMMON: dict[str, Advice] = {
+    rf"\[Errno {errno.EADDRINUSE}\]": (
         "another program, or an earlier run of this cell, uses that port of this machine",
         "leave port= out or pass port=0 to get a free port; or stop the other program",
     ),
-    "OutOfMemoryError": MEMORY,
-    "MemoryError": MEMORY,
-    "KeyboardInterrupt": (
+    r"MemoryError|out of memory": (
+        "the batch, the model and the optimizer state do not fit into the memory of this machine or its GPU",
+        "use smaller micro-batches: the target batch size, and so the training, stays the same. Then restart the "
+        "kernel, which may still hold memory of the failed step; cs.doctor(model=…) shows what fits",
+    ),
+    r"^KeyboardInterrupt": (
         "you or the notebook's stop button interrupted the cell",
         "nothing is broken: the peer is still in the swarm, and optimizers are as after their last whole step. "
         "Run the cell again to continue, or swarm.leave() to end",
     ),
+    r"samples=None: pass the size": (
+        "step() does not know how many samples the gradient is of: it got no samples=, and swarm.optimizer(…) no "
+        "batch_size=",
+        "call optimizer.step(samples=len(batch)). Or say it once: swarm.optimizer(adam, target_batch_size=4096, "
+        "batch_size=16), then optimizer.step()",
+    ),
+    r"no parameter has a gradient": (
+        "there was no backward() since the last step(), which counts the gradients and clears them",
+        "for each batch: loss.backward(), then optimizer.step(samples=…). zero_grad() belongs before backward(), and "
+        "the loss must not come from torch.no_grad()",
+    ),
+    r"counts no samples: name what": (
+        "step(weight=…) was called, but no weight_unit= says what is counted; all peers must count the same",
+        'make the optimizer with it at all peers: swarm.optimizer(…, weight_unit="target tokens"). To weigh by '
+        "samples, leave weight= out",
+    ),
+    r"this swarm weighs by": (
+        "the optimizer has a weight_unit=, so each gradient needs its own weight",
+        "call optimizer.step(samples=16, weight=number), where the loss is the mean of that number of units",
+    ),
+    r"TypeError: ((Swarm\.|host_)optimizer|TrainingSettings\.__init__)\(|no attribute 'param_groups'": (
+        "swarm.optimizer(…) got a wrong argument, or lacks one: only the torch optimizer comes without a name",
+        "adam = torch.optim.AdamW(model.parameters(), lr=1e-3), then swarm.optimizer(adam, target_batch_size=4096, "
+        "batch_size=16); help(cs.training.settings.TrainingSettings) lists the options",
+    ),
+    r"TypeError: (Swarm|Host)Optimizer\.step\(|TypeError: step\(.*name what you pass": (
+        "optimizer.step(…) got an argument that it does not know, or one without its name",
+        "call optimizer.step(samples=16, loss=loss) or, with batch_size= in swarm.optimizer(…), optimizer.step()",
+    ),
 }
-"""By errno, or by the name of a class."""
+"""By a pattern of the error's class and text."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +105,18 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     for base in kind.__mro__:  # our errors say it; a subclass may inherit its advice
         if found := DOCUMENTED.search(inspect.cleandoc(base.__doc__ or "")):
             return Explanation(title, *(" ".join(part.split()).removesuffix(".") for part in found.groups()))
-    return Explanation(title, *_advice(kind, error, said))
+    return Explanation(title, *_advice(error, title))
 
 
-def _advice(kind: type[BaseException], error: object, said: str) -> Advice:
-    if "out of memory" in said:
-        return MEMORY
+def _advice(error: object, title: str) -> Advice:
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").partition(".")[0]
         extra = extra_of(name)
         package = f'"colab-swarm[{extra}]"' if extra else name
         part = f"; it belongs to the extra {extra!r} of colab-swarm" if extra else ""
         return f"{name} is not installed{part}", f"%pip install {package}, then run the cell again"
-    return COMMON.get(getattr(error, "errno", None)) or COMMON.get(kind.__name__) or _unknown(error)
+    known = (advice for pattern, advice in COMMON.items() if re.search(pattern, title))
+    return next(known, None) or _unknown(error)
 
 
 def extra_of(module: str) -> str | None:

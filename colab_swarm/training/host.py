@@ -159,13 +159,16 @@ class HostOptimizer:
 
     def _step(self) -> RoundResult | None:
         samples, weight, dropped, losses, of = self._sum[-COUNTS:].tolist()
-        weighs = {} if self._settings.weight_unit == "samples" else {"weight": weight}
         divisor = weight or 1.0
         if dropped and not samples:  # a NaN, which the swarm's optimizer drops
             samples, divisor = dropped, math.nan
         for parameter, part in self._parts:
             parameter.grad = part.div_(divisor).to(parameter.dtype)
-        return self._leading().step(samples=samples, loss=losses / of if of else None, **weighs)
+        return self._leading().step(
+            samples=samples,
+            weight=None if self._settings.weight_unit == "samples" else weight,
+            loss=losses / of if of else None,
+        )
 
     def _leading(self) -> SwarmOptimizer:
         assert self.lead is not None

@@ -208,6 +208,11 @@ class SwarmOptimizer(WrappedOptimizer):
             MismatchError: most other peers train with other settings.
         """
         if closure is not None:
+            require(
+                callable(closure),
+                f"step({closure!r:.40}): name what you pass, as in optimizer.step(samples=…, loss=…)",
+                TypeError,
+            )
             with torch.enable_grad():
                 loss = closure()
         samples, weight, loss = self._counted(samples, weight, loss)

@@ -11,11 +11,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import colab_swarm as cs
 from colab_swarm import errors
 from colab_swarm.errors import JoinError, SwarmError
 from colab_swarm.notebook.explanation import explain, extra_of
 from colab_swarm.runtime import Runtime
+from tests.training import toy
 
 ROOT = Path(errors.__file__).parent
 OURS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, SwarmError)]
@@ -52,6 +55,53 @@ _OutOfMemoryError.__name__ = "OutOfMemoryError"
 def test_common_errors_of_others_are_explained(error: BaseException, cause: str, fix: str) -> None:
     found = explain(error)
     assert cause in found.cause and fix in found.fix
+
+
+@pytest.mark.parametrize(
+    ("call", "cause", "fix"),
+    [
+        ("swarm.optimizer(sgd)", "swarm.optimizer", "target_batch_size=4096"),
+        ("swarm.optimizer(sgd, 64)", "only the torch optimizer comes without a name", "batch_size=16"),
+        ("swarm.optimizer(sgd, target_batch_size=9, bach_size=3)", "wrong argument", "lists the options"),
+        ("swarm.optimizer(net, target_batch_size=9)", "wrong argument", "model.parameters()"),
+        ("host_optimizer(None, sgd)", "lacks one", "target_batch_size=4096"),
+        ("optimizer.step()", "got no samples=", "optimizer.step(samples=len(batch))"),
+        ("optimizer.step(16)", "without its name", "optimizer.step(samples=16"),
+        ("optimizer.step(16, 0.5)", "without its name", "optimizer.step(samples=16"),
+        ("optimizer.step(sample=16)", "does not know", "optimizer.step(samples=16"),
+        ("optimizer.step(samples=16)", "no backward()", "loss.backward(), then optimizer.step("),
+        ("optimizer.step(samples=16, weight=99)", "weight_unit=", 'weight_unit="target tokens"'),
+        ("of_tokens.step(samples=16)", "its own weight", "weight=number"),
+    ],
+)
+def test_a_wrong_call_of_an_optimizer_shows_the_right_one(call: str, cause: str, fix: str) -> None:
+    def train(swarm: cs.Swarm) -> None:
+        net = torch.nn.Linear(2, 2)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        known: dict[str, object] = {
+            "swarm": swarm,
+            "net": net,
+            "sgd": sgd,
+            "host_optimizer": cs.host_optimizer,
+        }
+        if "of_tokens" in call:
+            known["of_tokens"] = swarm.optimizer(sgd, target_batch_size=32, weight_unit="tokens")
+        elif "step" in call:
+            known["optimizer"] = swarm.optimizer(sgd, target_batch_size=32)
+        with pytest.raises((TypeError, ValueError, RuntimeError, AttributeError)) as caught:
+            eval(call, known)
+        found = explain(caught.value)
+        assert cause in found.cause and fix in found.fix
+
+    toy.alone(train)
+
+
+def test_the_step_of_another_object_is_not_explained_as_ours() -> None:
+    def step(samples: int) -> None: ...
+
+    with pytest.raises(TypeError) as caught:
+        step()  # type: ignore[call-arg]
+    assert "does not know this error" in explain(caught.value).cause
 
 
 def test_our_value_errors_differ_from_those_of_others() -> None:
