@@ -11,7 +11,11 @@ sleep or die; the others do not wait for them, and all end with equal parameters
     alice   |batch|batch|batch|.                       n_a samples
     bob     |  batch  |  batch  |                      n_b            n_a + n_b + n_c >= target_batch_size:
     carol   |    batch     |                           n_c            a round, one step for all
-                                 \\______ averaging ______/  sum n_i g_i / sum n_i
+                                 \\______ averaging ______/  sum w_i g_i / sum w_i
+
+*Samples* n fill the batch. The *weight* w of a gradient in the mean is n, or what ``step(weight=…)`` says: with the
+number of target tokens, ragged texts give exactly the gradient of one process with the joined batch. With ``model=``
+the change of its buffers (BatchNorm's statistics) is averaged beside the gradient, by the same weights.
 
 Each peer publishes its progress in the DHT. All peers add up the samples and know when the batch is full. A called
 peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the round itself.
@@ -20,7 +24,7 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 
 | type | where | content |
 |---|---|---|
-| `ProgressRecord` | DHT | step, lineage, samples, speed, syncing, paused or idle, addresses, loss |
+| `ProgressRecord` | DHT | step, lineage, samples, speed, syncing, paused or idle, addresses, loss, agreement |
 | `AssistantRecord` | DHT, signed | this peer reduces and passes on the state for these collaborations |
 | `DescribeState` -> `Manifest` | call | step and lineage of the state, its layout, digests of its chunks |
 | `FetchState` -> `StateChunk` … | stream | chunks of the snapshot with this root |
@@ -34,6 +38,10 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 - **Lineage** and **branch** name the parameters that most of the swarm holds, and **votes** elect them: see `progress`.
   A round admits one step of one lineage. A trainer is idle, and has no vote, after 10 of its own micro-batches' time,
   120 s at least, without a micro-batch. It catches up before it trains again.
+- **Agreement.** A record says, in words, what must be equal at all peers: the trained tensors, a digest of the frozen
+  ones, optimizer, learning rate, batch size, unit of weight, compression. A peer that differs from most votes on the
+  branch is refused with both values before it trains (`MismatchError`). Once it has averaged with others, no record
+  can refuse it. The agreement is in each round's schema, so peers that differ never share a round.
 - **Catching up.** The state arrives in chunks of 256 KiB or more, from four donors at once, each chunk checked by its
   hash; donors train on meanwhile. The late joiner follows the rounds, however long the download takes: see
   `collaboration`.
@@ -60,14 +68,16 @@ no GPU, no data and no PyTorch.
 
 ## How to use it
 
-    optimizer = swarm.optimizer(cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2), target_batch_size=256)
-    for batch in batches:
+    adam = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = swarm.optimizer(adam, target_batch_size=256, model=model)
+    for batch in swarm.batches(loader, optimizer, max_steps=1000):
         loss = model(**batch).loss
         loss.backward()
-        optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
+        optimizer.step(loss=loss)
     optimizer.save(cs.CheckpointFolder("checkpoints"))
 
-All peers start with equal parameters: build the model from the same seed. Options for slow links:
+`colab_swarm.integrations` has the Hugging Face Trainer, TRL, accelerate and Lightning. Models that were initialised
+differently take the state of the peer that began. Options for slow links:
 
 | argument | effect |
 |---|---|
@@ -90,7 +100,7 @@ adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
 
 | DeDLOC ([arXiv 2106.10207](https://arxiv.org/abs/2106.10207)) | module |
 |---|---|
-| section 3.1: each peer accumulates at its own pace, one step per target batch | `progress`, `collaboration` |
+| section 3.1: each peer accumulates at its own pace, one step per target batch | `progress`, `collaboration`, `gradients` |
 | section 3.2: rounds, delayed updates (after ZeRO-Offload) | `collaboration`, `optimizer`, `replica` |
 | auxiliary peers | `assistant`, `state` |
 | late joiners get the state from peers | `state`, `collaboration` |
