@@ -56,6 +56,7 @@ def test_it_ends_logs_and_saves_by_the_swarms_steps(tmp_path: Path) -> None:
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["step"] for log in logs] == [2, 4, 6] == [log["swarm_step"] for log in logs]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    assert trainer.state.num_train_epochs == 1  # 72 of 200 samples
     assert [round(log["learning_rate"], 6) for log in logs] == [
         round(1e-2 * (1 - n / 6), 6) for n in (2, 4, 6)
     ]
