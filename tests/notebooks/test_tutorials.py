@@ -31,6 +31,7 @@ NOT_COMPARED = {
     "07_work_units": 3,  # panels, accuracies
     "08_elastic_consistency": 4,  # accuracies and distances, a panel
     "09_when_things_break": 5,  # panels
+    "10_bring_your_own_model": 4,  # losses, digests
 }
 """Cells of each tutorial whose output differs between days or machines. All other outputs are compared strictly
 (``pytest --nbval``), to the letter; notebooks that are no tutorials are run and not compared."""
