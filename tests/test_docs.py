@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,13 @@ def test_names_in_the_readme_are_public() -> None:
 def test_code_in_the_readme_is_python() -> None:
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         ast.parse(block)
+
+
+@pytest.mark.slow
+def test_the_first_example_in_the_readme_ends_after_its_30_steps(tmp_path: Path) -> None:
+    code = next(iter(re.findall(r"```python\n(.*?)```", README, re.DOTALL)))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    steps = [line for line in done.stdout.splitlines() if re.match(r"step \d+ of 30: loss ", line)]
+    assert len(steps) == 30 and "/join#my-first-swarm." in done.stdout
