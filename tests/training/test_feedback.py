@@ -81,7 +81,7 @@ def test_a_checkpoint_holds_the_error_feedback(codec: str, delayed: bool, tmp_pa
         optimizer = join_training(swarm, net := model(), **options)
         residual = train(swarm, optimizer, net).copy()
         optimizer.save(path := tmp_path / swarm.name)
-        optimizer = join_training(swarm, model(), **options)
+        optimizer = join_training(swarm, model(), name="again", **options)
         assert optimizer._gathered.feedback is not None and not optimizer._gathered.feedback.residual.any()
         optimizer.load(path)
         np.testing.assert_array_equal(optimizer._gathered.feedback.residual, residual)
