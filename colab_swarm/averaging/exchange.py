@@ -167,8 +167,7 @@ class RoundPing(Message, frozen=True):
 class AllReduce:
     """One round at one member, whose ``values`` become the means; an assistant only reduces.
 
-    ``spare``: float32 memory for the own span and, with ``clip``, for the contribution. Raises ValueError if this
-    peer is no member.
+    Raises ValueError if this peer is no member.
     """
 
     def __init__(
@@ -180,7 +179,6 @@ class AllReduce:
         *,
         encoding: UploadEncoding | None = None,
         collects: bool = True,
-        spare: Floats | None = None,
         most_rms: float = math.inf,
     ) -> None:
         me, now = group.index_of(peers.id), loop_now()
@@ -195,12 +193,10 @@ class AllReduce:
         self.began_at = now
         span, weights = group.spans()[me], [member.weight for member in group.members]
         room = span.numel + len(values) * (group.terms.clip and weights[me] > 0)
-        if not collects:
-            spare = values[span.start : span.stop]
-        elif spare is None or len(spare) != room:
-            spare = np.empty(room, np.float32)
-        self.spare, self.collects = spare, collects
-        sums, self._contribution = spare[: span.numel], spare[span.numel :]  # as it was sent, for audits
+        # for the own span and, with clip, for the contribution as it was sent, for audits
+        memory = np.empty(room, np.float32) if collects else values[span.start : span.stop]
+        sums, self._contribution = memory[: span.numel], memory[span.numel :]
+        self.collects, self._released = collects, False
         self.most_rms = most_rms  # in a chunk of any contribution, unless this peer's is as large
         chunks, clip = self.ledger.chunks[me], group.terms.clip
         own = [values[chunk.start : chunk.stop] for chunk in chunks if weights[me]]
@@ -363,6 +359,9 @@ class AllReduce:
 
     async def serve(self, stream: Stream, member: int) -> None:
         self._streaming.add(member)
+        if self._released:  # it comes late, and may read when the vector has other values
+            self._means = [(mean, bytes(payload)) for mean, payload in self._means]
+            self._released = False
         returning = asyncio.create_task(self._return_means(stream))
         try:
             await self._take_all(stream, member)
@@ -407,6 +406,17 @@ class AllReduce:
             await stream.end()
         except PeerError as error:
             logger.debug("means for %s broke off: %s", short(stream.peer), error)
+
+    def release(self) -> None:
+        """Free the memory of an averaged span that nobody reads; the vector has the means, for late members."""
+        if not (self.serving or self._contribution.size or self.reducer.unfinished):
+            self.reducer.sums = [
+                self.ledger.values[one.start : one.stop] for one in self.ledger.chunks[self.me]
+            ]
+            for at, (mean, payload) in enumerate(self._means):
+                if len(payload) and (mean.codec or self.group.terms.mean_codec) == "float32":
+                    self._means[at] = mean, codec_of("float32").encode(self.reducer.sums[mean.index])
+            self._contribution, self._released = np.empty(0, np.float32), True
 
     def _take(self, member: int, index: int, values: Floats) -> None:
         try:

@@ -92,8 +92,8 @@ class SpanLedger:
 class SpanReducer:
     """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
 
-    ``sums`` is float32 memory for the span, and holds the means in the end. With ``clip``, contributions must stay
-    as they are until their chunk is finished.
+    ``sums`` is float32 memory for the span, and holds the means in the end; then a copy of them may take its place.
+    With ``clip``, contributions must stay as they are until their chunk is finished.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SpanReducer:
         origin = chunks[0].start if chunks else 0
         total = sum(weights) or 1.0
         self._weights = [weight / total for weight in weights]
-        self._sums = [sums[chunk.start - origin : chunk.stop - origin] for chunk in chunks]
+        self.sums = [sums[chunk.start - origin : chunk.stop - origin] for chunk in chunks]
         widest = max((chunk.numel for chunk in chunks), default=0)
         self._scratch = np.empty((len(weights) if clip else 1, widest), np.float32)
         self._delivered: list[set[int]] = [set() for _ in chunks]
@@ -127,17 +127,17 @@ class SpanReducer:
         """
         if member not in self._expected:
             return False
-        if not 0 <= chunk < len(self._sums):
-            raise ValueError(f"chunk {chunk} of {len(self._sums)} does not exist")
-        if len(values) != len(self._sums[chunk]):
-            raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self._sums[chunk])} expected")
+        if not 0 <= chunk < len(self.sums):
+            raise ValueError(f"chunk {chunk} of {len(self.sums)} does not exist")
+        if len(values) != len(self.sums[chunk]):
+            raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self.sums[chunk])} expected")
         rms = root_mean_square(values)
         if not math.isfinite(rms):
             raise ValueError(f"chunk {chunk} has values that are not finite")
         if member in self._delivered[chunk]:
             return False
         self._rms[chunk].append(rms)
-        sums, weight = self._sums[chunk], self._weights[member]
+        sums, weight = self.sums[chunk], self._weights[member]
         most_rms, few = self._most_rms, 1.0 + FEW_VALUES / len(values)
         if rms > few * most_rms:
             own_rms = root_mean_square(self._own[chunk]) if self._own and not self._clip else 0.0
@@ -160,7 +160,7 @@ class SpanReducer:
 
     def mean(self, chunk: int) -> Floats | None:
         """Return the mean of a finished chunk (a view of ``sums``); None if empty or overflown."""
-        return self._sums[chunk] if self._delivered[chunk] and all_finite(self._sums[chunk]) else None
+        return self.sums[chunk] if self._delivered[chunk] and all_finite(self.sums[chunk]) else None
 
     @property
     def usual_rms(self) -> float:
@@ -183,15 +183,15 @@ class SpanReducer:
             return False
         self.unfinished.discard(chunk)
         if self._clip and delivered:
-            held, rows = self._rows[chunk], self._scratch[: len(delivered), : len(self._sums[chunk])]
+            held, rows = self._rows[chunk], self._scratch[: len(delivered), : len(self.sums[chunk])]
             weights = np.array([self._weights[member] for member in sorted(held)])
             for row, member in zip(rows, sorted(held), strict=True):
                 np.multiply(held[member][0], np.float32(held[member][1]), out=row)
             held.clear()
-            clipped_mean(rows, weights, out=self._sums[chunk])
+            clipped_mean(rows, weights, out=self.sums[chunk])
         elif delivered and delivered != self._everyone:
             present = sum(self._weights[member] for member in sorted(delivered))
-            np.divide(self._sums[chunk], present, out=self._sums[chunk])
+            np.divide(self.sums[chunk], present, out=self.sums[chunk])
         return True
 
 

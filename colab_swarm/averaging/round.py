@@ -263,7 +263,6 @@ class Averager:
         self._rounds: dict[bytes, AllReduce] = {}
         self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
-        self._spare: dict[str, Floats] = {}
         self._usual: dict[str, Patience] = {}  # how long an exchange takes, by prefix
         self._norms: dict[str, deque[float]] = {}  # `SpanReducer.usual_rms` of the last rounds, by prefix
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
@@ -346,7 +345,6 @@ class Averager:
     def forget(self, prefix: str) -> None:
         if exchange := self._finished.pop(prefix, None):
             self._forget(exchange)
-        self._spare.pop(prefix, None)
 
     async def _take_part(
         self,
@@ -360,7 +358,6 @@ class Averager:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         prefix, patience = group.terms.prefix, Patience(MIN_PATIENCE_S, self._settings.patience_s)
-        spare = self._spare.pop(prefix, None) if collects else None
         norms, usual = (
             self._norms.setdefault(prefix, deque(maxlen=NORMS)),
             self._usual.setdefault(prefix, patience),
@@ -372,7 +369,6 @@ class Averager:
             replace(self._settings, usual_s=usual.seconds),
             encoding=encoding,
             collects=collects,
-            spare=spare,
             most_rms=OUTLIER * statistics.median(norms)
             if bounded and norms and not group.terms.clip
             else math.inf,
@@ -384,6 +380,7 @@ class Averager:
             if prefix in self._finished:
                 self._forget(self._finished[prefix])
             self._finished[prefix] = exchange
+        exchange.release()
         for liar in exchange.liars:
             self._leave_out(group.members[liar].id)
         seconds, incomplete = loop_now() - exchange.began_at, exchange.ledger.incomplete()
@@ -434,8 +431,6 @@ class Averager:
 
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
-        if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
-            self._spare[exchange.group.terms.prefix] = exchange.spare
 
     @asynccontextmanager
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
@@ -455,6 +450,8 @@ class Averager:
             exchange.serving -= 1
             if not exchange.serving:
                 exchange.served.set()
+                if self._finished.get(exchange.group.terms.prefix) is exchange:
+                    exchange.release()
 
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:

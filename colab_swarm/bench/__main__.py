@@ -25,6 +25,7 @@ BENCHMARKS = {
     "workunits": "vc_asgd:run_workunits",
     "vc-asgd": "vc_asgd:run",
     "work-ordeal": "ordeal:run_work",
+    "scale": "scale:run",
     "elastic": "elastic_consistency:run",
     "panel": "overhead:run_panel",
 }

@@ -48,9 +48,9 @@ def run(report: BenchReport, python: str | None = None) -> None:
 
         def average(*, clip: bool) -> list[dict[str, Any]]:
             group = Group(os.urandom(16), RoundTerms("", 0, b"bench", numel, clip=clip), tuple(members))
-            return _run_together(peers, group=msgspec.to_builtins(group))
+            return run_together(peers, group=msgspec.to_builtins(group))
 
-        pairs = [(average(clip=False), _run_together(gloo)) for _ in range(rounds + 1)]
+        pairs = [(average(clip=False), run_together(gloo)) for _ in range(rounds + 1)]
         robust = [(average(clip=False), average(clip=True)) for _ in range(rounds // 2 + 1)]
     (ours, theirs), (plain, clipped) = zip(*pairs, strict=True), zip(*robust, strict=True)
     seconds, gloo_s, plain_s, clipped_s = (
@@ -69,7 +69,7 @@ def run(report: BenchReport, python: str | None = None) -> None:
     _measure_steps(report, python)
 
 
-def _run_together(workers: list[Worker], **task: object) -> list[dict[str, Any]]:
+def run_together(workers: list[Worker], **task: object) -> list[dict[str, Any]]:
     call_all(workers, **task)
     call_all(workers)
     return call_all(workers)
@@ -100,16 +100,16 @@ async def average_as_peer(parent: Channel, rank: int, numel: int) -> None:
         found["right"] = right and not result.kept_local
 
 
-def average_with_gloo(parent: Channel, rank: int, numel: int, meeting: str) -> None:
+def average_with_gloo(parent: Channel, rank: int, numel: int, meeting: str, peers: int = PEERS) -> None:
     torch.set_num_threads(1)
     collectives: Any = torch.distributed
-    collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=PEERS)
+    collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=peers)
     values, found = torch.from_numpy(pattern(numel)), dict[str, float]()
     while True:
         parent.call(**found)
         parent.call()
         found = {"seconds": timeit(partial(collectives.all_reduce, values), number=1)}
-        values /= PEERS
+        values /= peers
         parent.call()
 
 

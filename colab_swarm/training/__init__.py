@@ -100,7 +100,7 @@ adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
 
 | DeDLOC ([arXiv 2106.10207](https://arxiv.org/abs/2106.10207)) | module |
 |---|---|
-| section 3.1: each peer accumulates at its own pace, one step per target batch | `progress`, `collaboration`, `gradients` |
+| section 3.1: own pace, one step per target batch | `progress`, `gradients`, `collaboration` |
 | section 3.2: rounds, delayed updates (after ZeRO-Offload) | `collaboration`, `optimizer`, `replica` |
 | auxiliary peers | `assistant`, `state` |
 | late joiners get the state from peers | `state`, `collaboration` |
@@ -110,10 +110,19 @@ adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
 1708.03888](https://arxiv.org/abs/1708.03888). `host` makes one peer of several processes. DiLoCo: [arXiv
 2311.08105](https://arxiv.org/abs/2311.08105).
 
+## Memory
+
+A peer's vectors are as long as the model, in float32. Beside the parameters and the optimizer's state it
+has at most three: autograd's gradients, their sum, and the mean of the last round, which others may still
+recover. A round scales the sum in place, replaces it by the mean, and takes memory for the span that this
+peer reduces. Delayed updates take one vector more, and so does an optimizer that may change gradients in
+place. SGD, Adam, AdamW, Lamb and Lars do not, unless with ``foreach=True`` or a hook. With `max_grad_norm`
+a mean that is clipped is copied.
+
 ## Measured
 
 A swarm of one trains at 98 % of a bare loop's speed; an idle peer takes 18 MiB beside torch
 (hivemind 1.1.12: 531 MiB in 5 processes). From joining to the first counted sample with 18 M
 parameters: 7.1 s. 20 simulated hours with churn reach 95 % of the ideal number of steps. Measure
-again with `python -m colab_swarm.bench overhead`, `soak`, `join` or `albert`.
+again with `python -m colab_swarm.bench overhead`, `scale`, `soak`, `join` or `albert`.
 """

@@ -35,7 +35,9 @@ class MeanLoss:
 def finite_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether no gradient has a NaN or Inf."""
     gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-    return bool(torch.nn.utils.get_total_norm(gradients, math.inf).isfinite())
+    # The norm of squares overflows, but is twenty times faster.
+    norms = (torch.nn.utils.get_total_norm(gradients, order) for order in (2.0, math.inf))
+    return any(bool(norm.isfinite()) for norm in norms)
 
 
 def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
@@ -53,12 +55,21 @@ class Gradients:
     With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
     parameters of the last round minus the present ones. In front of either is the change of the
     model's buffers. ``feedback`` is what compression cut off the last contribution, times its weight.
+
+    Memory is what limits the model, so the contribution is the sum itself, scaled, and its mean replaces it.
+    ``held(vector)``: another peer may still recover chunks from it. So there are two vectors in turn, and a third
+    where a round runs while the next sum begins. If there was no mean, the sum is taken back: `_take_back`.
+    An interrupt within a round may have left means of the group in it; they count as this peer's gradients.
     """
 
-    def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:
-        self._replica, self._trainable = replica, replica.trainable()
-        self._sum: Floats = np.zeros(replica.numel, np.float32)
-        self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
+    def __init__(
+        self, replica: Replica, held: Callable[[Floats], bool], *, error_feedback: bool = False
+    ) -> None:
+        self._replica, self._trainable, self._held = replica, replica.trainable(), held
+        self._vectors: list[Floats] = []
+        self._sum: Floats | None = None  # of gradients; None: it is 0, or given
+        self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
+        self._aside: Floats | None = None  # the contribution of a delayed update
         self.feedback = ErrorFeedback(replica.numel) if error_feedback else None
         self.samples = self.weight = 0.0
         self._since = 0.0  # weight since the last local step
@@ -77,9 +88,11 @@ class Gradients:
     def add(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> str | None:
         """Add the model's gradient, a mean by ``weight``; return the reason if it is dropped."""
         finite = finite_gradients(self._replica.model)
-        for parameter, part in parts(self._replica.model, self._gradients) if finite and weight else ():
-            if parameter.grad is not None:
-                part.add_(parameter.grad.detach().to(part), alpha=weight)
+        self._take_back(self._given)
+        if finite and weight:
+            for parameter, part in parts(self._replica.model, self._total()[self._replica.front :]):
+                if parameter.grad is not None:
+                    part.add_(parameter.grad.detach().to(part), alpha=weight)
         self._replica.zero_grad()
         if not finite:
             return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"
@@ -90,45 +103,54 @@ class Gradients:
             self.loss.add(loss, weight)
         return None
 
-    @property
-    def _gradients(self) -> Floats:
-        return self._sum[self._replica.front :]
+    def _total(self) -> Floats:
+        """Return the sum; a new one is in a vector that nobody reads."""
+        if self._sum is None:
+            free = (one for one in self._vectors if one is not self._aside and not self._held(one))
+            if (vector := next(free, None)) is None:
+                self._vectors.append(vector := np.empty(self._replica.numel, np.float32))
+            vector.fill(0.0)
+            self._sum = vector
+        return self._sum
 
     def step(self) -> None:
         if self._since:
-            gradient = self._gradients
+            gradient = self._total()[self._replica.front :]
             gradient *= np.float32(1 / self._since)
             self._replica.step_alone(gradient)
-            gradient.fill(0.0)
-            self._since = 0.0
+            self._sum, self._since = None, 0.0
 
-    def contribution(self, held: Callable[[Floats], bool]) -> RoundInput:
-        """Return what to average; ``held(vector)``: another peer may still recover chunks from it."""
-        values = self._spare if held(self._values) else self._values
+    def contribution(self) -> RoundInput:
+        """Return what to average."""
+        self._take_back(self._given)
         front = self._replica.front
         if self._replica.rule.local:
             self.step()
-            self._replica.pseudo_gradient(values[front:])
-        else:
-            np.multiply(self._sum, np.float32(1 / self.weight if self.weight else 0.0), out=values)
+            self._replica.pseudo_gradient(self._total()[front:])
+        values, self._sum = self._total(), None
+        if self.weight and not self._replica.rule.local:
+            values[front:] *= np.float32(1 / self.weight)
         self._replica.change_of_buffers(values[:front])
         if self.feedback is not None:
             if self.weight:
                 torch.from_numpy(values).add_(torch.from_numpy(self.feedback.residual), alpha=1 / self.weight)
             self.feedback.begin()
         encoding = UploadEncoding(fine=self._replica.fine, feedback=self.feedback)
-        return RoundInput(values, self.weight, self.samples, encoding, self.loss.value)
+        self._given = RoundInput(values, self.weight, self.samples, encoding, self.loss.value)
+        return self._given
 
     def state(self) -> dict[str, Any]:
         return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
 
     def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
         """Return the error feedback of a checkpoint; raises `StateError` if it does not fit."""
-        return None if self.feedback is None else ErrorFeedback(len(self._sum), state.get("feedback"))
+        return None if self.feedback is None else ErrorFeedback(self._replica.numel, state.get("feedback"))
 
     def forget(self) -> None:
         """Start a new sum; the error feedback stays."""
-        self._sum.fill(0.0)
+        if self._given is not None and self._replica.rule.delayed:
+            self._aside = self._given.values
+        self._sum = self._given = None
         self.samples = self.weight = self._since = 0.0
         self.loss = MeanLoss()
         if self._replica.rule.local:
@@ -139,10 +161,21 @@ class Gradients:
             self.feedback.settle(contribution.weight)
 
     def on_returned(self, contribution: RoundInput) -> None:
-        """Take back a contribution that found no round."""
-        weight, front, gradient = contribution.weight, self._replica.front, self._gradients
-        gradient += np.float32(weight) * contribution.values[front:]
-        if self.feedback is not None and weight:
-            gradient -= self.feedback.residual[front:]  # the next contribution adds it again
+        """Take back the contribution of a delayed update that found no round."""
+        self._aside = None
+        self._take_back(contribution)
         self.samples += contribution.samples
-        self.weight += weight
+        self.weight += contribution.weight
+
+    def _take_back(self, given: RoundInput | None) -> None:
+        self._given = None
+        if given is None or not given.weight or self._replica.rule.local:
+            return
+        values = torch.from_numpy(given.values)
+        if self._sum is None and not self._held(given.values):
+            self._sum = given.values
+            values.mul_(given.weight)
+        else:
+            torch.from_numpy(self._total()).add_(values, alpha=given.weight)
+        if self.feedback is not None:
+            self._total()[:] -= self.feedback.residual  # the next contribution adds it again

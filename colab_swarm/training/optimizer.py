@@ -68,7 +68,9 @@ class SwarmOptimizer(WrappedOptimizer):
         """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the closed one of this name."""
         self._runtime, self._services, self.settings, self._folder = runtime, services, settings, folder
         self._replica = Replica(rule)
-        self._gathered = Gradients(self._replica, error_feedback=settings.error_feedback)
+        self._gathered = Gradients(
+            self._replica, services.averager.holds, error_feedback=settings.error_feedback
+        )
         self._agreement = agreement_of(self._replica, settings)
         if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
             logger.warning(
@@ -388,12 +390,9 @@ class SwarmOptimizer(WrappedOptimizer):
         elif due == "a round" and self._replica.rule.delayed:
             uninterrupted(self._take_off)
         elif due == "a round":
-            given = uninterrupted(self._contribution)
+            given = uninterrupted(self._gathered.contribution)
             return self._runtime.call(self.collaboration.average(given, partial(self._apply, given, True)))
         return None
-
-    def _contribution(self) -> RoundInput:
-        return self._gathered.contribution(self._services.averager.holds)
 
     def _apply(self, given: RoundInput, all_of_them: bool, mean: Floats) -> bytes:
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
@@ -404,7 +403,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return lineage
 
     def _take_off(self) -> None:
-        given = self._contribution()
+        given = self._gathered.contribution()
         self._flight = self._runtime.call(self._begin(given)), given
         self._gathered.forget()
         self._replica.show()

@@ -49,10 +49,13 @@ MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four
 IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
 """An idle trainer was silent for so many micro-batches, and so long; or longer while its speed is unknown."""
 
+THREADS_PAY_BYTES = 1 << 20
+
 
 def next_lineage(lineage: bytes, mean: Floats) -> bytes:
     """Return the lineage after applying ``mean``; equal on all peers that got the same mean."""
-    return blake3(lineage).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
+    threads = blake3.AUTO if mean.nbytes > THREADS_PAY_BYTES else 1
+    return blake3(lineage, max_threads=threads).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
 
 
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]

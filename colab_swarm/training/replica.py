@@ -17,13 +17,14 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from blake3 import blake3
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import flatten
+from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
 from colab_swarm.training.sketch import PROJECTIONS, StateSketch
 
@@ -33,6 +34,7 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of the swarm's steps after local ones (Di
 MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
 SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of so many values
+READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
 SMALL_VALUES = 1 << 16  # smaller tensors, such as biases, are at the front of a flat vector
 
 
@@ -86,9 +88,9 @@ class Replica:
         """Take one global step with the averaged gradient (flat, float32); returns the new lineage."""
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
-            if mean.min() > -MOST_GRADIENT and mean.max() < MOST_GRADIENT:
-                set_gradients(self.parameters, mean[self.front :])
-                self._update(self._optimizer, self.parameters, clip=not self.rule.local)
+            least, most = torch.aminmax(torch.from_numpy(mean))
+            if least > -MOST_GRADIENT and most < MOST_GRADIENT:
+                self._update(self._optimizer, self.parameters, mean[self.front :], clip=not self.rule.local)
                 for buffer, part in parts(self.shared, mean[: self.front]):
                     buffer.add_(part if buffer.is_floating_point() else part.round().long().to(buffer.dtype))
                 self._new_buffers = True
@@ -99,16 +101,31 @@ class Replica:
                 self.show()
             return lineage
 
-    def _update(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, clip: bool) -> None:
-        if clip and self.rule.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.rule.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def _update(
+        self,
+        optimizer: Optimizer,
+        parameters: list[torch.Tensor],
+        gradient: Floats,
+        *,
+        clip: bool,
+        ours: bool = False,
+    ) -> None:
+        """Step with ``gradient``, which other peers may be reading unless it is ``ours``."""
+        try:
+            set_gradients(parameters, gradient, shared=ours or only_reads(optimizer))
+            if clip and self.rule.max_grad_norm is not None:
+                norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+                if norm + 1e-6 > self.rule.max_grad_norm:  # as in `torch.nn.utils.clip_grad_norm_`
+                    set_gradients(parameters, gradient, shared=ours)
+                    torch.nn.utils.clip_grads_with_norm_(parameters, self.rule.max_grad_norm, norm)
+            optimizer.step()
+        finally:  # else a backward pass would add to a mean
+            optimizer.zero_grad(set_to_none=True)
 
     def step_alone(self, gradient: Floats) -> None:
+        """Take this peer's own step; ``gradient`` may be changed by it."""
         with self.lock:
-            set_gradients(self.model, gradient)
-            self._update(self.rule.optimizer, self.model, clip=True)
+            self._update(self.rule.optimizer, self.model, gradient, clip=True, ours=True)
 
     def trainable(self) -> int:
         """Return how many parameters take gradients now."""
@@ -423,8 +440,19 @@ def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torc
     return [(parameter, part.view(parameter.shape)) for parameter, part in zip(ordered, flat, strict=True)]
 
 
-def set_gradients(parameters: Iterable[torch.Tensor], values: Floats) -> None:
+def set_gradients(parameters: Iterable[torch.Tensor], values: Floats, *, shared: bool = False) -> None:
+    """Set the parameters' gradients to copies of ``values``; ``shared``: to views, where the type is the same."""
     for parameter, part in parts(parameters, values):
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.detach().copy_(part)
+        if shared and (parameter.dtype, parameter.device) == (part.dtype, part.device):
+            parameter.grad = part
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(part)
+
+
+def only_reads(optimizer: Optimizer) -> bool:
+    """Return True if a step is known to leave the gradients as they are.
+
+    Others get copies: a hook, a subclass and lists of tensors ("foreach") may change them in place.
+    """
+    changed = optimizer._optimizer_step_pre_hooks or any(one.get("foreach") for one in optimizer.param_groups)
+    return type(optimizer) in READERS and not changed

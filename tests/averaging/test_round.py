@@ -301,6 +301,23 @@ async def test_later_rounds_do_not_change_means_that_a_member_has_not_read_yet()
     np.testing.assert_array_equal(np.concatenate(means), vector(0, numel))
 
 
+async def test_after_a_round_the_memory_of_the_span_is_free_and_a_late_member_gets_the_means() -> None:
+    alice, bob = pair(dial_out="bob")
+    averager, numel = Averager(alice, SETTINGS), 2_000_000
+    group, values, means = make_group([alice, bob], [1, 0], numel), vector(0, numel), list[Floats]()
+    tracemalloc.start()
+    await averager.average(group, values)
+    assert tracemalloc.get_traced_memory()[0] < values.nbytes / 2
+    tracemalloc.stop()
+    async with await bob.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
+        while sum(map(len, means)) < numel:
+            means.append(np.frombuffer((await stream.receive(Chunk))[1], np.float32).copy())
+            if len(means) == 1:
+                await averager.average(make_group([alice], [1], numel, round_id=2), vector(2, numel))
+                values.fill(0.0)  # as nobody else may read it now
+    np.testing.assert_array_equal(np.concatenate(means), vector(0, numel))
+
+
 async def test_rounds_at_once_are_kept_apart() -> None:
     network = SimNetwork(HOME, seed=3)
     peers = [network.peer(name) for name in NAMES[:3]]

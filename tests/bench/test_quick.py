@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhead, vc_asgd
+from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhead, scale, vc_asgd
 from colab_swarm.bench import elastic_consistency as elastic
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
@@ -49,6 +50,30 @@ def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
     figures = averaging.run(quick=True).figures
     assert figures["success"] == 1 and 0 < figures["seconds"] < 10
     assert figures["vs_gloo"] == pytest.approx(figures["seconds"] / figures["gloo_seconds"])
+
+
+@whole
+def test_the_scale_benchmark_reports_the_memory_and_the_step_of_peers() -> None:
+    figures = scale.run(quick=True).figures
+    for case in ("2m", "2m_bfloat16"):
+        assert figures[f"step_over_round_{case}"] > 1 and figures[f"vs_gloo_{case}"] > 0
+        assert 1 < figures[f"memory_vectors_{case}"] < 7  # the buffers of links count as much at this size
+
+
+def test_the_cases_of_the_scale_benchmark_have_names_of_their_own() -> None:
+    names = [case.name for case in scale.FULL]
+    assert len({*names}) == len(names)
+    assert {"16m", "124m", "350m", "124m_4_peers", "124m_4_peers_bfloat16", "16m_Adam"} <= {*names}
+
+
+def test_the_peak_of_memory_is_that_within_the_block() -> None:
+    before = np.ones(1 << 23, np.float32)
+    del before
+    with scale.peak_mib() as first:
+        pass
+    with scale.peak_mib() as second:
+        np.ones(1 << 22, np.float32)
+    assert second[0] - first[0] == pytest.approx(16, abs=4)
 
 
 @pytest.mark.slow

@@ -20,13 +20,14 @@ from tests.training.toy import join_training, model, take
 
 def gathered() -> tuple[torch.nn.Linear, Gradients]:
     net = torch.nn.Linear(2, 1, bias=False)
-    return net, Gradients(Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=1.0))), error_feedback=True)
+    replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=1.0)))
+    return net, Gradients(replica, lambda values: False, error_feedback=True)
 
 
 def add(net: torch.nn.Linear, gradients: Gradients, grad: list[float], samples: float) -> RoundInput:
     net.weight.grad = torch.tensor([grad])
     gradients.add(samples, samples, None)
-    return gradients.contribution(lambda values: False)
+    return gradients.contribution()
 
 
 def lose(sent: RoundInput, arrived: list[float]) -> RoundInput:
@@ -50,14 +51,14 @@ def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback() ->
     sent = lose(add(net, gradients, [1.0, 1.0], samples=1), [0.0, 3.0])
     gradients.forget()
     gradients.on_returned(sent)
-    np.testing.assert_array_equal(gradients.contribution(lambda values: False).values, [1.0, 3.0])
+    np.testing.assert_array_equal(gradients.contribution().values, [1.0, 3.0])
 
 
 def test_a_peer_without_samples_keeps_its_error_feedback() -> None:
     net, gradients = gathered()
     gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0]))
     gradients.forget()
-    nothing = gradients.contribution(lambda values: False)
+    nothing = gradients.contribution()
     gradients.on_delivered(nothing)
     assert not nothing.values.any()
     np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1).values, [0.0, 2.0])

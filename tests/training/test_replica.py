@@ -13,8 +13,8 @@ from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training import replica as module
 from colab_swarm.training.gradients import Gradients
-from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.replica import SMALL_VALUES, Replica, UpdateRule, set_gradients
+from colab_swarm.training.layerwise import Lamb, Lars
+from colab_swarm.training.replica import SMALL_VALUES, Replica, UpdateRule, only_reads, set_gradients
 from colab_swarm.training.state import snapshot_of, tensors_of
 from tests.training.toy import loss_of, model, parameters_of
 
@@ -120,13 +120,13 @@ def sgd(parameters: list[torch.nn.Parameter]) -> Replica:
 
 def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     first, second = both = parameters()
-    gathered = Gradients(sgd(both))
+    gathered = Gradients(sgd(both), lambda values: False)
     first.grad = torch.arange(6.0).view(2, 3)
     assert gathered.add(8.0, 2.0, 1.0) is None and first.grad is None
     first.grad, second.grad = torch.arange(6.0).view(2, 3), torch.full((4,), 0.5, dtype=torch.bfloat16)
     assert gathered.add(8.0, 3.0, float("nan")) is None and gathered.loss.value == 1.0
     assert gathered.add(8.0, 6.0, torch.tensor(5.0)) is None and gathered.loss.value == 4.0
-    given = gathered.contribution(lambda values: False)
+    given = gathered.contribution()
     assert (given.samples, given.weight, given.loss) == (24.0, 11.0, 4.0)
     np.testing.assert_allclose(11 * given.values, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6)
 
@@ -179,7 +179,81 @@ def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:
 
 def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     first, second = both = parameters()
-    gathered = Gradients(sgd(both))
+    gathered = Gradients(sgd(both), lambda values: False)
     first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
     assert "not finite" in str(gathered.add(1.0, 1.0, None)) and second.grad is None
-    assert not gathered.samples and not gathered.contribution(lambda values: False).values.any()
+    assert not gathered.samples and not gathered.contribution().values.any()
+
+
+SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+MEAN = np.linspace(-1, 1, 10, dtype=np.float32)
+
+
+class Writer(SGD):
+    """An optimizer that changes the gradients in place."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(2)
+        super().step()
+
+
+def after_two_steps(make: Callable[..., Any], *, copies: bool = False, **rule: Any) -> list[torch.Tensor]:
+    """The parameters that follow from `MEAN`, which stays as it is; ``copies``: as the optimizer takes them."""
+    both, mean = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))], MEAN.copy()
+    replica = Replica(UpdateRule(make(both), **rule))
+    for _ in range(2):
+        if copies:
+            set_gradients(both, mean)
+            if (limit := rule.get("max_grad_norm")) is not None:
+                torch.nn.utils.clip_grad_norm_(both, limit)
+            replica.rule.optimizer.step()
+        else:
+            replica.apply(mean)
+            assert all(parameter.grad is None for parameter in both)
+        np.testing.assert_array_equal(mean, MEAN)
+    return both
+
+
+READERS: list[Callable[..., Any]] = [
+    lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    lambda p: SGD(p, lr=0.1, momentum=0.9, maximize=True, weight_decay=0.1),
+    lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
+    lambda p: Adam(p, lr=0.1, weight_decay=0.1, amsgrad=True, maximize=True),
+    lambda p: Adam(p, lr=0.1, weight_decay=0.1, fused=True),
+    lambda p: AdamW(p, lr=0.1, maximize=True),
+    lambda p: AdamW(p, lr=0.1, fused=True, amsgrad=True),
+    lambda p: Lamb(p, lr=0.1, weight_decay=0.1),
+    lambda p: Lars(p, lr=0.1, weight_decay=0.1),
+]
+WRITERS: list[Callable[..., Any]] = [
+    lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    lambda p: Writer(p, lr=0.1),
+    lambda p: torch.optim.RMSprop(p, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("make", READERS + WRITERS)
+@pytest.mark.parametrize("rule", [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 100.0}], ids=str)
+def test_no_optimizer_changes_a_mean_that_others_may_recover(
+    make: Callable[..., Any], rule: dict[str, Any]
+) -> None:
+    assert only_reads(make(parameters())) == (make in READERS)
+    for mine, expected in zip(
+        after_two_steps(make, **rule), after_two_steps(make, copies=True, **rule), strict=True
+    ):
+        assert torch.equal(mine, expected)
+
+
+def test_an_optimizer_whose_gradients_a_hook_changes_gets_copies() -> None:
+    optimizer = SGD(parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *arguments: None)
+    assert not only_reads(optimizer)
+
+
+def test_after_a_step_that_failed_no_parameter_has_a_mean_as_its_gradient() -> None:
+    optimizer = Lamb(both := parameters(), lr=0.1)
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        Replica(UpdateRule(optimizer)).apply(MEAN.copy())
+    assert all(parameter.grad is None for parameter in both)

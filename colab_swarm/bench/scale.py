@@ -1,0 +1,169 @@
+"""Memory and time of a peer with a large model: real peers, as processes on loopback, and gloo beside them.
+
+Each peer has a `SwarmOptimizer` over a model of a few large matrices and many small tensors, which is
+not run: its gradients are filled in. Every step has one micro-batch and includes a round.
+
+*memory_vectors*: the peak of a peer's resident memory during the steps, minus that before
+`Swarm.optimizer`, in vectors; the larger of all peers. A vector is a float32 for each trained value. What
+is subtracted is the process with torch, the parameters, and the inner optimizer's own state. The
+gradients as autograd makes them count, and so does all that the swarm adds.
+
+*step_over_round*: the whole ``optimizer.step()`` by `RoundFinished.averaging_s` of its round.
+*vs_gloo*: that round by an all-reduce of a float32 vector of the same size among as many processes.
+"""
+
+import gc
+import importlib
+import math
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import colab_swarm as cs
+from colab_swarm.bench.averaging import average_with_gloo, run_together
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
+from colab_swarm.bench.overhead import memory_mib
+from colab_swarm.events import RoundFinished
+
+
+class Case(NamedTuple):
+    millions: float  # of trained values
+    peers: int = 2
+    dtype: str = "float32"
+    inner: str = "SGD"
+
+    @property
+    def name(self) -> str:
+        """Names the figures; those of two peers with float32 and SGD by their size alone."""
+        of = zip(self[1:], Case(0)[1:], ("_peers", "", ""), strict=True)
+        return f"{self.millions:g}m" + "".join(f"_{mine}{what}" for mine, usual, what in of if mine != usual)
+
+
+QUICK = (Case(2), Case(2, dtype="bfloat16"))
+FULL = (
+    *(
+        Case(size, peers, dtype)
+        for size in (16, 124)
+        for peers in (2, 4)
+        for dtype in ("float32", "bfloat16")
+    ),
+    Case(16, inner="Adam"),
+    Case(124, inner="Adam"),
+    Case(350),
+)
+LAYERS, WIDTH, EMBEDDING = 12, 768, 0.3  # its share of the values
+
+
+@benchmark("scale")
+def run(report: BenchReport, only: str = "") -> None:
+    """Measure the cases, or the ``only`` one of this name."""
+    for case in QUICK if report.quick else FULL:
+        if only in ("", case.name):
+            _measure(report, case, rounds=3 if report.quick else 6)
+
+
+def _measure(report: BenchReport, case: Case, rounds: int) -> None:
+    numel = sum(math.prod(shape) for shape in shapes(case.millions))
+    with Crew() as crew, tempfile.TemporaryDirectory() as folder:
+        invite = crew.start(step_as_peer, *case, grace_s=10.0).receive()["invite"]
+        peers = [
+            crew[0],
+            *(crew.start(step_as_peer, *case, invite, grace_s=10.0) for _ in range(case.peers - 1)),
+        ]
+        receive_all(peers[1:])
+        path = f"{folder}/meeting"
+        gloo = [crew.start(average_with_gloo, rank, numel, path, case.peers) for rank in range(case.peers)]
+        receive_all(gloo)
+        call_all(peers)
+        pairs = [(call_all(peers), run_together(gloo)) for _ in range(rounds + 1)]
+    ours, theirs = zip(*pairs[1:], strict=True)
+
+    def median(key: str, found: Any = ours) -> float:
+        return float(statistics.median(max(one[key] for one in members) for members in found))
+
+    note = f"{case.peers} peers, {numel / 1e6:.0f} M values, {case.dtype} parameters, {case.inner}"
+    vectors = max(one["peak_mib"] for members in ours for one in members) * 2**18 / numel
+    step_s, round_s, gloo_s = median("step_s"), median("round_s"), median("seconds", theirs)
+    report.add_rows(
+        (f"memory_vectors_{case.name}", vectors, "vectors", note),
+        (f"step_over_round_{case.name}", step_s / round_s, "times", "lower is better"),
+        (f"vs_gloo_{case.name}", round_s / gloo_s, "times", "a round; only ours is encrypted"),
+        (f"step_s_{case.name}", step_s, "s", ""),
+        (f"round_s_{case.name}", round_s, "s", ""),
+    )
+
+
+def shapes(millions: float) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of a model's tensors: an embedding, and of each layer two matrices and three vectors."""
+    rows = int(millions * 1e6 / WIDTH)
+    yield int(rows * EMBEDDING), WIDTH
+    layer = int(rows * (1 - EMBEDDING) / LAYERS) // 3
+    for _ in range(LAYERS):
+        yield from ((layer, WIDTH), (WIDTH,), (WIDTH, 2 * layer), (2 * layer,), (WIDTH,))
+
+
+def step_as_peer(parent: Channel, millions: float, peers: int, dtype: str, inner: str, *invites: str) -> None:
+    torch.set_num_threads(1)
+    options = cs.NetworkOptions(lan=False, use_relays=False)
+    enter: Callable[..., cs.Swarm] = cs.join if invites else cs.create
+    swarm = enter(*(invites or ("bench",)), peer_name=f"peer-{time.monotonic_ns()}", options=options)
+    kind: torch.dtype = getattr(torch, dtype)
+    parameters = [torch.nn.Parameter(torch.full(shape, 0.01, dtype=kind)) for shape in shapes(millions)]
+    bare: torch.optim.Optimizer = getattr(torch.optim, inner)(parameters, lr=1e-6)
+    fill_gradients(parameters, 0.0)
+    bare.step()  # makes its state
+    bare.zero_grad()
+    gc.collect()
+    before_mib = memory_mib("status", "VmRSS:")
+    optimizer = swarm.optimizer(bare, target_batch_size=1, matchmaking_timeout_s=30.0)
+    parent.call(invite="" if invites else str(swarm.invite()))
+    while len(optimizer.collaboration.progress.records) < peers:
+        swarm.runtime.call(optimizer.collaboration.refresh())
+    found = dict[str, float]()
+    while True:
+        parent.call(**found)
+        with peak_mib() as peak:
+            fill_gradients(parameters, 1e-3)
+            began = time.perf_counter()
+            result = optimizer.step(samples=1)
+            step_s = time.perf_counter() - began
+        assert result is not None and len(result.contributors) == peers, f"not all were there: {result}"
+        last = swarm.events.recent(RoundFinished)[-1]
+        assert isinstance(last, RoundFinished)
+        found = {"step_s": step_s, "round_s": last.averaging_s, "peak_mib": peak[0] - before_mib}
+
+
+def fill_gradients(parameters: list[torch.nn.Parameter], value: float) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, value)
+
+
+@contextmanager
+def peak_mib() -> Iterator[list[float]]:
+    """Put the peak of this process's resident memory within the block into the list, in MiB."""
+    found, over = list[float](), threading.Event()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or not allowed
+        sampler = threading.Thread(target=_sample, args=(found, over))
+        sampler.start()
+        yield found
+        over.set()
+        sampler.join()
+        found[:] = [max(found)]
+    else:
+        yield found
+        found.append(memory_mib("status", "VmHWM:"))
+
+
+def _sample(found: list[float], over: threading.Event) -> None:
+    process = importlib.import_module("psutil").Process()
+    while not found or not over.wait(0.002):
+        found.append(process.memory_info().rss / 2**20)
