@@ -95,7 +95,7 @@ class Runner(Protocol):
         """Return the loop's clock, seconds. Thread-safe."""
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """Call the method ``work``, held weakly, now and then while this thread waits in `call`."""
+        """Call the method ``work``, held weakly, at the end of each `call` of this thread, and while it waits."""
 
 
 class Pool(ThreadPoolExecutor):
@@ -148,7 +148,11 @@ class Runtime:
         future: Future[T] | None = None
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            return wait_interruptibly(future, getattr(self._meanwhile, "work", None))
+            meanwhile = getattr(self._meanwhile, "work", None)
+            result = wait_interruptibly(future, meanwhile)
+            if meanwhile is not None and (work := meanwhile()) is not None:
+                work()
+            return result
         except KeyboardInterrupt:
             if future is not None:
                 future.cancel()

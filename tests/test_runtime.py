@@ -100,6 +100,14 @@ def test_a_thread_that_waits_keeps_a_view_live_until_it_is_forgotten(runtime: Ru
     assert len(seen) == before
 
 
+def test_short_calls_keep_a_view_live_too(runtime: Runtime) -> None:
+    watcher = Watcher()
+    runtime.while_waiting(watcher.look)
+    for _ in range(3):
+        runtime.call(asyncio.sleep(0))
+    assert len(watcher.threads) >= 3
+
+
 def test_ctrl_c_cancels_the_coroutine_and_is_raised(runtime: Runtime) -> None:
     cancelled = threading.Event()
 

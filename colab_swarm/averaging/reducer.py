@@ -24,9 +24,7 @@ from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 OUTLIER = 10.0  # a contribution may be so many times larger than usual
-FEW_VALUES = (
-    64  # in so many, honest contributions differ by chance: twice as large is admitted, and more in fewer
-)
+FEW_VALUES = 64  # in so many, contributions differ by chance: twice as large is admitted, more in fewer
 CLIP_STEPS, CONVERGED = 6, 1e-3  # at most, of a mean that moves by clipped distances
 FAR, TINY = 4.0, 1e-60  # in median distances; a square
 MOST_RMS = 1e15  # of a row whose inner products are taken in float32

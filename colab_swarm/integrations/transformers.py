@@ -12,7 +12,7 @@ language model's gradients are weighed by their target tokens, as one Trainer wi
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from transformers.trainer_callback import DefaultFlowCallback
 
 from colab_swarm.errors import require
-from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.gradients import MeanLoss
 from colab_swarm.training.optimizer import SwarmOptimizer
@@ -80,8 +79,7 @@ def attach(
     trainer.args.max_steps, trainer.args.max_grad_norm = ENDLESS, 0.0
     _shuffle(trainer, seed=int.from_bytes(swarm.id[:4]))
     trainer.remove_callback(DefaultFlowCallback)
-    tick = swarm.panel().tick if has_frontend() else None
-    trainer.callback_handler.callbacks.insert(0, SwarmFlow(trainer, optimizer, max_steps, tick))
+    trainer.callback_handler.callbacks.insert(0, SwarmFlow(trainer, optimizer, max_steps))
     return optimizer
 
 
@@ -101,11 +99,8 @@ def _shuffle(trainer: Any, *, seed: int) -> None:
 class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     """Lets a Trainer count samples and targets for the swarm, and log, evaluate, save and end by the swarm's steps."""
 
-    def __init__(
-        self, trainer: Trainer, optimizer: SwarmOptimizer, max_steps: int, tick: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, trainer: Trainer, optimizer: SwarmOptimizer, max_steps: int) -> None:
         self._trainer, self.optimizer, self.max_steps = trainer, optimizer, max_steps
-        self._tick = tick  # of the panel
         self._step, self._loss = 0, torch.tensor(0.0)  # the loss of this peer's present step
         self._samples = self._weight = self._counted = 0.0
         self._logged, self._total = MeanLoss(), MeanLoss()  # since the last log, and in all
@@ -142,8 +137,6 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         self._loss = self._loss.to(loss.device) + loss.detach()
         weight = self._weight if self._by_targets else None
         self.optimizer.next_batch(samples=self._samples, weight=weight, loss=self._loss)
-        if self._tick is not None:
-            self._tick()
         return loss
 
     def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:

@@ -40,9 +40,7 @@ def read(
             optimizer.next_batch(samples=size)
             yield _moved(batch, device)
             before, step = step, optimizer.global_step
-            if live:
-                swarm.panel().tick()
-            elif step > before:
+            if step > before and not live:
                 print(_line(optimizer, max_steps))
             if optimizer.over or step >= max_steps:
                 return
