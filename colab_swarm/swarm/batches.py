@@ -23,7 +23,8 @@ def read(
     """See `Swarm.batches`."""
     optimizer.raises_at_end = False
     device = optimizer.param_groups[0]["params"][0].device
-    live, step = has_frontend(), optimizer.global_step
+    simulated, step = swarm.network is None, optimizer.global_step
+    live = has_frontend() and not simulated
     if live:
         from IPython.display import display
 
@@ -41,7 +42,7 @@ def read(
             yield _moved(batch, device)
             before, step = step, optimizer.global_step
             if step > before and not live:
-                print(_line(optimizer, max_steps))
+                print(f"{swarm.name}: " * simulated + _line(optimizer, max_steps))
             if optimizer.over or step >= max_steps:
                 return
         require(

@@ -82,8 +82,12 @@ def test_it_ends_at_the_step_and_prints_a_line_for_each(capsys: pytest.CaptureFi
         return optimizer.global_step
 
     assert toy.alone(train) == 3
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert len(lines) == 3 and lines[2].startswith("step 3 of 3: loss ") and lines[2].endswith("from 1 peer")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
+    assert (
+        len(lines) == 3
+        and lines[2].startswith("alice: step 3 of 3: loss ")
+        and lines[2].endswith("from 1 peer")
+    )
 
 
 def test_it_continues_at_its_position_in_the_next_cell_and_from_a_checkpoint(tmp_path: Any) -> None:

@@ -229,3 +229,32 @@ def test_a_weight_needs_a_unit_and_a_step_its_numbers() -> None:
             optimizer.step(samples=10)
 
     toy.alone(train)
+
+
+def test_tied_weights_are_trained_and_sent_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens_B: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(tokens_B))
+
+    def train(swarm: Swarm) -> tuple[bytes, torch.Tensor]:
+        net = Tied()
+        inner = torch.optim.Adam(net.parameters(), lr=0.1)
+        optimizer = swarm.optimizer(inner, target_batch_size=16, batch_size=4, model=net)
+        assert optimizer._replica.numel == 20
+        while optimizer.global_step < 8:
+            nn.functional.cross_entropy(
+                net(torch.tensor([0, 1, 2, 3])), torch.tensor([1, 2, 3, 4])
+            ).backward()
+            optimizer.step()
+        assert net.head.weight is net.embed.weight
+        return optimizer.lineage, net.head.weight.detach().clone()
+
+    with cs.simulate(2, seed=1, samples_per_s=8.0) as simulation:
+        simulation.join("carol", at=5.0)
+        (lineage, weight), *others = simulation.run(train).values()
+    assert len(others) == 2 and all(one == lineage and torch.equal(weight, w) for one, w in others)
