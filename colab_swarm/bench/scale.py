@@ -13,14 +13,11 @@ gradients as autograd makes them count, and so does all that the swarm adds.
 """
 
 import gc
-import importlib
 import math
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,41 +126,21 @@ def step_as_peer(parent: Channel, millions: float, peers: int, dtype: str, inner
     found = dict[str, float]()
     while True:
         parent.call(**found)
-        with peak_mib() as peak:
-            fill_gradients(parameters, 1e-3)
-            began = time.perf_counter()
-            result = optimizer.step(samples=1)
-            step_s = time.perf_counter() - began
+        Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak of resident memory anew
+        fill_gradients(parameters, 1e-3)
+        began = time.perf_counter()
+        result = optimizer.step(samples=1)
+        step_s = time.perf_counter() - began
         assert result is not None and len(result.contributors) == peers, f"not all were there: {result}"
         last = swarm.events.recent(RoundFinished)[-1]
         assert isinstance(last, RoundFinished)
-        found = {"step_s": step_s, "round_s": last.averaging_s, "peak_mib": peak[0] - before_mib}
+        found = {
+            "step_s": step_s,
+            "round_s": last.averaging_s,
+            "peak_mib": memory_mib("status", "VmHWM:") - before_mib,
+        }
 
 
 def fill_gradients(parameters: list[torch.nn.Parameter], value: float) -> None:
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, value)
-
-
-@contextmanager
-def peak_mib() -> Iterator[list[float]]:
-    """Put the peak of this process's resident memory within the block into the list, in MiB."""
-    found, over = list[float](), threading.Event()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not Linux, or not allowed
-        sampler = threading.Thread(target=_sample, args=(found, over))
-        sampler.start()
-        yield found
-        over.set()
-        sampler.join()
-        found[:] = [max(found)]
-    else:
-        yield found
-        found.append(memory_mib("status", "VmHWM:"))
-
-
-def _sample(found: list[float], over: threading.Event) -> None:
-    process = importlib.import_module("psutil").Process()
-    while not found or not over.wait(0.002):
-        found.append(process.memory_info().rss / 2**20)
