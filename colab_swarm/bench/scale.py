@@ -126,7 +126,7 @@ def step_as_peer(parent: Channel, millions: float, peers: int, dtype: str, inner
     found = dict[str, float]()
     while True:
         parent.call(**found)
-        Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak of resident memory anew
+        Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the last peak
         fill_gradients(parameters, 1e-3)
         began = time.perf_counter()
         result = optimizer.step(samples=1)

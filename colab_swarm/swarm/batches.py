@@ -22,34 +22,38 @@ def read(
 ) -> Iterator[Any]:
     """See `Swarm.batches`."""
     optimizer.raises_at_end = False
-    device = optimizer.param_groups[0]["params"][0].device
     simulated, step = swarm.network is None, optimizer.global_step
     live = has_frontend() and not simulated
     if live:
         from IPython.display import display
 
         display(swarm.panel())  # type: ignore[no-untyped-call]
-    while not (optimizer.over or step >= max_steps):
-        began = optimizer.position
-        _shuffle(swarm, loader, began[0])
+    passes = _endless(swarm, loader, optimizer)
+    while not (optimizer.over or optimizer.global_step >= max_steps):
+        yield next(passes)
+        before, step = step, optimizer.global_step
+        if step > before and not live:
+            print(f"{swarm.name}: " * simulated + _line(optimizer, max_steps))
+
+
+def _endless(swarm: "Swarm", loader: Iterable[Any], optimizer: "SwarmOptimizer") -> Iterator[Any]:
+    """Read the loader again and again from this peer's position, which is kept."""
+    device = optimizer.param_groups[0]["params"][0].device
+    while True:
+        number, done = optimizer.position
+        _shuffle(swarm, loader, number)
         for index, batch in enumerate(loader):
-            if index < began[1]:  # read before
+            if index < done:  # read before
                 continue
-            optimizer.position = began[0], index + 1
-            if (size := _size_of(batch)) == 0:
-                continue
-            optimizer.next_batch(samples=size)
-            yield _moved(batch, device)
-            before, step = step, optimizer.global_step
-            if step > before and not live:
-                print(f"{swarm.name}: " * simulated + _line(optimizer, max_steps))
-            if optimizer.over or step >= max_steps:
-                return
+            optimizer.position = number, index + 1
+            if (size := _size_of(batch)) != 0:
+                optimizer.next_batch(samples=size)
+                yield _moved(batch, device)
         require(
-            optimizer.position != (began[0], 0),
+            optimizer.position != (number, 0),
             "the loader gave no batch: pass a DataLoader or a list, which can be read again and again",
         )
-        optimizer.position = began[0] + 1, 0
+        optimizer.position = number + 1, 0
 
 
 def _shuffle(swarm: "Swarm", loader: Iterable[Any], number: int) -> None:

@@ -68,12 +68,11 @@ def create(
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
         return swarm
     with _reserved(state_dir) as (store, saved):
-        if saved is not None and (saved.invitation or (saved.run, saved.access) != (name, access)):
-            raise _saves_another(state_dir, saved)
-        opened = None if saved or options.identity else _find_open(run=name, name=peer_name)
-        if opened is not None:
-            _check_equal(opened, store, options, access=access, allow=allow)
-            return opened
+        if saved is not None:
+            if saved.invitation or (saved.run, saved.access) != (name, access):
+                raise _saves_another(state_dir, saved)
+        elif not options.identity and (opened := _find_open(run=name, name=peer_name)) is not None:
+            return _same(opened, store, options, access=access, allow=allow)
         options, identity = _with_key(options, store)
         way = RunAccess.found(name, identity, access=access, allow=allow, key_file=options.identity)
         if store is None and (swarm := _find_open(way.run_id, id=identity.id)) is not None:
@@ -185,8 +184,8 @@ def _find_open(run_id: str = "", *, run: str = "", id: PeerId | None = None, nam
     return next((one for one in here if id in (None, one.id) and name in ("", one.name)), None)
 
 
-def _check_equal(swarm: Swarm, store: PeerStore | None, options: NetworkOptions, **asked: object) -> None:
-    """Raise unless the open swarm is what `create` is asked for."""
+def _same(swarm: Swarm, store: PeerStore | None, options: NetworkOptions, **asked: object) -> Swarm:
+    """Return the open swarm; raise unless it is what `create` is asked for."""
     assert swarm.network is not None
     if store is not None:
         raise _open_unsaved(store, swarm)
@@ -199,6 +198,7 @@ def _check_equal(swarm: Swarm, store: PeerStore | None, options: NetworkOptions,
         f"{swarm!r} is open already, with {other}: pass that again, or leave it first: swarm.leave(). "
         "Unless a state_dir saves it, invited peers then need a new invitation. Another peer_name= makes another run",
     )
+    return swarm
 
 
 def _open_unsaved(store: PeerStore, swarm: Swarm) -> StateError:

@@ -72,11 +72,7 @@ class SwarmOptimizer(WrappedOptimizer):
             self._replica, services.averager.holds, error_feedback=settings.error_feedback
         )
         self._agreement = agreement_of(self._replica, settings)
-        if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
-            logger.warning(
-                "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
-                "model=… to swarm.optimizer(…), which also averages the model's buffers"
-            )
+        _warn_of_frozen(rule)
         self._next: tuple[float | None, float | None, float | torch.Tensor | None]
         self._next = settings.batch_size, None, None
         self.scheduler = GlobalScheduler(self)  # a twin of the given one
@@ -90,11 +86,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._saving, self._saved_step = threading.Lock(), -1
         self._tasks = BackgroundTasks("saving progress", services.events, services.rng)
         self.position = 0, 0  # of this peer in its data: passes, and batches of the present one
-        if before is not None and before._agreement == self._agreement:
-            self._take_up(before._state())
-            resumed = True
-        else:
-            resumed = folder is not None and self._resume(folder)
+        resumed = self._resume(folder, before)
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
             if not resumed or self.collaboration.progress.behind:
@@ -107,8 +99,11 @@ class SwarmOptimizer(WrappedOptimizer):
                 raise
             raise
 
-    def _resume(self, folder: CheckpointFolder) -> bool:
-        if (state := folder.latest()) is None:
+    def _resume(self, folder: CheckpointFolder | None, before: "SwarmOptimizer | None") -> bool:
+        if before is not None and before._agreement == self._agreement:
+            self._take_up(before._state())
+            return True
+        if folder is None or (state := folder.latest()) is None:
             return False
         try:
             self._take_up(state)
@@ -488,6 +483,14 @@ class SwarmOptimizer(WrappedOptimizer):
         here = f"{self._gathered.samples:g} of {self.settings.target_batch_size:g} samples here"
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
+
+
+def _warn_of_frozen(rule: UpdateRule) -> None:
+    if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
+        logger.warning(
+            "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
+            "model=… to swarm.optimizer(…), which also averages the model's buffers"
+        )
 
 
 class GlobalScheduler(LRScheduler):
