@@ -42,7 +42,7 @@ tries, 0.29 s after the first call. Pairs with a router that changes ports use a
 - `overhead.throughput_ratio`: local training speed, share of a bare loop's: **98 %**
 - `overhead.memory_mib`: memory of an idle peer, without torch: **18 MiB, no process** (hivemind: 531 MiB, 5 processes)
 - `scale.memory_vectors_124m`: memory of a peer beside parameters and optimizer, in vectors of 124 M values: **3.0**
-- `scale.step_over_round_124m`, `vs_gloo_124m`: a step by its averaging round; that round by gloo's: **STEP, GLOO**
+- `scale.step_over_round_124m`, `vs_gloo_124m`: a step by its averaging round; that round by gloo's: **1.36, 2.7**
 - `soak.step_share`: steps in 20 simulated hours with churn, share of the ideal: **95 %**
 - `overhead.join_s`: until a peer is constructed: **0.3 s** (hivemind: 7.6–9.9 s)
 - `join.first_sample_s`: from join to the first counted sample, 18 M parameters: **7.1 s**
