@@ -68,7 +68,7 @@ def attach(
         "model": trainer.model,
         "scheduler": trainer.lr_scheduler,
         "max_grad_norm": args.max_grad_norm or None,
-        "weight_unit": "targets" if counts_targets else "samples",
+        "weight_unit": "target tokens" if counts_targets else "samples",
     }
     optimizer = swarm.optimizer(
         trainer.optimizer, target_batch_size=target_batch_size, **{**defaults, **options}
