@@ -104,6 +104,7 @@ class Ticket(Message, frozen=True):
     upload_bps: float | None = None  # measured bandwidth of its links, bits per second; None: unknown
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
+    metered: bool = False  # by a relay or a tunnel: it reduces only in a group whose reducers all are
     samples: float = 0.0  # of which it contributes the mean, for people and for the batch
 
 
@@ -114,15 +115,16 @@ class GroupMember(Message, frozen=True):
     addresses: tuple[str, ...]
     weight: float
     share: float
-    reduces: bool = True  # these four as in its ticket
+    reduces: bool = True  # these five as in its ticket
     upload_bps: float | None = None
     download_bps: float | None = None
     assists: bool = False
+    metered: bool = False
     samples: float = 0.0
 
 
-def offer_of(one: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool]:
-    return one.reduces, one.upload_bps, one.download_bps, one.assists
+def offer_of(one: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool, bool]:
+    return one.reduces, one.upload_bps, one.download_bps, one.assists, one.metered
 
 
 class Group(Message, frozen=True):
@@ -205,7 +207,13 @@ Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]  # a share for eac
 
 
 def equal_shares(tickets: Sequence[Ticket]) -> SharePlan:
-    return SharePlan(tuple(float(ticket.reduces) for ticket in tickets))
+    return SharePlan(tuple(map(float, reducing(tickets))))
+
+
+def reducing(tickets: Sequence[Ticket]) -> list[bool]:
+    """Return who reduces: the peers that accept connections, metered ones only where no other does."""
+    free = [ticket.reduces and not ticket.metered for ticket in tickets]
+    return free if any(free) else [ticket.reduces for ticket in tickets]
 
 
 def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:

@@ -415,7 +415,8 @@ class MoshpitAverager:
         links, reduces = self._peers.statistics(), bool(self._peers.contact.addresses)
         step, lineage = run.number * MAX_ROUNDS + axis, run.grid.line_id(me, axis)
         terms = RoundTerms(self._prefix, step, lineage, len(values), b"", *self._codecs)
-        ticket = Ticket(terms, run.weight, reduces, links.upload_bps, links.download_bps)
+        speed = links.upload_bps, links.download_bps
+        ticket = Ticket(terms, run.weight, reduces, *speed, metered=self._peers.metered)
         try:
             group = await self._matchmaker.join(ticket, line, begun + ROUND_TIMEOUT_S)
             joined = loop_now()

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.averaging.group import SharePlan, Ticket, equal_shares
+from colab_swarm.averaging.group import SharePlan, Ticket, equal_shares, reducing
 from colab_swarm.tensors.codecs import Precision
 
 Array = npt.NDArray[np.float64]
@@ -48,8 +48,9 @@ class _Loads:
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         terms = tickets[0].terms
         up, down = (encoded_bytes(one, terms.numel) for one in (terms.codec, terms.mean_codec))
-        facts = [(ticket.weight > 0, not ticket.assists, ticket.reduces) for ticket in tickets]
-        c, w, self._reduces = np.array(facts, np.float64).T
+        facts = [(ticket.weight > 0, not ticket.assists) for ticket in tickets]
+        c, w = np.array(facts, np.float64).T
+        self._reduces = np.array(reducing(tickets), np.float64)
         if not self._reduces.any():
             raise ValueError("nobody reduces: no peer accepts connections")
         self._fixed = np.stack([up * c, down * w])

@@ -15,7 +15,7 @@ encrypted from end to end, passes wherever a WebSocket passes, and carries many 
       v in packets of 124 KiB at most                                        |
       v noise.py: sealed by AES-GCM, with a counter                          |
       v websocket.py: WebSocket messages                                     |
-      '------------- direct, punched, relayed or through a tunnel -----------'
+      '---------- direct, punched, relayed, by iroh or through a tunnel -----'
 
 A **peer** is an Ed25519 key; its id is the SHA-256 of the public key (`colab_swarm.net.identity`).
 The **handshake** (`colab_swarm.net.handshake`) is Noise XX, revision 34, with X25519 and SHA-256.
@@ -52,6 +52,7 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 |---|---|---|
 | direct | they dial a public address | `colab_swarm.net.node` |
 | LAN | peers in the same network dial it | `colab_swarm.net.lan` |
+| iroh | QUIC between keys, with hole punching and relays of its own; no account | `colab_swarm.net.iroh` |
 | punched | links start at a relay and continue directly, through both NATs | `colab_swarm.net.upgrade` |
 | relayed by … | a relay copies its bytes unread | `colab_swarm.net.relay` |
 | tunnel … | an ngrok or cloudflared tunnel | `colab_swarm.net.tunnels` |
@@ -64,6 +65,11 @@ Failed punches are tried again every 3 minutes. `cs.RelayQuota` limits places, c
 
 **At least one peer must be reachable.** Without one, peers train alone and diverge; when it is back, one branch wins. A
 relay that is cut off is noticed after half a minute.
+
+**iroh** (`pip install iroh`; no account, no open port) carries the same sealed bytes in one QUIC stream. With
+`cs.NetworkOptions(iroh="public")` a peer waits at one of the free relays that iroh's makers run, until a direct path
+is punched. Its relay sees addresses, sizes and times. At most 1 GB a session goes through it. `iroh="https://…"` names
+your own iroh relay. A peer that only a relay or a tunnel reaches reduces nothing for others, unless all are like it.
 
 In a local network, swarms announce themselves by multicast DNS; `cs.join()` without an invitation
 lists them. Where no machine is reachable, `cs.NetworkOptions(tunnel="ngrok")` makes a notebook

@@ -19,7 +19,8 @@ MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
 MAX_SOURCES = 4096  # beyond that the one that has been quiet for longest is dropped
 _ID = re.compile(r"[0-9a-f]{64}")
-_ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+_HOST = r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
+_ADDRESS, _IROH = re.compile(f"wss?://{_HOST}"), re.compile(f"iroh://[0-9a-f]{{64}}@{_HOST}")
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _LOCAL_4 = "10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 100.64.0.0/10 169.254.0.0/16 127.0.0.0/8"
 _LOCAL = [ipaddress.ip_network(one) for one in f"{_LOCAL_4} fc00::/7 fe80::/10 ::1/128".split()]
@@ -34,17 +35,21 @@ def relay_of(address: str) -> Contact | None:
 
 
 def is_address(text: str) -> bool:
-    """Return True for ``ws://HOST:PORT``, or a circuit through a relay there.
+    """Return True for ``ws://HOST:PORT``, a circuit through a relay there, or ``iroh://ENDPOINT_ID@HOST``.
 
     No other path is allowed: a stranger could have us call the API of any web server.
     """
     if len(text) > MAX_ADDRESS_CHARS:
         return False
-    return bool((_ADDRESS.fullmatch(text) and host_of(text)) or relay_of(text))
+    return bool(((_ADDRESS.fullmatch(text) or is_iroh(text)) and host_of(text)) or relay_of(text))
+
+
+def is_iroh(address: str) -> bool:
+    return _IROH.fullmatch(address) is not None
 
 
 def host_of(address: str) -> str:
-    """Return the host in ``ws://HOST:PORT``, without brackets; "" if there is none, as in ``ws://[1:2]``."""
+    """Return the host in an address or URL, without brackets; "" if there is none, as in ``ws://[1:2]``."""
     try:
         return urlsplit(address).hostname or ""
     except ValueError:
@@ -76,7 +81,7 @@ def may_dial_back(address: str, seen: str) -> bool:
     (SSRF). So names are not dialled, and nothing if ``seen`` is "". This machine's addresses are one.
     """
     one, two = ip_of(host_of(address)), ip_of(seen)
-    if not is_address(address) or relay_of(address) is not None or one is None or two is None:
+    if not _ADDRESS.fullmatch(address) or one is None or two is None:
         return False
     own = own_ips()
     return one == two or all(ip.is_loopback or ip in own for ip in (one, two))

@@ -58,6 +58,8 @@ class NodeSettings:
         host, port: where to listen; an empty host is every interface, IPv4 and IPv6; port 0 takes a free one.
         listen: whether to accept links; a node that does not (client mode) dials, and is called back over its links.
         announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
+        iroh: let others reach this peer by iroh: at its IP addresses (``direct``), through the free relays of
+            iroh's makers (``public``), or through the iroh relay at this https address. None: it only dials.
         upload_bps, download_bps: limits over all links, bits per second; None for no limit.
         keep_alive_s: seconds between pings of a link; one silent for three times as long is closed.
         idle_link_s: a link unused for so long is closed, unless one of its ends cannot be dialled.
@@ -70,6 +72,7 @@ class NodeSettings:
     port: int = 0
     listen: bool = True
     announce: tuple[str, ...] | None = None
+    iroh: str | None = None
     upload_bps: float | None = None
     download_bps: float | None = None
     keep_alive_s: float = 10.0
@@ -90,6 +93,8 @@ class NodeSettings:
         announce = self.announce or ()
         for address in announce:
             require(is_address(address), f"{address!r} is not an address: ws://HOST:PORT is expected")
+        known = self.iroh in (None, "direct", "public") or str(self.iroh).startswith("https://")
+        require(known, f"iroh={self.iroh!r} is not 'direct', 'public' or an https address of an iroh relay")
         require(len(announce) <= MAX_ADDRESSES, f"{len(announce)} addresses are over {MAX_ADDRESSES}")
 
 
@@ -157,6 +162,7 @@ class LinkType(StrEnum):
 
     DIRECT = "direct"
     PUNCHED = "punched"
+    IROH = "iroh"
     TUNNEL = "tunnel"
     RELAYED = "relayed"
 

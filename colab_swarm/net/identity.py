@@ -36,6 +36,10 @@ class Identity:
     def sign(self, data: bytes) -> bytes:
         return self._key.sign(data)
 
+    def derive(self, purpose: bytes) -> bytes:
+        """Return a secret of 32 bytes for this purpose, the same after each restart with this key."""
+        return hashlib.sha256(b"colab_swarm " + purpose + self._key.private_bytes_raw()).digest()
+
     @classmethod
     def load_or_create(cls, path: str | Path) -> "Identity":
         """Read the key saved at ``path``, or save a new one there, readable by its owner only.

@@ -29,10 +29,18 @@ from colab_swarm.errors import (
     require,
 )
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
-from colab_swarm.net.addresses import AddressBook, is_local, is_loopback, reachable_addresses, relay_of
+from colab_swarm.net.addresses import (
+    AddressBook,
+    is_iroh,
+    is_local,
+    is_loopback,
+    reachable_addresses,
+    relay_of,
+)
 from colab_swarm.net.carrier import LinkType, Loopback, Metering, NodeSettings, Path, Remote, Traffic
 from colab_swarm.net.handshake import HandshakeReceiver, Introduction, Listener, describe_run, dial_any
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.iroh import IrohEndpoint
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, fail
 from colab_swarm.net.membership import Admission, OpenAdmission
 from colab_swarm.net.mux import ServiceTable
@@ -111,6 +119,7 @@ class Linker:
         self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
         self.on_relayed: Callable[[Link], None] = lambda link: None
         self.listener = Listener(self._receive_caller, self.scratch, settings)
+        self.iroh = IrohEndpoint(identity, settings, events, self.scratch, self._receive_iroh)
 
     def time(self) -> float:
         """Return swarm time, seconds since the epoch."""
@@ -170,7 +179,8 @@ class Linker:
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
         """Dial an address, but not at once again where no peer answered: any member may name a victim's."""
-        path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
+        ways = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
+        path = Path(ways.get(address.partition(":")[0], LinkType.DIRECT), address=address)
         now, keys = self._loop.time(), (address, f"{peer.hex()} {address}")
         held = any(self._unanswered.holds(key, now) for key in keys)
         require(not held, f"{address} did not answer a moment ago", PeerUnreachable)
@@ -200,6 +210,8 @@ class Linker:
 
     async def connect(self, address: str, receiver: HandshakeReceiver) -> WebSocket:
         self._require_open()
+        if is_iroh(address):
+            return await self.iroh.connect(address, receiver)
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 limit=0,
@@ -266,6 +278,10 @@ class Linker:
         # a tunnel's agent is local; any other caller could send the header too
         tunnelled = is_loopback(request.remote or "") and "X-Forwarded-For" in request.headers
         return self._receiver(None, Path(LinkType.TUNNEL if tunnelled else LinkType.DIRECT))
+
+    def _receive_iroh(self) -> HandshakeReceiver:
+        self.require_room()
+        return self._receiver(None, Path(LinkType.IROH))
 
     def on_introduced(
         self, path: Path, dialled: bool, carrier: WebSocket | Loopback, remote: Remote, rtt_s: float
@@ -383,6 +399,7 @@ class Linker:
             link.close("the peer left")
         await asyncio.gather(*(link.wait_closed(timeout_s=CLOSE_TIMEOUT_S) for link in links))
         await self.listener.close()
+        await self.iroh.close()
         if self._session is not None:
             await self._session.close()
 
@@ -419,7 +436,7 @@ class Node:
         self.port: int | None = None
         self.id, self.public_key, self.sign = identity.id, identity.public_key, identity.sign
         self.time, self.limit = linker.time, linker.metering.limit
-        self.linked = linker.table.peers
+        self.linked, self.metered = linker.table.peers, False
 
     @classmethod
     async def start(
@@ -440,11 +457,13 @@ class Node:
         linker = Linker(identity, settings, admission or OpenAdmission(), events or EventLog(), wall_clock)
         node = cls(identity, settings, linker)
         try:
+            if settings.iroh is not None:
+                await linker.iroh.start()
             if settings.listen:
                 node.port = await linker.listener.start(settings.host, settings.port)
-                node.announce(settings.announce or node.listening())
+            node.announce(settings.announce or (*node.listening(), *linker.iroh.addresses))
             linker.spawn(linker.keep_links())
-        except (OSError, asyncio.CancelledError):
+        except (OSError, PeerError, asyncio.CancelledError):
             await node.close()
             raise
         return node

@@ -222,6 +222,10 @@ class Peers(Protocol):
     def contact(self) -> Contact:
         """How others reach this peer; no addresses in client mode."""
 
+    @property
+    def metered(self) -> bool:
+        """Whether a relay or a tunnel carries what others send here: it reduces only if every peer is metered."""
+
     def sign(self, data: bytes) -> bytes:
         """Ed25519 signature by this peer's key (64 bytes)."""
 

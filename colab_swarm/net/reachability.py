@@ -63,10 +63,11 @@ class ReachabilityLevel(StrEnum):
 
     DIRECT = "direct"
     LAN = "LAN"
+    IROH = "iroh"
     PUNCHED = "punched"
     RELAYED = "relayed"
     TUNNEL = "tunnel"
-    UNVERIFIED = "listening, nobody has tried yet"
+    UNVERIFIED = "waiting for the first peer"
     OUTGOING = "outgoing only"
 
 
@@ -95,8 +96,10 @@ class ReachabilityPolicy:
         self.reports: dict[PeerId, DialledBack] = {}  # of dial-backs, by peer
         self.places: Mapping[PeerId, tuple[str, ...]] = {}  # circuit addresses, by relay
         self.tunnel: str | None = None
+        self.iroh: tuple[str, ...] = ()  # its addresses there
         self._punched: set[PeerId] = set()
         self.why = {
+            ReachabilityLevel.IROH: "not requested; iroh='public' uses its free relays",
             ReachabilityLevel.PUNCHED: "no peer has been met through a relay yet",
             ReachabilityLevel.RELAYED: "no relay of the run is known",
             ReachabilityLevel.TUNNEL: "not requested; tunnel='ngrok' opens one",
@@ -129,18 +132,21 @@ class ReachabilityPolicy:
                     level, via.get(level, ""), tuple(addresses)[:MAX_ADDRESSES], tuple(reasons)
                 )
             reasons.append((level, self._why_not(level)))
-        level = ReachabilityLevel.UNVERIFIED if untried else ReachabilityLevel.OUTGOING
-        return Reachability(level, "", untried or tuple(self._worked(local=True)), tuple(reasons[:-1]))
+        if untried:
+            return Reachability(ReachabilityLevel.UNVERIFIED, "", untried)
+        local = tuple(self._worked(local=True))
+        return Reachability(ReachabilityLevel.OUTGOING, "", local, tuple(reasons[:-1]))
 
     def _addresses(self) -> dict[ReachabilityLevel, Sequence[str]]:
         """Return what to tell others at each level; nothing at one that does not work."""
         public, local, untried = self._worked(local=False), self._worked(local=True), self._untried()
         outside = any(not is_local(report.seen_host) for report in self.reports.values())
         circuits = tuple(chain.from_iterable(self.places.values()))
-        others = (*circuits, *filter(None, [self.tunnel]), *untried)
+        others = (*self.iroh, *circuits, *filter(None, [self.tunnel]), *untried)
         return {
             ReachabilityLevel.DIRECT: (*public, *local) if public else (),
-            ReachabilityLevel.LAN: (*local, *circuits) if local and not outside else (),
+            ReachabilityLevel.LAN: (*local, *self.iroh, *circuits) if local and not outside else (),
+            ReachabilityLevel.IROH: (*others, *self._own(local=True)) if self.iroh else (),
             ReachabilityLevel.PUNCHED: others if circuits and self._punched else (),
             ReachabilityLevel.RELAYED: others if circuits else (),
             ReachabilityLevel.TUNNEL: others if self.tunnel else (),
@@ -216,6 +222,7 @@ class ReachabilityWatch:
 
     async def start(self) -> None:
         """Determine the level, in some seconds at most; `TunnelError` if a requested tunnel does not open."""
+        self._policy.iroh = self._node.linker.iroh.addresses
         if self._tunnel_settings is not None:
             if self._node.port is None:
                 raise TunnelError("a tunnel leads to a port, and this peer has none: remove listen=False")
@@ -285,8 +292,14 @@ class ReachabilityWatch:
         self._update()
 
     def _update(self) -> None:
+        iroh = self._node.linker.iroh
+        self._policy.iroh = iroh.addresses
         before, decided = self.current, self._policy.decide()
         self.current = decided
+        carried = ReachabilityLevel.RELAYED, ReachabilityLevel.TUNNEL
+        self._node.metered = decided.level in carried or (
+            decided.level is ReachabilityLevel.IROH and iroh.relayed
+        )
         if decided.addresses != self._node.contact.addresses:
             self._node.announce(decided.addresses)
             self._node.linker.spawn(self._send_moved())
@@ -314,5 +327,6 @@ class ReachabilityWatch:
             few = len(tried) < VERIFIERS and self._node.linked() - tried
             if few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
                 await self.verify()
+            self._update()  # what iroh does changes without a word
             if self._circuits is not None:
                 (self._circuits.stop if self._policy.dialable else self._circuits.start)()

@@ -300,7 +300,15 @@ async def _start_node(
     bounds = (options.upload_mbit_s, options.download_mbit_s)
     upload_bps, download_bps = (None if bound is None else bound * 1e6 for bound in bounds)
     announce = tuple(options.announce) or None
-    settings = NodeSettings(access.run_id, "", port, options.listen, announce, upload_bps, download_bps)
+    settings = NodeSettings(
+        access.run_id,
+        port=port,
+        listen=options.listen,
+        announce=announce,
+        iroh=options.iroh,
+        upload_bps=upload_bps,
+        download_bps=download_bps,
+    )
     return await Node.start(identity, settings, events, admission=access.admission)
 
 

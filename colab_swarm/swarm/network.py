@@ -59,6 +59,9 @@ class NetworkOptions:
         relay: relay for peers that cannot be dialled: True, or a quota.
         use_relays: let relays reach this peer where nothing better works.
         punch: try to turn relayed links into direct ones.
+        iroh: let others reach this peer by iroh, which needs no account and no port: at its IP addresses
+            (``direct``), through the free relays of iroh's makers (``public``; 1 GB a session), or through your
+            own iroh relay (its https address).
         tunnel: ``ngrok`` or ``cloudflared``: a tunnel whose public address leads to this peer.
         lan: let peers in the local network find this run.
         session_hours: how long this machine may be used from now on; this peer leaves a few minutes
@@ -74,6 +77,7 @@ class NetworkOptions:
     relay: bool | RelayQuota = False
     use_relays: bool = True
     punch: bool = True
+    iroh: str | None = None
     tunnel: Literal["ngrok", "cloudflared"] | TunnelSettings | None = None
     lan: bool = True
     session_hours: float | None = None
@@ -141,7 +145,8 @@ class NetworkSession:
         for contact in entries:
             node.learn(contact)
         if entries and not self.options.announce:
-            node.announce(())  # until a peer has dialled back: others must not try addresses behind a NAT
+            # until a peer has dialled back: others must not try addresses behind a NAT
+            node.announce(node.linker.iroh.addresses)
         await self.trust.join()
         if entries:
             try:

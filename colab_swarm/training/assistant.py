@@ -163,7 +163,8 @@ class _Part:
     async def _take_part(self, terms: RoundTerms) -> None:
         began_at = loop_now()
         reduces = bool(self._services.peers.contact.addresses)
-        ticket = Ticket(terms, 0.0, reduces, *self._bandwidth.known(), assists=True)
+        metered = self._services.peers.metered
+        ticket = Ticket(terms, 0.0, reduces, *self._bandwidth.known(), assists=True, metered=metered)
         try:
             group = await self._matchmaker.join(ticket, self._known(*terms.key), loop_now() + ROUND_TIMEOUT_S)
             result = await self._services.averager.reduce(group)

@@ -393,7 +393,8 @@ class Collaboration:
         willing = (self.plan is None or self.plan.reduces) and not own.syncing
         reduces = bool(self.services.peers.contact.addresses) and willing
         terms, bandwidth = self._terms(own.step, own.lineage), self._bandwidth.known()
-        ticket = Ticket(terms, given.weight, reduces, *bandwidth, samples=given.samples)
+        metered = self.services.peers.metered
+        ticket = Ticket(terms, given.weight, reduces, *bandwidth, metered=metered, samples=given.samples)
         candidates = await self._expected(own.step, own.lineage)
         awaited = self.progress.waiting(own.step, own.lineage) & self.services.peers.linked()
         return await self._matchmaker.join(ticket, candidates, loop_now() + ROUND_TIMEOUT_S, awaited=awaited)

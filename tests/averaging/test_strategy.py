@@ -63,6 +63,16 @@ def test_enough_peers_without_accelerators_recover_byteps_and_too_few_share_the_
     assert min(fewer.shares[4:]) > max(fewer.shares[:4]) > 0 and 1 < fewer.averaging_s < 1.5
 
 
+def test_a_metered_peer_reduces_only_in_a_group_whose_reducers_all_are() -> None:
+    fast, slow = ticket(80e6, metered=True), ticket(8e6)
+    for plan in (plan_round, equal_shares):
+        assert plan([fast, slow, ticket(8e6, reduces=False)]).shares == (0.0, 1.0, 0.0)
+        shares = plan([fast, fast, ticket(8e6, reduces=False)]).shares
+        assert shares[0] == shares[1] > 0 == shares[2]
+    with pytest.raises(ValueError, match="nobody reduces"):
+        plan_round([ticket(8e6, metered=True, reduces=False)])
+
+
 def test_fast_servers_among_slow_peers_reduce_everything() -> None:
     found = plan_round([*[peer(1)] * 8, *[peer(0.2)] * 16])
     assert sum(found.shares[:8]) == pytest.approx(1) and found.averaging_s == pytest.approx(1 / 0.2)

@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from colab_swarm.events import EventLog
@@ -80,16 +83,23 @@ class Viewers(OpenAdmission):
 
 
 @asynccontextmanager
-async def meet(*names: str, clients: Sequence[str] = (), viewers: Sequence[str] = ()) -> Meeting:
+async def meet(
+    *names: str, clients: Sequence[str] = (), viewers: Sequence[str] = (), iroh: bool = False
+) -> Meeting:
     """Peers that know each other and answer `Echo`; the ``clients`` cannot be dialled."""
     async with AsyncExitStack() as stack:
         nodes = []
         for name in names:
-            settings = replace(LOOPBACK, listen=name not in clients)
-            nodes.append(await start(name, settings, admission=Viewers(viewers)))
+            listen = name not in clients
+            by = {"listen": False, "iroh": "direct" if listen else None} if iroh else {"listen": listen}
+            nodes.append(await start(name, replace(LOOPBACK, **by), admission=Viewers(viewers)))  # type: ignore[arg-type]
             stack.push_async_callback(nodes[-1].close)
         introduce(nodes)
         yield nodes
+
+
+meet_by_iroh = partial(meet, iroh=True)
+without_iroh = pytest.mark.skipif(find_spec("iroh") is None, reason="iroh has no wheel for this platform")
 
 
 def introduce(everyone: Sequence[Peers]) -> None:

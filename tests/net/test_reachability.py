@@ -48,6 +48,30 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
         assert bob.linked() == {alice.id} and len(bob.linker.table) == 1  # the dial-back left no link
 
 
+def test_iroh_is_announced_first_where_no_port_leads_to_this_peer() -> None:
+    one, by_iroh = policy(PRIVATE), f"iroh://{'ab' * 32}@relay.test"
+    one.iroh = (by_iroh,)
+    assert one.decide().level is ReachabilityLevel.IROH  # before the first peer, too
+    one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
+    one.places = {RELAY: (CIRCUIT,)}
+    decided = one.decide()
+    assert decided.level is ReachabilityLevel.IROH and decided.addresses[:2] == (by_iroh, CIRCUIT)
+    one.reports[BOB] = DialledBack("192.168.1.9", ((PRIVATE, ""),))
+    assert one.decide().level is ReachabilityLevel.LAN and by_iroh in one.decide().addresses
+
+
+async def test_a_peer_that_only_a_relay_reaches_is_metered() -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        Relay(bob)
+        async with watched(alice, bob, relays=(bob,)) as (watch, _):
+            assert not alice.metered
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+            alice.port = 1  # no peer listens there: dial-backs are refused
+            watch._policy.listening = alice.listening()[:1]
+            await watch.start()
+            assert watch.current.level is ReachabilityLevel.RELAYED and alice.metered
+
+
 async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() -> None:
     events = EventLog()
     async with peers("alice", "bob", "carol") as (alice, bob, carol):
@@ -187,7 +211,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
     one = policy()
     one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
     why = dict(one.decide().reasons)
-    assert list(why) == list(ReachabilityLevel)[:5]
+    assert list(why) == list(ReachabilityLevel)[:6]
     assert why[ReachabilityLevel.DIRECT] == "this machine has no public address"
     assert why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall blocks it"
     assert "tunnel='ngrok'" in why[ReachabilityLevel.TUNNEL]
@@ -197,7 +221,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
 
 
 def test_addresses_that_nobody_has_tried_are_called_so_unless_the_user_gave_them() -> None:
-    assert str(policy(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
+    assert policy(PUBLIC, PRIVATE).decide().explain() == "waiting for the first peer"
     assert policy(PUBLIC).dialable and not ReachabilityPolicy(()).dialable
     given = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True).decide()
     assert given.level is ReachabilityLevel.DIRECT and given.addresses == ("ws://swarm.example:4500",)

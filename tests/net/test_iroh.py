@@ -1,0 +1,174 @@
+"""iroh as a carrier: `tests.net.test_contract` has what it shares with the others."""
+
+import asyncio
+import ctypes
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from colab_swarm.errors import PeerUnreachable
+from colab_swarm.events import EventLog, Notice
+from colab_swarm.net import iroh as carrier
+from colab_swarm.net.addresses import host_of, is_address, may_dial_back, only_local
+from colab_swarm.net.peers import Contact, PeerId
+from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, meet_by_iroh, peers, sink, start, until, without_iroh
+
+pytestmark = without_iroh
+ID = "ab" * 32
+BY_IROH = replace(LOOPBACK, listen=False, iroh="direct")
+
+
+def test_an_address_names_the_endpoint_and_where_to_find_it() -> None:
+    for address in (
+        f"iroh://{ID}@192.0.2.1:4500",
+        f"iroh://{ID}@[2001:db8::1]:4500",
+        f"iroh://{ID}@relay.test",
+    ):
+        assert is_address(address)
+    for address in (
+        f"iroh://{ID}",
+        f"iroh://{ID[:-1]}@192.0.2.1:1",
+        f"iroh://{ID}@relay.test/x",
+        f"iroh:{ID}",
+    ):
+        assert not is_address(address)
+    assert host_of(f"iroh://{ID}@192.0.2.1:4500") == "192.0.2.1"
+    assert not may_dial_back(f"iroh://{ID}@192.0.2.1:4500", "192.0.2.1")
+    assert only_local([Contact(PeerId(bytes(32)), (f"iroh://{ID}@127.0.0.1:1",))])
+
+
+async def test_the_endpoint_is_the_same_after_a_restart_with_the_same_key() -> None:
+    ids = []
+    for _ in range(2):
+        async with peers("alice", settings=BY_IROH) as (alice,):
+            (address,) = alice.contact.addresses
+            ids.append(address.partition("@")[0])
+    assert ids[0] == ids[1] and alice.id.hex() not in ids[0]
+
+
+async def test_many_bytes_arrive_whole_and_the_receiver_sets_the_pace() -> None:
+    async with meet_by_iroh("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, sink)
+        async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
+            for index in range(200):
+                await stream.send(Piece(index), bytes(100_000))
+            await stream.end()
+            assert (await stream.receive(Piece))[0] == Piece(200)
+        assert alice.way_to(bob.id) == bob.way_to(alice.id) == "iroh"
+        assert alice.statistics(bob.id).sent_bytes > 20e6
+
+
+async def test_without_iroh_a_peer_is_reached_at_its_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        monkeypatch.setitem(sys.modules, "iroh", None)
+        alice.learn(Contact(bob.id, (f"iroh://{ID}@127.0.0.1:9",)))
+        assert await alice.call(bob.id, Echo(b"ws"), Echo, timeout_s=5) == Echo(b"ws")
+        with pytest.raises(PeerUnreachable, match="pip install iroh"):
+            await alice.linker.iroh.start()
+    with pytest.raises(PeerUnreachable, match="pip install iroh"):
+        await start("carol", BY_IROH)
+
+
+async def test_a_public_relay_is_used_only_after_a_yes() -> None:
+    async with peers("alice") as (alice,):
+        with pytest.raises(PeerUnreachable, match="public iroh relay, which only iroh='public' allows"):
+            await alice.linker.dial_direct(alice.id, f"iroh://{ID}@use1-1.relay.n0.iroh.link")
+        assert alice.linker.iroh._endpoint is None  # nothing was sent
+
+
+async def test_an_own_relay_that_is_dead_leaves_the_direct_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "ONLINE_S", 0.2)
+    dead = replace(BY_IROH, iroh="https://127.0.0.1:9")
+    async with peers("alice", "bob", settings=dead) as (alice, bob), peers("carol") as (carol,):
+        assert bob.linker.iroh.relayed  # nobody has come yet, and it was told to use one
+        assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
+        assert not bob.linker.iroh.relayed
+        name = bob.contact.addresses[0].partition("@")[0]
+        with pytest.raises(PeerUnreachable):
+            await carol.linker.probe(bob.id, f"{name}@localhost:9", timeout_s=0.5)
+
+
+async def test_silent_connections_take_no_room_from_a_peer() -> None:
+    few = replace(BY_IROH, max_handshakes=8, handshake_timeout_s=0.5)
+    async with peers("alice") as (alice,), peers("bob", settings=few) as (bob,):
+        alice.learn(bob.contact)
+        (address,) = bob.contact.addresses
+        deaf: Any = SimpleNamespace(on_lost=lambda reason: None)
+        held = [await alice.linker.iroh.connect(address, deaf) for _ in range(2)]
+        for websocket in held:
+            websocket.send_bytes(b"?")  # no handshake; a stream that is silent is not seen at all
+        await until(lambda: bob.linker.iroh._fresh.total() == 2)
+        third = asyncio.create_task(alice.call(bob.id, Echo(b"in"), Echo, timeout_s=20))
+        await until(lambda: bob.linker.iroh._fresh.total() < 2)
+        assert await third == Echo(b"in")
+        for websocket in held:
+            websocket.abort()
+
+
+async def test_public_relays_carry_their_quota_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "WATCH_S", 0.001)
+    monkeypatch.setattr(carrier, "QUOTA_BYTES", 1000.0)
+    events = EventLog()
+    async with peers("alice", settings=replace(LOOPBACK, iroh="direct")) as (alice,):
+        endpoint = alice.linker.iroh
+        endpoint._public, endpoint._events = True, events
+        relayed, direct = Stub(850), Stub(0)
+        endpoint._carried = {relayed: 0, direct: 0}  # type: ignore[dict-item]
+        counting = asyncio.create_task(endpoint._watch())
+        await until(lambda: bool(events.recent(Notice)))
+        assert not relayed.aborted
+        relayed.relayed_bytes = 1001
+        await until(lambda: relayed.aborted)
+        assert not direct.aborted
+        with pytest.raises(PeerUnreachable, match="used up"):
+            await alice.linker.dial_direct(alice.id, f"iroh://{ID}@use1-1.relay.n0.iroh.link")
+        counting.cancel()
+
+
+class Stub:
+    def __init__(self, relayed_bytes: int) -> None:
+        self.relayed, self.relayed_bytes, self.aborted = relayed_bytes > 0, relayed_bytes, False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_the_fast_copy_writes_what_the_slow_one_does_and_only_where_it_fits() -> None:
+    from iroh import iroh_ffi
+
+    builder = iroh_ffi._UniffiRustBufferBuilder
+    carrier._load()
+    assert carrier._prepared[iroh_ffi], "iroh's version has changed: see `_copy_fast`"
+    for value in (b"", b"x", bytearray(b"abc"), memoryview(b"0123456789" * 1000)):
+        trial = builder()
+        trial.write(b"head")
+        trial.write(value)
+        assert bytes(trial.rbuf.data[: trial.rbuf.len]) == b"head" + bytes(value)
+        trial.discard()
+
+
+@pytest.mark.parametrize("fault", ["version", "attribute", "bytes", "raises"])
+def test_the_fast_copy_is_left_out_of_another_iroh(fault: str) -> None:
+    class Builder:
+        def __init__(self) -> None:
+            self.rbuf = SimpleNamespace(data=ctypes.create_string_buffer(4096), len=0)
+
+        def _reserve(self, size: int) -> Any:
+            raise OSError("no memory")
+
+        def write(self, value: bytes) -> None:
+            if fault == "raises":
+                raise RuntimeError("changed")
+            self.rbuf.len += len(value)
+
+        def discard(self) -> None: ...
+
+    module = SimpleNamespace(_UniffiRustBufferBuilder=Builder)
+    if fault == "attribute":
+        del Builder._reserve
+    write = Builder.write
+    assert not carrier._copy_fast(module, "1.3.0" if fault == "version" else "1.2.0")
+    assert Builder.write is write
