@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from colab_swarm.notebook.explanation import explain as explain
     from colab_swarm.notebook.receipt import Receipt as Receipt
     from colab_swarm.notebook.recorder import replay as replay
+    from colab_swarm.swarm.connecting import connect as connect
     from colab_swarm.swarm.doctor import doctor as doctor
     from colab_swarm.swarm.joining import create as create
     from colab_swarm.swarm.joining import join as join
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 # Every public name and its module.
 PUBLIC = {
+    "connect": "swarm.connecting",
     "create": "swarm.joining",
     "join": "swarm.joining",
     "resume": "swarm.joining",

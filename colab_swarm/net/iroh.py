@@ -19,12 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 from colab_swarm.errors import PeerError, PeerUnreachable, require
 from colab_swarm.events import EventLog, Notice
-from colab_swarm.net.addresses import host_of, ip_of, network_of
+from colab_swarm.net.addresses import host_of, ip_of, is_iroh, network_of
 from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.handshake import HandshakeReceiver
 from colab_swarm.net.identity import Identity
@@ -43,8 +42,8 @@ LINGER_S = 1.0  # for the other end to read what was sent last
 _prepared: dict[Any, bool] = {}  # whether it copies fast
 
 
-def is_installed() -> bool:
-    return find_spec("iroh") is not None
+def is_at_public_relay(address: str) -> bool:
+    return is_iroh(address) and host_of(address).endswith(PUBLIC_RELAYS)
 
 
 def _copy_fast(iroh_ffi: Any, version: str) -> bool:
@@ -204,7 +203,7 @@ class IrohEndpoint:
         """Open a stream to ``iroh://ID@HOST``; raises `PeerUnreachable`."""
         host, at = host_of(address), address.rpartition("@")[2]
         relayed = ip_of(host) is None
-        public = relayed and host.endswith(PUBLIC_RELAYS)
+        public = is_at_public_relay(address)
         agreed, left = self._public or not public, self._spent_bytes < QUOTA_BYTES or not public
         require(agreed, f"{host} is a public iroh relay, which only iroh='public' allows", PeerUnreachable)
         require(left, f"{host} may carry {QUOTA_BYTES / 1e9:g} GB, which are used up", PeerUnreachable)

@@ -27,6 +27,8 @@ class Platform:
     limits: str = ""  # duration and resources of a session; empty if unknown
     internet_help: str = ""  # how to switch the internet on; empty where there is no switch
     must_agree: bool = False  # whether training here needs `require_terms`
+    proxies: bool = True  # whether its terms allow relays and tunnels
+    alone: bool = False  # no other machine is in its network
     limit_s: float | None = None  # longest duration of a session; None if unknown
     lasting: str = ""  # the folder that outlives a session; empty if all folders do, or none
 
@@ -34,12 +36,14 @@ class Platform:
 COLAB = Platform(
     "Google Colab",
     terms=(
-        "Colab's FAQ is reported to forbid running distributed computing workers on runtimes without paid compute "
-        "units, and peer-to-peer file-sharing and connecting to remote proxies on all of them; colab_swarm cannot "
-        "see whether you have units. Read https://research.google.com/colaboratory/faq.html"
+        "Colab's FAQ, as quoted in November 2026, disallows “running distributed computing workers” on runtimes "
+        "without paid compute units, and “peer-to-peer file-sharing” and “connecting to remote proxies” on all of "
+        "them. colab_swarm cannot see your units: read https://research.google.com/colaboratory/faq.html"
     ),
     limits="free runtimes end after at most 12 hours, earlier without an open page",
     must_agree=True,
+    proxies=False,
+    alone=True,
     limit_s=12 * 3600.0,
     lasting="/content/drive",
 )
@@ -47,6 +51,7 @@ KAGGLE = Platform(
     "Kaggle",
     terms="Read https://www.kaggle.com/terms: you are responsible for what you train there.",
     limits="12 hours a session, about 30 GPU hours a week",
+    alone=True,
     internet_help="open Settings at the right of the notebook, switch Internet on (needs a verified phone number)",
     limit_s=12 * 3600.0,
     lasting="/kaggle/working",
@@ -55,6 +60,7 @@ KAGGLE_TPU = replace(KAGGLE, limits="9 hours a session, about 20 TPU hours a wee
 BINDER = Platform(
     "Binder",
     limits="2 GB of memory, 1 core, 1 Mbit/s, outgoing to port 443 and few others; ends after 10 idle minutes",
+    alone=True,
     limit_s=6 * 3600.0,
 )
 JUPYTER = Platform("Jupyter")
@@ -101,6 +107,21 @@ def require_terms(agreed: bool) -> None:
         f"this notebook runs on {here.name}. {here.terms}. If they allow it, pass "
         "accept_terms=True; cs.simulate(…) and viewing a run need no permission",
         TermsError,
+    )
+
+
+def ways_out() -> str:
+    """Return what to do where nobody could reach a run that starts here."""
+    here = platform()
+    relay = (
+        "accept the terms, so that iroh's free relays may be used (pip install iroh); or "
+        if here.proxies
+        else ""
+    )
+    return (
+        f"No other machine reaches {here.name} by itself. To start a run, {relay}run `colab-swarm create my-run` on a "
+        "machine of your own that others reach, and join it from here by its invitation. Or try a whole swarm in this "
+        "notebook: cs.simulate(peers=4)"
     )
 
 

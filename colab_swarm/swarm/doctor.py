@@ -100,7 +100,7 @@ FLOAT16 = (
 )
 HOST = (
     "put the training into train.py, with cs.host_optimizer(swarm if rank == 0 else None, …) for swarm.optimizer(…), "
-    "and run: torchrun --nproc_per_node={count} train.py (the notebook join_kaggle shows it)"
+    "and run: torchrun --nproc_per_node={count} train.py (the notebook two_gpus shows it)"
 )
 
 

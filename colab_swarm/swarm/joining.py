@@ -71,11 +71,11 @@ def create(
         if saved is not None:
             if saved.invitation or (saved.run, saved.access) != (name, access):
                 raise _saves_another(state_dir, saved)
-        elif not options.identity and (opened := _find_open(run=name, name=peer_name)) is not None:
+        elif not options.identity and (opened := find_open(run=name, name=peer_name)) is not None:
             return _same(opened, store, options, access=access, allow=allow)
         options, identity = _with_key(options, store)
         way = RunAccess.found(name, identity, access=access, allow=allow, key_file=options.identity)
-        if store is None and (swarm := _find_open(way.run_id, id=identity.id)) is not None:
+        if store is None and (swarm := find_open(way.run_id, id=identity.id)) is not None:
             return swarm
         return _open(way, identity, peer_name, options, store)
 
@@ -118,7 +118,7 @@ def join(
         invitation = _invitation(invite, returning=saved is not None)
         if saved is not None and (not saved.invitation or saved.run_id != invitation.run_id):
             raise _saves_another(state_dir, saved)
-        if store is None and (swarm := _find_open(invitation.run_id, name=peer_name)) is not None:
+        if store is None and (swarm := find_open(invitation.run_id, name=peer_name)) is not None:
             return swarm
         platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
         options, identity = _with_key(options, store)
@@ -174,7 +174,7 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
     return None
 
 
-def _find_open(run_id: str = "", *, run: str = "", id: PeerId | None = None, name: str = "") -> Swarm | None:
+def find_open(run_id: str = "", *, run: str = "", id: PeerId | None = None, name: str = "") -> Swarm | None:
     """Return this process's swarm of a run, by the run's id, or by the name ``run`` of one that it created."""
     here = (
         swarm
@@ -264,7 +264,7 @@ def _open(
 
 
 def _save(store: PeerStore, access: RunAccess, key: Identity, name: str, options: NetworkOptions) -> None:
-    if (swarm := _find_open(access.run_id, id=key.id)) is not None:
+    if (swarm := find_open(access.run_id, id=key.id)) is not None:
         raise _open_unsaved(store, swarm)
     invitation = "" if access.invitation is None else str(access.invitation)
     run = (access.run_id, access.access, name, invitation, access.allow)

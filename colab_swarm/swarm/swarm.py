@@ -20,7 +20,7 @@ from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.meters import ELASTIC_VIEWS, show_experts
 from colab_swarm.notebook.panel import Panel
-from colab_swarm.notebook.platforms import has_frontend, in_notebook
+from colab_swarm.notebook.platforms import has_frontend, in_notebook, platform, ways_out
 from colab_swarm.notebook.receipt import Receipt, issue
 from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.notebook.views import draw
@@ -129,6 +129,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self._require_network()
         make = partial(network.access.invite, network.node, network.trust.authority)
         invite = self.runtime.call(on_loop(lambda: make(role=role, hours=hours, uses=uses)))
+        require(not (invite.warning and platform().alone), ways_out(), JoinError)
         if settings is not None:
             invite = invite.with_settings(settings)
         if invite.warning and not in_notebook():  # notebooks show it with the invitation

@@ -193,6 +193,11 @@ class Notebook:
     def click(self, button: str) -> None:
         self.page.click(f'button.jupyter-button:has-text("{button}")')
 
+    def fill(self, field: str, value: str) -> None:
+        box = self.page.locator(".widget-text", has_text=field).locator("input")
+        box.fill(value)
+        box.blur()
+
     def wait_button(self, text: str) -> None:
         self.page.locator("button.jupyter-button", has_text=text).first.wait_for(timeout=30_000)
 

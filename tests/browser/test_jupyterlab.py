@@ -1,12 +1,14 @@
 """Notebooks in a real JupyterLab: joining by one pasted line, the panel, interrupts, leaving, restarting; and ours."""
 
+import re
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.browser.chromium import Window, needs
-from tests.browser.lab import Lab
+from tests.browser.lab import CELL, Lab
 from tests.notebooks.kernel import NOTEBOOKS
 
 pytestmark = needs("jupyterlab", "ipywidgets")
@@ -64,27 +66,37 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, 
 
 
 @pytest.mark.ordeal
-def test_the_line_that_the_organizer_shows_is_all_that_the_join_notebook_wants(
+def test_two_friends_start_and_join_with_the_same_four_cells(
     lab: Lab, window: Window, artifacts: Path
 ) -> None:
-    organizer = lab.open_ours(window, NOTEBOOKS / "organizer.ipynb")
-    for cell in range(5):
-        organizer.run(cell)
-    line = organizer.page.locator(".jp-OutputArea code", has_text="https://").inner_text().strip()
-    form = {"MY_NAME": "carol", "I_HAVE_READ_THE_TERMS": True, "MICRO_BATCH": 8, "MINUTES": 0.2}
-    carol = lab.open_ours(window, NOTEBOOKS / "join_colab.ipynb", INVITATION=line, **form)
-    for cell in range(2):
-        carol.run(cell)
-    carol.run(2, says="Swarm(my-first-swarm, carol, 1 peer linked)")
-    carol.run(3, says="'target_batch_size': 256")
-    carol.run(4, says="prediction")
-    carol.run(5, says="from step 0")
-    carol.start(6)
-    carol.wait_output("my-first-swarm: training, step 1")
-    carol.finish(6)
-    organizer.run(7, says="2 peers")
-    organizer.run(8)
-    carol.page.screenshot(path=artifacts / "join.png")
-    organizer.page.screenshot(path=artifacts / "organizer.png")
-    carol.run(10)
+    alice, bob = (lab.open_ours(window, NOTEBOOKS / "swarm.ipynb") for _ in range(2))
+    for friend in (alice, bob):
+        friend.run(0)
+        friend.run(1)
+    alice.fill("Your name", "alice")
+    alice.page.screenshot(path=artifacts / "connect.png")
+    alice.click("Start / Join")
+    alice.wait_output("others reach you")
+    line = alice.page.locator(".widget-html code", has_text="#").inner_text().strip()
+    bob.fill("Invitation", f'  "{line[:40]}\n{line[40:]}" ')  # as a chat program breaks it
+    bob.fill("Your name", "bob")
+    bob.click("Start / Join")
+    bob.wait_output("reached")
+    alice.page.screenshot(path=artifacts / "started.png")
+    began = time.monotonic()
+    alice.start(2)
+    bob.start(2)
+    for friend in (alice, bob):
+        friend.wait_output(re.compile("my-swarm: training, step [1-9]|step [1-9]"))
+    print(f"{time.monotonic() - began:.1f} s to the first step of both")
+    bob.page.screenshot(path=artifacts / "joined.png")
+    for friend in (alice, bob):
+        friend.interrupt()
+        friend.finish(2)
+        friend.run(1)  # the cell again: the same peer, and no form
+        assert friend.output(1).count("you are") <= 2
+    for friend in (alice, bob):
+        friend.run(3)  # the receipt, a picture
+        assert friend.page.locator(f"{CELL} >> nth=3 >> .jp-OutputArea-output").count() == 1
+    alice.page.screenshot(path=artifacts / "left.png")
     assert window.complaints == []

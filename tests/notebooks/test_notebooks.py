@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import colab_swarm as cs
 from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
@@ -52,44 +53,60 @@ def test_kaggle_is_told_to_switch_on_internet_and_gpu() -> None:
     assert told["id"].partition("/")[2] == told["title"].lower().replace(" ", "-")  # or Kaggle renames it
 
 
-def created(organizer: Kernel, **form: object) -> str:
-    organizer.run()
-    organizer.run(RUN="class-of-26", **form)
-    organizer.run()
-    return organizer.execute(f"print(swarm.invite(settings={SMALL!r}))").strip()
+def connects(kernel: Kernel, max_steps: int) -> str:
+    """Install and connect; let the training cell end after some steps."""
+    at = next(at for at, cell in enumerate(kernel._cells) if "max_steps=1000" in cell)
+    kernel._cells[at] = kernel._cells[at].replace("max_steps=1000", f"max_steps={max_steps}")
+    return kernel.run() + kernel.run()
+
+
+def press(kernel: Kernel, *, name: str, invitation: str = "", agreed: bool = False) -> str:
+    """Fill in the form, and click; return its log."""
+    fields = {"_name": name, "_invitation": invitation, "_agreed": agreed}
+    filled = "; ".join(f"swarm.{field}.value = {value!r}" for field, value in fields.items())
+    kernel.execute(f"{filled}; swarm._button.click()")
+    return kernel.execute("print(swarm._log.value)")
 
 
 @pytest.mark.slow
-def test_who_joins_from_colab_trains_in_the_organizers_run(tmp_path: Path) -> None:
-    with opened("organizer", tmp_path) as organizer, opened("join_colab", tmp_path) as colab:
-        invitation = created(organizer)
+def test_friends_start_and_join_with_the_same_four_cells(tmp_path: Path) -> None:
+    with opened("swarm", tmp_path) as alice, opened("swarm", tmp_path) as bob:
+        connects(alice, 3)
+        assert "you are alice" in press(alice, name="alice")
+        assert "my-swarm: training, step" in alice.run()
+        invitation = alice.execute("print(swarm.invite())").strip()
+        connects(bob, 5)
+        shown = press(bob, name="bob", invitation=f" {invitation[:50]}\n{invitation[50:]}")
+        assert "you are bob" in shown and "reached" in shown
+        assert "my-swarm: training, step" in bob.run()
+        assert bob.execute("print(optimizer.global_step, cs.connect() is swarm)").endswith("5 True\n")
+        bob.run()
+        assert "left" in bob.execute("print(swarm)")
+
+
+@pytest.mark.slow
+def test_on_colab_the_terms_come_first(tmp_path: Path) -> None:
+    with cs.create("class-of-26", peer_name="organizer") as organizer, opened("swarm", tmp_path) as colab:
         colab.execute(COLAB)
-        form = {"INVITATION": invitation, "MY_NAME": "carol", "MICRO_BATCH": 8, "MINUTES": 0.05}
-        colab.run()
-        colab.run()
-        with pytest.raises(CellFailed, match="accept_terms=True"):
-            colab.run(**form)
-        assert "Swarm(class-of-26, carol, 1 peer linked)" in colab.run(I_HAVE_READ_THE_TERMS=True, **form)
-        assert "'target_batch_size': 32" in colab.run(**form) and "prediction" in colab.run(**form)
-        colab.run(**form)
-        assert "class-of-26: training, step" in colab.train_to(1, **form)
-        shown = "\n".join(organizer.run_all())
-        assert "class-of-26: linked to 1 peer" in shown  # by the doctor
-        assert "class-of-26, recorded by organizer" in shown  # by the recording
-        shown = "\n".join(colab.run_all(**form))
-        assert "before" in shown and "from before are not known" not in shown
-    assert (tmp_path / "receipt.svg").read_text().startswith("<svg")
+        assert "running distributed computing workers" in connects(colab, 1)
+        invitation = str(organizer.invite())
+        assert "✖ read the terms" in press(colab, name="carol", invitation=invitation)
+        assert "by itself" in press(
+            colab, name="carol", agreed=True
+        )  # nobody could join a run that starts here
+        assert "reached" in press(colab, name="carol", invitation=invitation, agreed=True)
+        assert "Swarm(class-of-26, carol, 1 peer linked)" in colab.execute("print(swarm)")
 
 
 @pytest.mark.slow
 def test_who_joins_from_kaggle_needs_the_line_in_a_secret_only(tmp_path: Path) -> None:
     (tmp_path / "kaggle_secrets.py").write_text(KAGGLE_SECRETS)
     environment = {"KAGGLE_KERNEL_RUN_TYPE": "Batch", "PYTHONPATH": str(tmp_path)}
-    with opened("organizer", tmp_path) as organizer, opened("join_kaggle", tmp_path, **environment) as kaggle:
-        (tmp_path / "SWARM_INVITATION").write_text(created(organizer))
-        outputs = kaggle.run_all(MY_NAME="dave", MICRO_BATCH=8, MINUTES=0.05)
-    assert "Swarm(class-of-26, dave, 1 peer linked)" in outputs[1]
-    assert (tmp_path / "model.pt").stat().st_size > 1e6
+    with cs.create("class-of-26", peer_name="organizer") as organizer:
+        (tmp_path / "SWARM_INVITATION").write_text(str(organizer.invite()))
+        with opened("swarm", tmp_path, **environment) as kaggle:
+            assert "joining class-of-26" in connects(kaggle, 2)
+            assert "step 2 of 2: loss" in kaggle.run_all()[0]
 
 
 @pytest.mark.slow
@@ -98,42 +115,15 @@ def test_the_script_for_two_gpus_of_kaggle_trains_two_processes_as_one_peer(tmp_
     (tmp_path / "kaggle_secrets.py").write_text(KAGGLE_SECRETS)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"PYTHONPATH": f"{tmp_path}:{NOTEBOOKS.parent}", "PATH": path}
-    with opened("organizer", tmp_path) as organizer, opened("join_kaggle", tmp_path, **environment) as kaggle:
-        (tmp_path / "SWARM_INVITATION").write_text(created(organizer))
-        kaggle.run()
-        kaggle.skip_to("%%writefile train.py")
-        outputs = kaggle.run_all(TWO_GPUS=True, STEPS=2)
+    with cs.create("class-of-26", peer_name="organizer") as organizer:
+        (tmp_path / "SWARM_INVITATION").write_text(str(organizer.invite(settings=SMALL)))
+        with opened("two_gpus", tmp_path, **environment) as kaggle:
+            outputs = kaggle.run_all(TWO_GPUS=True, STEPS=2)
     assert "step 2, loss " in outputs[-1]
     assert (tmp_path / "model.pt").stat().st_size > 1e6
 
 
-@pytest.mark.slow
-def test_the_organizers_run_survives_a_restart(tmp_path: Path) -> None:
-    ids = []
-    for _ in range(2):
-        with opened("organizer", tmp_path) as organizer:
-            created(organizer)
-            ids.append(organizer.execute("print(swarm.run_id, swarm.id.hex())"))
-            shown = organizer.run_all()
-            assert "join class-of-26 as worker" in shown[1] and "QR code" in shown[1]
-    assert ids[0] == ids[1]
-
-
-@pytest.mark.slow
-def test_an_open_run_is_begun_by_the_same_cells(tmp_path: Path) -> None:
-    with opened("organizer", tmp_path) as organizer:
-        created(organizer, ACCESS="open")
-        organizer.run_all(ACCESS="open")
-
-
 WANTED = {"prefix": "ffn", "dim": 16, "grid": "4x4"}
-TRAIN_LAYER = """
-import torch
-layer = swarm.mixture_of_experts("ffn", 16, grid=(4, 4), k=2)
-for _ in range(5):
-    layer(torch.randn(8, 16)).square().mean().backward()
-print(sorted(layer.utilisation))
-"""
 
 
 def host(kernel: Kernel, invitation: str) -> None:
@@ -149,19 +139,19 @@ def host(kernel: Kernel, invitation: str) -> None:
 
 @pytest.mark.slow
 def test_who_hosts_from_colab_serves_the_organizers_layer_and_leaves_saves_behind(tmp_path: Path) -> None:
-    homes = [tmp_path / name for name in ("organizer", "carol")]
-    for home in homes:
-        home.mkdir()
-    with opened("organizer", homes[0]) as organizer, opened("host_experts", homes[1]) as carol:
-        for form in ({}, {"RUN": "class-of-26"}, {}):
-            organizer.run(**form)
-        invitation = organizer.execute(f"print(swarm.invite(settings={WANTED!r}))").strip()
-        host(carol, invitation)
+    with (
+        cs.create("class-of-26", peer_name="organizer") as organizer,
+        opened("host_experts", tmp_path) as carol,
+    ):
+        host(carol, str(organizer.invite(settings=WANTED)))
         assert "3 of 3 experts" in carol.execute("print(host)")
-        assert organizer.execute(TRAIN_LAYER).count("ffn.") >= 2
+        layer = organizer.mixture_of_experts("ffn", 16, grid=(4, 4), k=2)
+        for _ in range(5):
+            layer(torch.randn(8, 16)).square().mean().backward()
+        assert len(layer.utilisation) >= 2
         shown = carol.run_all(MINUTES=0.01)
         assert "my expert" in shown[0] and "done: torch.Size" in shown[1]
-    kept = homes[1] / "host"
+    kept = tmp_path / "host"
     assert (kept / "peer.json").exists() and any(path.is_file() for path in (kept / "experts").rglob("*"))
 
 
