@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOT_ON_BINDER = {"pyngrok"}  # Binder lets nothing in, not even through a tunnel
+NOT_ON_BINDER = {"pyngrok", "iroh"}  # Binder lets nothing in, not even through a tunnel
 MEMORY_BYTES = 2e9
 """What Binder gives a session, its Jupyter server included."""
 SERVER_BYTES = 0.2e9

@@ -2,7 +2,8 @@
 
 *link*: bulk data and calls, compared with a plain asyncio socket. Two ways lead to the same child
 process. Each gets 64 KiB pieces in turn, round by round, so that other load on the machine hits
-both. *raw* is an asyncio socket read by a `BufferedProtocol`, *link* a stream between two nodes.
+both. *raw* is an asyncio socket read by a `BufferedProtocol`, *link* a stream between two nodes, *iroh* the same over
+QUIC, where iroh is installed.
 
 *relay*: this process sends, one child receives, another one is the relay between them. Transfers
 through it and over the direct link alternate. Then circuits stay idle.
@@ -17,11 +18,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from colab_swarm.averaging.group import CHUNK_BYTES
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark
+from colab_swarm.net.addresses import is_iroh
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
@@ -50,6 +53,9 @@ class Ping(Message, frozen=True):
     """The receiver returns it."""
 
     data: bytes
+
+
+BY_IROH = "direct" if find_spec("iroh") else None
 
 
 async def start_node(**settings: Any) -> Node:
@@ -82,15 +88,25 @@ def run(report: BenchReport) -> None:
 
 async def _measure(child: dict[str, Any], report: BenchReport) -> None:
     peer = contact(child)
+    ports, by_iroh = ([one for one in peer.addresses if is_iroh(one) == wanted] for wanted in (False, True))
     rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
     pieces = size_mib * MIB // len(PIECE)
-    async with callers(1) as (node,):
-        node.learn(peer)
+    async with callers(2) as (node, other):
+        node.learn(Contact(peer.id, tuple(ports)))
+        other.learn(Contact(peer.id, tuple(by_iroh)))
         ways = {"": partial(send_pieces, node, peer.id, PIECE), "raw_": partial(_send_raw, child["raw"])}
+        ways |= {"iroh_": partial(send_pieces, other, peer.id, PIECE)} if by_iroh else {}
         took = [[await time_transfer(send, pieces) for send in ways.values()] for _ in range(rounds + 1)][1:]
         one_ms, _ = await _round_trips(node, peer.id, count=calls, in_flight=1)
         many_ms, calls_per_s = await _round_trips(node, peer.id, count=calls * 4, in_flight=IN_FLIGHT)
-    ratios = [raw_s / link_s for (link_s, _), (raw_s, _) in took]
+        if by_iroh:
+            iroh_ms, _ = await _round_trips(other, peer.id, count=calls, in_flight=1)
+            report.add("iroh_rtt_ms_p50", statistics.median(iroh_ms), "ms", "1 KiB call, 1 in flight")
+            ratios = [raw_s / iroh_s for _, (raw_s, _), (iroh_s, _) in took]
+            report.add(
+                "iroh_vs_raw", statistics.median(ratios), "", "encrypted twice against the plain socket"
+            )
+    ratios = [raw_s / link_s for (link_s, _), (raw_s, _), *_ in took]
     report.add("vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
     gb = pieces * len(PIECE) / 1e9
     for prefix, found in zip(ways, zip(*took, strict=True), strict=True):
@@ -167,7 +183,7 @@ class RawSink(asyncio.BufferedProtocol):
 
 async def serve(parent: Channel) -> None:
     raw = await asyncio.get_running_loop().create_server(RawSink, "127.0.0.1", 0)
-    node = await start_node()
+    node = await start_node(iroh=BY_IROH)
     node.serve(Ping, _echo)
     node.serve_stream(Sink, take_pieces)
     await parent.wait_call(raw=raw.sockets[0].getsockname()[1], **where(node))

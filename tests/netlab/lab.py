@@ -153,7 +153,11 @@ class Lab:
         return self._programs[-1]
 
     def python(self, host: str, module: str, *arguments: object) -> Program:
-        return self.run(host, [sys.executable, "-m", module, *map(str, arguments)])
+        return self.run(host, self.command(module, *arguments))
+
+    @staticmethod
+    def command(module: str, *arguments: object) -> list[str]:
+        return [sys.executable, "-m", module, *map(str, arguments)]
 
     def __enter__(self) -> Self:
         try:
