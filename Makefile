@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test ordeal classic binder check docs map bench clean
+.PHONY: demo test ordeal classic binder check docs map picture bench clean
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -57,6 +57,10 @@ docs: $(VENV)/installed
 # The map of files in .github/ARCHITECTURE.md.
 map: $(VENV)/installed
 	$(BIN)/python -m tests.architecture_map
+
+# The pictures of the README, from today's code.
+picture: $(VENV)/installed
+	$(BIN)/python -m tests.readme.proof
 
 bench: $(VENV)/installed
 	$(BIN)/python -m colab_swarm.bench all
