@@ -1,6 +1,6 @@
 """The README's curves, drawn again: ``python -m tests.readme.proof`` (or ``make picture``).
 
-One peer alone, and four of which one is killed, learn the same on the same simulated home lines. The PNG holds its
+One peer alone, and four peers that lose one, learn the digits on the same simulated home lines. The PNG holds its
 points as text, so a test can compare them with new ones.
 """
 
