@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test ordeal classic binder check docs map picture bench clean
+.PHONY: demo test ordeal classic binder check docs map picture bench publish-links clean
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -64,6 +64,10 @@ picture: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m colab_swarm.bench all
+
+# Links, badges and install lines lead to the place where you publish your copy: make publish-links URL=https://github.com/NAME/REPO
+publish-links: $(VENV)/installed
+	$(BIN)/python -m tests.publish_links "$(URL)"
 
 clean:
 	rm -rf $(VENV) $(CLASSIC) site

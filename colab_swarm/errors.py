@@ -153,7 +153,7 @@ class InviteError(SwarmError, ValueError):
 
     Cause: the link was cut off when it was copied, has expired, was changed, or belongs to another version or purpose.
 
-    Fix: copy the whole https://…#… line again. If that does not help, ask the person who invited you for a new one
+    Fix: copy the whole line again. If that does not help, ask the person who invited you for a new one
     (swarm.invite()).
     """
 

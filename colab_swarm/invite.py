@@ -1,12 +1,11 @@
 """Invitations: one line of text with everything a new peer needs to find the swarm and to be admitted.
 
-    https://OWNER.github.io/colab_swarm/join#NAME.PAYLOAD
+    swarm://NAME.PAYLOAD
 
-The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a
-version byte, msgpack and a checksum. Unless the run is open, an invitation has its own key pair.
-The authority signs its public key and what it allows (`Grant`). The secret key is in the invitation
-and signs the rest, so that an invited peer can pass the invitation on with other entries, but not
-with more rights.
+NAME is for people; PAYLOAD is base64url of a version byte, msgpack and a checksum. Unless the run is
+open, an invitation has its own key pair. The authority signs its public key and what it allows
+(`Grant`). The secret key is in the invitation and signs the rest, so that an invited peer can pass
+the invitation on with other entries, but not with more rights.
 """
 
 import base64
@@ -24,8 +23,8 @@ from colab_swarm.net.addresses import only_local
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import MAX_USES, Grant, Moment, RunId, Signed, in_words
 from colab_swarm.net.peers import UNDECODABLE, Contact, Role
+from colab_swarm.project import update
 
-PROJECT_URL = "https://OWNER.github.io/colab_swarm"
 VERSION = 2
 CHECK_BYTES = 6
 MAX_ENTRIES = 8
@@ -37,8 +36,8 @@ LOCAL_ONLY = (
     "(colab-swarm backbone), or start a relay on a machine that has one (colab-swarm relay)."
 )
 OF_A_NOTEBOOK = (
-    "this is a link to a notebook, not an invitation: ask the creator of the run for the https://…/join#… line that "
-    "swarm.invite() gives"
+    "this is a link to a notebook, not an invitation: ask the creator of the run for the line that swarm.invite() "
+    "gives"
 )
 _NOTEBOOK = re.compile(r"colab\.research\.google\.com|kaggle\.com|mybinder\.org|\.ipynb", re.IGNORECASE)
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
@@ -114,10 +113,15 @@ class Invite(Signed, frozen=True):
         changed = msgspec.structs.replace(self, **fields)
         return changed if self.access == "open" else changed.signed(self.key.sign)
 
-    def __str__(self) -> str:
+    @property
+    def code(self) -> str:
+        """``NAME.PAYLOAD``: the invitation without the kind of its address."""
         body = bytes([VERSION]) + self.encode()
         payload = base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")
-        return f"{PROJECT_URL}/join#{self.name}.{payload}"
+        return f"{self.name}.{payload}"
+
+    def __str__(self) -> str:
+        return f"swarm://{self.code}"
 
     def __repr__(self) -> str:
         return f"Invite({self.run_id}, {self.access}, {self.role.name.lower()}, {len(self.entries)} entries)"
@@ -129,9 +133,11 @@ class Invite(Signed, frozen=True):
         Raises InviteError if it is mistyped, tampered with, expired or of another version.
         """
         body = _body_of(text)
-        advice = "`pip install -U colab-swarm`" if body[0] > VERSION else "ask for a new invitation"
-        text = f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: {advice}"
-        require(body[0] == VERSION, text, InviteError)
+        if body[0] != VERSION:
+            advice = update() if body[0] > VERSION else "ask for a new invitation"
+            raise InviteError(
+                f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: {advice}"
+            )
         try:
             invite = msgspec.msgpack.decode(body[1:], type=cls)
         except UNDECODABLE as error:
@@ -152,14 +158,16 @@ class Invite(Signed, frozen=True):
 
 def _body_of(text: str) -> bytes:
     """Return the version byte and the contents; their signatures are not checked yet."""
-    long = f"this is not an invitation: {len(text):,} characters; paste only the https://…#… line"
+    long = (
+        f"this is not an invitation: {len(text):,} characters; paste only the line that swarm.invite() gives"
+    )
     require(len(text) <= 8192, long, InviteError)
     payload = _FOREIGN.sub("", text.rpartition("#")[2]).rstrip(".").rpartition(".")[2]
     data = b""
     with contextlib.suppress(ValueError):
         data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
     body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
-    cut_off = "this invitation is mistyped or cut off: copy the whole https://…#… line again"
+    cut_off = "this invitation is mistyped or cut off: copy the whole line again"
     wrong = OF_A_NOTEBOOK if _NOTEBOOK.search(text.partition("#")[0]) else cut_off
     require(body and check == _check(body), wrong, InviteError)
     return body

@@ -16,6 +16,7 @@ from colab_swarm.bench.harness import Crew
 from colab_swarm.errors import SwarmError, require
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.relay import RelayQuota
+from colab_swarm.project import install
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
@@ -143,7 +144,7 @@ class _Demo(Crew):
 
 def _demo(options: Options) -> None:
     """Train with a backbone and three trainers; half-way one is killed and another one joins."""
-    require(find_spec("torch"), 'the demo needs torch: pip install "colab-swarm[train]"', SwarmError)
+    require(find_spec("torch"), f"the demo needs torch: {install('train')}", SwarmError)
     with _Demo() as demo:
         demo.start_peer("backbone", "backbone", "demo")
         while "invite" not in (event := demo.next_event()[1]):
@@ -355,7 +356,7 @@ INT: dict[str, Any] = {"type": int}
 HOURS: dict[str, Any] = {"type": _hours}
 TEXT: dict[str, Any] = {"default": ""}
 SEVERAL: dict[str, Any] = {"action": "append", "default": []}
-INVITE: Arguments = {"invite": ("invitation: the https://…#… line", {})}
+INVITE: Arguments = {"invite": ("invitation: the line that swarm.invite() gives", {})}
 LEAVE: Arguments = {"--hours": ("leave after this many hours", HOURS)}
 COMMON: Arguments = {
     "--accept-terms": ("confirm that Colab's terms allow this", FLAG),

@@ -24,6 +24,7 @@ from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError, requ
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role, decoded, remember
+from colab_swarm.project import update
 
 SLACK_S = 600.0  # how far clocks may be apart
 MAX_NAME_CHARS = 64
@@ -94,7 +95,7 @@ class Membership(Signed, frozen=True):
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
-            raise NotAdmitted("the membership cannot be read: `pip install -U colab-swarm`") from error
+            raise NotAdmitted(f"the membership cannot be read: {update()}") from error
 
     @classmethod
     def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> "Membership":

@@ -31,6 +31,7 @@ from colab_swarm.credentials import require_secret
 from colab_swarm.errors import TunnelError, require
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.addresses import is_address
+from colab_swarm.project import install
 
 logger = logging.getLogger(__name__)
 DOWNLOAD_TIMEOUT_S = 60.0  # for the 10 MB of the ngrok agent, the first time it is used
@@ -116,8 +117,7 @@ def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
 
 
 def _require_pyngrok() -> None:
-    missing = "tunnel='ngrok' needs pyngrok: pip install \"colab-swarm[notebook]\""
-    require(find_spec("pyngrok"), missing, TunnelError)
+    require(find_spec("pyngrok"), f"tunnel='ngrok' needs pyngrok: {install('notebook')}", TunnelError)
 
 
 def explain(text: str) -> str:

@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, TypeAlias
 
 from colab_swarm.markup import plain
-from colab_swarm.notebook.invitation import PROJECT
 from colab_swarm.notebook.theme import MAX_CHARS, Document
+from colab_swarm.project import COPY, install, repository
 
 DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
@@ -112,9 +112,11 @@ def _advice(error: object, title: str) -> Advice:
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").partition(".")[0]
         extra = extra_of(name)
-        package = f'"colab-swarm[{extra}]"' if extra else name
         part = f"; it belongs to the extra {extra!r} of colab-swarm" if extra else ""
-        return f"{name} is not installed{part}", f"%pip install {package}, then run the cell again"
+        return (
+            f"{name} is not installed{part}",
+            f"%{install(extra) if extra else f'pip install {name}'}, then run the cell again",
+        )
     known = (advice for pattern, advice in COMMON.items() if re.search(pattern, title))
     return next(known, None) or _unknown(error)
 
@@ -140,9 +142,10 @@ def _unknown(error: object) -> Advice:
             "change what the text names and run the cell again; help(function) lists the arguments",
         )
     if any(ours) and modules[-1] != "__main__":
+        where = f"at {url}/issues" if (url := repository()) else f"to the owner of {COPY}"
         return (
             f"unknown error while code of colab_swarm ran (raised in {modules[-1]}): it may be a bug of colab_swarm",
-            f"report it with the whole traceback and the output of cs.doctor(): https://github.com/{PROJECT}/issues",
+            f"report it {where}, with the whole traceback and the output of cs.doctor()",
         )
     return (
         f"colab_swarm does not know this error: it was raised in {modules[-1]}",

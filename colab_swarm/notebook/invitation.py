@@ -1,4 +1,4 @@
-"""How an invitation is shown: the link to copy, a QR code, badges that open the join notebook."""
+"""How an invitation is shown: the link to copy, a QR code, badges that open the notebook that joins."""
 
 import html
 import time
@@ -7,19 +7,13 @@ from typing import Any, Self
 
 from colab_swarm.net.lan import LanSwarm
 from colab_swarm.notebook.theme import Document
+from colab_swarm.project import notebook_links
 
-PROJECT = "OWNER/colab_swarm"  # on GitHub; replace OWNER in your own copy
-PAGE = f"github.com/{PROJECT}/blob/main/notebooks/NAME.ipynb"
-COLAB_URL = f"https://colab.research.google.com/{PAGE.replace('.com', '', 1)}"
-KAGGLE_URL = f"https://kaggle.com/kernels/welcome?src=https://{PAGE}"
-PLATFORMS = {"Colab": COLAB_URL, "Kaggle": KAGGLE_URL}
-NOTEBOOKS = {"join": ("join_colab", "join_kaggle"), "volunteer": ("volunteer", "volunteer")}
-"""For Colab and for Kaggle, by the purpose of the invitation."""
 MAX_QR_CHARACTERS = 1500  # cameras cannot read the code of a longer text from a screen
 BOX = "border:1px solid var(--line);border-radius:4px"
 BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
 NONE = (
-    "found no swarm in this network: create one with cs.create(…), or pass an invitation to cs.join('https://…#…'); "
+    "found no swarm in this network: create one with cs.create(…), or pass an invitation to cs.join('swarm://…'); "
     "some networks block multicast"
 )
 
@@ -31,7 +25,7 @@ class Invitation(str):
     role: str = ""  # of those who join, such as ``worker``
     expires_at: float = 0.0  # seconds since the epoch
     uses: int | None = None  # how many peers may join; None for any number
-    purpose: str = "join"  # of `NOTEBOOKS`: what the badges open
+    notebook: str = "swarm"  # that the badges open
     warning: str = ""  # one sentence if not everybody can use it; else empty
 
     def __new__(cls, text: str, **facts: Any) -> Self:
@@ -63,16 +57,16 @@ class Invitation(str):
 
     def _drawn(self) -> Document:
         badges = "".join(
-            f'<a href="{url.replace("NAME", notebook)}" target="_blank" rel="noopener" style="{BADGE}">'
-            f"Open in {name} ↗</a>"
-            for (name, url), notebook in zip(PLATFORMS.items(), NOTEBOOKS[self.purpose], strict=True)
+            f'<a href="{url}" target="_blank" rel="noopener" style="{BADGE}">Open in {name} ↗</a>'
+            for name, url in notebook_links(self.notebook).items()
         )
+        paste = f"<p>{badges}and paste the text there.</p>" if badges else ""
         shown = Document(self.described(), label="invitation")
         shown.warn(self.warning)
         shown.draw(
             f'{self._qr_html()}<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;'
             'white-space:normal;background:var(--card);color:inherit;user-select:all" title="one click selects all of '
-            f'it">{html.escape(self)}</code></p><p>{badges}and paste the text there.</p>'
+            f'it">{html.escape(self)}</code></p>{paste}'
         )
         return shown
 

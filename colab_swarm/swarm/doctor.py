@@ -23,6 +23,7 @@ from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform, platform
+from colab_swarm.project import install
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
@@ -432,7 +433,7 @@ def check_versions(wanted: Sequence[str], installed: Mapping[str, str]) -> Check
     if missing := [name for name in wanted if name not in installed]:
         words += f"; without {', '.join(missing)} this peer can be a backbone or a relay but not train"
         light = RED if "torch" in missing else YELLOW
-        return judge("versions", words, 'pip install "colab-swarm[train]"', light)
+        return judge("versions", words, install("train"), light)
     return judge("versions", words)
 
 

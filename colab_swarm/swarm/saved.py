@@ -28,6 +28,7 @@ from colab_swarm.errors import StateError, require
 from colab_swarm.invite import Access
 from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId
 from colab_swarm.notebook.platforms import Platform
+from colab_swarm.project import update
 from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
@@ -90,11 +91,8 @@ def read_saved(folder: Path) -> SavedPeer | None:
     try:
         data = path.read_bytes()
         header = msgspec.json.decode(data)
-        require(
-            not isinstance(header, dict) or header.get("version", 0) <= VERSION,
-            f"{path} was written by a newer colab_swarm: `pip install -U colab-swarm`",
-            StateError,
-        )
+        if isinstance(header, dict) and header.get("version", 0) > VERSION:
+            raise StateError(f"{path} was written by a newer colab_swarm: {update()}")
         saved = msgspec.json.decode(data, type=SavedPeer)
     except FileNotFoundError:
         return None

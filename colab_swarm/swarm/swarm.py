@@ -150,7 +150,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         PermissionError without authority over the run, ValueError unless the digits match one peer.
         """
         network = self._require_network()
-        if isinstance(peer, str) and "#" in peer:
+        if isinstance(peer, str) and "." in peer:
             peer = Invite.parse(peer, now=0.0).key.id
         elif isinstance(peer, str):
             known = set(self.services.peers.linked())

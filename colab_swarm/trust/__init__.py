@@ -17,8 +17,8 @@ own membership, within the grant's limits, while the authority is offline. Every
 membership in the handshake (`colab_swarm.net`), and every other peer checks the chain without any
 call, in up to 0.34 ms, once per peer.
 
-An invitation is one line, `https://…/join#NAME.PAYLOAD` (`colab_swarm.invite.Invite`). The part
-after ``#``, which holds the secret, never reaches a web server.
+An invitation is one line, `swarm://NAME.PAYLOAD` (`colab_swarm.invite.Invite`). PAYLOAD holds the
+secret: give the line to the people you invite only.
 
 | `cs.create(…, access=…)` | who may join |
 |---|---|

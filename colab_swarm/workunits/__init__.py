@@ -75,8 +75,8 @@ read, nothing of a request becomes a path, nothing is pickled. But:
     model = coordinator.model()
 
 In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a swarm use
-`swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere (`pip
-install "colab-swarm[workunits]"`). `job.train_serially()` is the baseline.
+`swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere
+(with the extra `workunits`). `job.train_serially()` is the baseline.
 
 ## The paper and the modules
 

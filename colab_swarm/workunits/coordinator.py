@@ -315,11 +315,11 @@ def issue(access: RunAccess, identity: Identity | Peers, *, hours: float) -> Inv
 def shown(url: str, invite: Invite) -> Invitation:
     """Return the link of a coordinator at ``url``; `parse_link` reads it."""
     return Invitation(
-        f"{url}#{str(invite).partition('#')[2]}",
+        f"{url}#{invite.code}",
         run=invite.name,
         role="volunteer",
         expires_at=invite.expires_at,
-        purpose="volunteer",
+        notebook="volunteer",
         warning=LOCAL_ONLY if is_local(host_of(url)) else "",
     )
 

@@ -21,7 +21,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from colab_swarm.errors import InviteError, NotAdmitted, require
-from colab_swarm.invite import PROJECT_URL, Invite
+from colab_swarm.invite import Invite
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
     MAX_MEMBERSHIP_BYTES,
@@ -32,6 +32,7 @@ from colab_swarm.net.membership import (
     Signed,
 )
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
+from colab_swarm.project import update
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
@@ -207,14 +208,14 @@ def _decoded(header: str) -> SignedRequest:
         encoded = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
     except (ValueError, *UNDECODABLE) as error:
-        raise NotAdmitted("the token cannot be read: `pip install -U colab-swarm`") from error
+        raise NotAdmitted(f"the token cannot be read: {update()}") from error
 
 
 def parse_link(text: str) -> tuple[str, Invite]:
     """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
     url = text.strip().strip("'\"").partition("#")[0]
     require(
-        not url.startswith(PROJECT_URL),
+        not url.startswith("swarm://") and not url.endswith("/join"),
         "this invites to a swarm: swarm = cs.join(link), then swarm.volunteer()",
         InviteError,
     )

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from colab_swarm.errors import StoreError, require
+from colab_swarm.project import install
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_entry, encode_entry
 from colab_swarm.workunits.weights import Floats, as_bytes
 
@@ -346,4 +347,4 @@ def open_store(url: str, job: str) -> ParameterStore:
         remote = import_module("colab_swarm.workunits.remote")
         return cast(ParameterStore, getattr(remote, ELSEWHERE[scheme])(url, job))
     except ImportError as error:
-        raise StoreError(f"{error}: `pip install 'colab-swarm[workunits]'`") from error
+        raise StoreError(f"{error}: {install('workunits')}") from error

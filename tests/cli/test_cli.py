@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.project import install
 
 COMMAND = [sys.executable, "-m", "colab_swarm.cli"]
 
@@ -30,7 +31,7 @@ def test_the_demo_without_torch_ends_with_one_sentence() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == 'colab-swarm: the demo needs torch: pip install "colab-swarm[train]"\n'
+    assert done.stderr == f"colab-swarm: the demo needs torch: {install('train')}\n"
 
 
 def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
@@ -41,7 +42,7 @@ def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
         told, warned = (json.loads(process.stdout.readline()) for _ in range(2))
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130 and process.stderr.read() == ""
-    assert told["event"] == "invite" and told["invite"].split("#")[1].startswith("run.")
+    assert told["event"] == "invite" and told["invite"].startswith("swarm://run.")
     assert warned["event"] == "warning" and "same local network" in warned["warning"]
 
 

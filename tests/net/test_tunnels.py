@@ -269,7 +269,7 @@ async def test_the_public_address_is_found_dead_or_alive() -> None:
         assert dead == [True, False, False, True]
 
 
-OWNER = """
+OPENER = """
 import asyncio, sys
 from colab_swarm.events import EventLog
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
@@ -283,7 +283,7 @@ asyncio.run(main())
 @pytest.mark.slow
 async def test_an_agent_dies_with_its_owner_that_was_killed_even_while_it_starts(folder: Path) -> None:
     binary = agents.install("ngrok", folder)
-    with subprocess.Popen([sys.executable, "-c", OWNER, "silent", binary]) as owner:
+    with subprocess.Popen([sys.executable, "-c", OPENER, "silent", binary]) as owner:
         await until(lambda: len(running(folder)) == 3)  # the owner, the agent and its guardian
         owner.kill()
     await until(lambda: not running(folder))

@@ -17,6 +17,7 @@ import colab_swarm as cs
 from colab_swarm import errors
 from colab_swarm.errors import JoinError, SwarmError
 from colab_swarm.notebook.explanation import explain, extra_of
+from colab_swarm.project import install
 from colab_swarm.runtime import Runtime
 from tests.training import toy
 
@@ -45,8 +46,8 @@ _OutOfMemoryError.__name__ = "OutOfMemoryError"
         (KeyboardInterrupt(), "interrupted", "still in the swarm"),
         (_OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "do not fit", "micro-batches"),
         (RuntimeError("MPS backend out of memory"), "do not fit", "micro-batches"),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), "extra 'train'", "colab-swarm[train]"),
-        (ModuleNotFoundError("No module named 'PIL'", name="PIL.Image"), "extra", "colab-swarm[train]"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "extra 'train'", install("train")),
+        (ModuleNotFoundError("No module named 'PIL'", name="PIL.Image"), "extra", install("train")),
         (ModuleNotFoundError("No module named 'fbprophet'", name="fbprophet"), "fbprophet", "%pip install"),
         (OSError(errno.EADDRINUSE, "Address already in use"), "port", "port=0"),
         (TypeError("peers=x"), "nothing has changed", "help(function)"),

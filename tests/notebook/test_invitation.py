@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.notebook.invitation import COLAB_URL, KAGGLE_URL, MAX_QR_CHARACTERS, Invitation
+from colab_swarm.notebook.invitation import MAX_QR_CHARACTERS, Invitation
 from tests.notebook.test_views import parsed, tags
 
-LINE = "https://example.org/join#my-run.AbCd_-" + "x" * 300
+LINE = "swarm://my-run.AbCd_-" + "x" * 300
 
 
 def invitation(line: str = LINE, run: str = "my-run", uses: int | None = 3) -> Invitation:
@@ -32,15 +32,24 @@ def test_an_invitation_is_its_text_and_can_be_pickled() -> None:
     assert travelled == invitation() and travelled.uses == 3 and travelled.role == "worker"
 
 
-def test_the_html_has_text_code_and_badges_and_loads_nothing() -> None:
+def test_the_html_has_text_code_and_badges_and_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.project.repository", lambda: "https://github.com/alice/swarm")
     page = html(invitation())
     tree = parsed(page)
     assert LINE in "".join(tree.itertext())
-    pages = [COLAB_URL.replace("NAME", "join_colab"), KAGGLE_URL.replace("NAME", "join_kaggle")]
-    assert [link.attrib["href"] for link in tree.iter("a")] == pages
+    where = "github.com/alice/swarm/blob/main/notebooks/swarm.ipynb"
+    assert [link.attrib["href"] for link in tree.iter("a")] == [
+        f"https://colab.research.google.com/{where.replace('.com', '', 1)}",
+        f"https://kaggle.com/kernels/welcome?src=https://{where}",
+    ]
     assert any(element.tag.endswith("svg") for element in tree.iter())
     assert not re.search(r"<script|src=\"|url\(|<img| on\w+=", page)
     assert all("#" not in link.attrib["href"] for link in tree.iter("a"))  # no secret leaves by a badge
+
+
+def test_without_a_known_repository_there_are_no_badges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.project.repository", lambda: None)
+    assert list(parsed(html(invitation())).iter("a")) == [] and "paste the text" not in html(invitation())
 
 
 def test_a_warning_is_shown_but_is_not_part_of_the_text() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def test_its_cells_stay_short(notebook: Any) -> None:
 
 def test_it_installs_nothing_but_the_package(notebook: Any) -> None:
     (install,) = re.findall(r"%pip .*", "\n".join(code(notebook)))
-    assert install == '%pip install -q "colab-swarm[notebook] @ git+https://github.com/OWNER/colab_swarm"'
+    url = tomllib.loads((NOTEBOOKS.parent / "pyproject.toml").read_text())["project"].get("urls", {})
+    source = f'"colab-swarm[notebook] @ git+{url["Repository"]}"' if url else '-e "..[notebook]"'
+    assert install == f"%pip install -q {source}"
 
 
 def test_kaggle_is_told_to_switch_on_internet_and_gpu() -> None:

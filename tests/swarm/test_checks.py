@@ -12,6 +12,7 @@ from colab_swarm.net.carrier import Speed
 from colab_swarm.net.reachability import Reachability
 from colab_swarm.net.reachability import ReachabilityLevel as Level
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+from colab_swarm.project import install
 from colab_swarm.swarm import doctor as checks
 from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light, Prediction, Subject
 from tests.notebook.test_views import parsed, tags
@@ -44,8 +45,8 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_platform(COLAB), YELLOW, "accept_terms=True"),
         (checks.check_internet(PLAIN, False), YELLOW, "cs.join()"),
         (checks.check_internet(KAGGLE, False), RED, "switch Internet on"),
-        (checks.check_versions(["torch"], {}), RED, "colab-swarm[train]"),
-        (checks.check_versions(["transformers"], {}), YELLOW, "colab-swarm[train]"),
+        (checks.check_versions(["torch"], {}), RED, install("train")),
+        (checks.check_versions(["transformers"], {}), YELLOW, install("train")),
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
         (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
         (checks.check_swarm("demo", 0, 0), YELLOW, "swarm.invite()"),

@@ -1,6 +1,7 @@
 """Joining that fails, or is interrupted, leaves nothing behind."""
 
 import asyncio
+import re
 import sys
 import time
 from functools import partial
@@ -17,6 +18,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
+from colab_swarm.project import install
 from colab_swarm.swarm.joining import _start
 from colab_swarm.swarm.network import NetworkOptions, NetworkSession, close
 from colab_swarm.training.settings import PeerServices
@@ -125,7 +127,7 @@ def test_a_missing_tunnel_library_precedes_its_token(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("colab_swarm.net.tunnels.find_spec", lambda name: None)
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(TunnelError, match=r'needs pyngrok: pip install "colab-swarm\[notebook\]"'):
+    with pytest.raises(TunnelError, match=re.escape(f"needs pyngrok: {install('notebook')}")):
         cs.create("my-run", options=NetworkOptions(lan=False, tunnel="ngrok"))
 
 

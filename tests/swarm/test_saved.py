@@ -1,6 +1,7 @@
 """A peer's folder: whole or refused with a reason, for one process at a time, and silent about its secrets."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+from colab_swarm.project import update
 from colab_swarm.swarm import saved as module
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.saved import STALE_S, Occupant, PeerStore, SavedPeer, loss_warning, read_saved
@@ -127,7 +129,7 @@ def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "peer.json"
     newer = {"version": 99, "options": {"new": 1}, "given": "otherwise"}
     path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **newer}))
-    with pytest.raises(StateError, match="pip install -U"):
+    with pytest.raises(StateError, match=re.escape(update())):
         read_saved(tmp_path)
 
 

@@ -1,12 +1,14 @@
 """Addresses of stores, and stores that cannot be reached."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from colab_swarm.errors import StoreError
+from colab_swarm.project import install
 from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
 
 UNREACHABLE = (
@@ -54,5 +56,5 @@ def test_a_missing_folder_and_a_file_that_is_no_store_are_errors(tmp_path: Path)
 
 def test_a_missing_library_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "colab_swarm.workunits.remote", None)
-    with pytest.raises(StoreError, match=r"pip install 'colab-swarm\[workunits\]'"):
+    with pytest.raises(StoreError, match=re.escape(install("workunits"))):
         open_store("redis://127.0.0.1:1/0", "job")

@@ -127,7 +127,8 @@ def test_a_link_that_is_passed_on_cannot_be_changed_and_expires() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("https://OWNER.github.io/colab_swarm/join#digits.abc", "invites to a swarm"),
+        ("swarm://digits.abc", "invites to a swarm"),
+        ("https://example.org/join#digits.abc", "invites to a swarm"),
         ("http://192.0.2.7:8000/", "no link to a coordinator"),
         ("192.0.2.7#digits.abc", "no link to a coordinator"),
         ("", "no link to a coordinator"),
@@ -153,7 +154,8 @@ def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
         RequestGate(entrance.admission).check(header, "GET", "/", now=now)
 
 
-def test_a_link_shows_itself_but_its_repr_holds_no_secret() -> None:
+def test_a_link_shows_itself_but_its_repr_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.project.repository", lambda: "https://github.com/alice/swarm")
     text, _ = issued()
     _, invite = parse_link(text)
     assert repr(invite.secret) not in repr(invite)

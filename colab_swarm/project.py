@@ -1,0 +1,55 @@
+"""Where this copy of the package comes from: the one source of its install lines and of links to its notebooks.
+
+The metadata of the installed package say it: the address that pip got it from (PEP 610), or the
+project's own URL, which ``make publish-links`` writes. A copy without either installs itself.
+"""
+
+import json
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+
+COPY = "your copy of colab_swarm"
+GITHUB = re.compile(r"https://(github\.com/[\w.-]+/[\w.-]+)")
+_PLATFORMS = {
+    "Colab": "https://colab.research.google.com/{path}",
+    "Kaggle": "https://kaggle.com/kernels/welcome?src=https://{page}",
+}
+
+
+def repository() -> str | None:
+    """Return the URL of the repository that pip can install from; None if no public one is known."""
+    try:
+        installed = distribution("colab-swarm")
+    except PackageNotFoundError:  # it runs from its source
+        return None
+    came_from = json.loads(installed.read_text("direct_url.json") or "{}")
+    named = [url.partition(", ")[2] for url in installed.metadata.get_all("Project-URL") or ()]
+    urls = [came_from.get("url", "") if "vcs_info" in came_from else "", *named]
+    # a URL with a name or a token in it is nobody else's
+    return next(
+        (url.removesuffix("/").removesuffix(".git") for url in urls if re.match(r"https://[^@]+$", url)), None
+    )
+
+
+def install(extra: str) -> str:
+    """Return the command that installs the package with ``extra``, such as ``train``."""
+    if url := repository():
+        return f'pip install "colab-swarm[{extra}] @ git+{url}"'
+    return f'pip install -e ".[{extra}]" in {COPY}'
+
+
+def update() -> str:
+    """Return the command that brings the newest version."""
+    url = repository()
+    return f'`pip install -U "colab-swarm @ git+{url}"`' if url else f"`git pull` in {COPY}"
+
+
+def notebook_links(notebook: str, url: str | None = None) -> dict[str, str]:
+    """Return links that open a notebook, by the platform's name; none unless the repository is on GitHub.
+
+    ``url`` is a repository; that of this copy if None.
+    """
+    known = GITHUB.fullmatch(url or repository() or "")
+    page = f"{known[1]}/blob/main/notebooks/{notebook}.ipynb" if known else ""
+    path = page.replace(".com", "", 1)
+    return {name: url.format(page=page, path=path) for name, url in _PLATFORMS.items() if known}
