@@ -56,7 +56,7 @@ class PeerUnreachable(PeerError):
     Cause: the peer has left, or a firewall or router in front of it blocks incoming connections.
 
     Fix: wait; the record of a peer that left disappears within minutes. If no peer can be reached, run cs.doctor().
-    A run needs one peer that accepts connections: `colab-swarm backbone` starts one on any machine.
+    A run needs one peer that accepts connections: `colab-swarm create my-run` starts one on any machine.
     """
 
 

@@ -33,9 +33,13 @@ BENCHMARKS = {
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench", description=__doc__)
-    parser.add_argument("name", choices=[*BENCHMARKS, "all"])
+def main(arguments: list[str] | None = None, program: str = "python -m colab_swarm.bench") -> None:
+    """Run a benchmark and print its table; ``program`` is what the user typed, for the help."""
+    parser = argparse.ArgumentParser(program, description="Run one benchmark, or all, and print its table.")
+    parser.epilog = f"example: {program} link --quick --json link.json"
+    parser.add_argument(
+        "name", choices=[*BENCHMARKS, "all"], metavar="NAME", help=", ".join(BENCHMARKS) + ", all"
+    )
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
     parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
     parser.add_argument("--plot", metavar="PNG", help=f"{', '.join(PLOTTED)}: also draw them")

@@ -1,4 +1,4 @@
-"""The command line, ``colab-swarm COMMAND``: one function per command, and their options."""
+"""The command line, ``colab-swarm COMMAND``: one function per command."""
 
 import argparse
 import hashlib
@@ -9,12 +9,29 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from colab_swarm.bench.harness import Crew
+from colab_swarm.cli.options import (
+    BENCH,
+    CHAOS,
+    COORDINATE,
+    CREATE,
+    DEMO,
+    DOCTOR,
+    EXPERTS,
+    JOIN,
+    MAX_HOURS,
+    NETWORK,
+    RELAY,
+    VOLUNTEER,
+    Arguments,
+)
 from colab_swarm.errors import SwarmError, require
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
+from colab_swarm.markup import count
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.project import install
 from colab_swarm.swarm.joining import join
@@ -22,49 +39,70 @@ from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
 
 Options: TypeAlias = argparse.Namespace
-Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]  # help, settings of `argparse` by name
-MAX_HOURS = 24 * 365
-TUNNELS = ("ngrok", "cloudflared")
-SIZES = ("tiny", "base", "large", "xlarge")
+
+
+class Command(NamedTuple):
+    run: Callable[[Options], None]  # ``_name``
+    help: str
+    arguments: Arguments
+    examples: tuple[str, ...]  # without the program's name
+    aliases: tuple[str, ...] = ()
+
+
 STATUS_EVERY_S = 5.0
 LOOK_S = 0.2
 DEMO_S = 600.0  # time limit
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
+ABOUT = "Train one large model together with others."
+START = """three to start with:
+  colab-swarm demo                  see four peers train here, in 2 minutes
+  colab-swarm create my-run         start a run; it prints the invitation
+  colab-swarm join 'https://…#…'    join a run with its invitation
+'colab-swarm COMMAND --help' shows a command's options and examples."""
+NEXT = """Next: colab-swarm create my-run         start your own run and send its invitation to a friend,
+      colab-swarm join 'https://…#…'    who trains with you. In a notebook: cs.connect()"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Errors of the swarm end with one sentence and status 1, an interrupt with 130."""
-    parser = argparse.ArgumentParser(prog="colab-swarm", description="Train one large model together.")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
-    commands = parser.add_subparsers(required=True)
-    for run, (words, settings) in COMMANDS.items():
-        command = commands.add_parser(run.__name__.strip("_"), help=words, add_help=run is not _bench)
-        command.set_defaults(command=run)
-        for name, (told, given) in settings.items():
-            command.add_argument(name, help=told, **given)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     logging.basicConfig(level="INFO" if options.verbose else "ERROR", format="%(name)s: %(message)s")
     try:
         options.command(options)
     except (SwarmError, ValueError, OSError) as error:
         sys.exit(f"colab-swarm: {error}")
     except KeyboardInterrupt:
+        if not getattr(options, "json_lines", True):
+            print("colab-swarm: stopped", file=sys.stderr)
         sys.exit(130)
 
 
-def _steps(text: str) -> int | Literal["auto"]:
-    return "auto" if text == "auto" else int(text)
+def _parser() -> argparse.ArgumentParser:
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser("colab-swarm", description=ABOUT, epilog=START, **style)
+    parser.add_argument("--version", action="version", version=f"colab-swarm {_version()}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for run, words, settings, examples, aliases in COMMANDS:
+        epilog = "\n  ".join(("examples:", *(f"colab-swarm {example}" for example in examples)))
+        if settings is BENCH:  # its options are read by its own parser
+            style |= {"add_help": False, "prefix_chars": "\0"}
+        made = {"help": words, "description": words, "epilog": epilog, "aliases": aliases, **style}
+        command = commands.add_parser(run.__name__.strip("_"), **made)
+        command.set_defaults(command=run)
+        network = command.add_argument_group("network")
+        for name, (told, given) in settings.items():
+            if given.get("default") not in (None, "", []):
+                told += " (default: %(default)s)"
+            (network if name in NETWORK else command).add_argument(name, help=told, **given)
+    return parser
 
 
-def _grid(text: str) -> list[int]:
-    return [int(side) for side in text.split("x")]
-
-
-def _hours(text: str) -> float:
-    hours = float(text)
-    if not 0 < hours <= MAX_HOURS:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most {MAX_HOURS}")
-    return hours
+def _version() -> str:
+    try:
+        return version("colab-swarm")
+    except PackageNotFoundError:
+        return "not installed, runs from its source"
 
 
 def _network_options(options: Options, *, relay: bool | RelayQuota = False) -> NetworkOptions:
@@ -84,9 +122,22 @@ def _given(options: Options, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
+def _say(text: str) -> None:
+    """Print a line; rich, if it is installed, colours its numbers and links in a terminal."""
+    if find_spec("rich") is None:
+        print(text, flush=True)
+    else:
+        from rich.console import Console
+
+        Console(markup=False, emoji=False, soft_wrap=True).print(text)
+        sys.stdout.flush()
+
+
 def _report(options: Options, event: str, text: str = "", /, **facts: Any) -> None:
-    line = json.dumps({"event": event, **facts}) if options.json_lines else text
-    print(line or f"{event:>9}  {_shown(facts)}", flush=True)
+    if options.json_lines:
+        print(json.dumps({"event": event, **facts}), flush=True)
+    else:
+        _say(text or f"{event:>9}  {_shown(facts)}")
 
 
 def _shown(facts: dict[str, Any]) -> str:
@@ -97,14 +148,24 @@ def _shown(facts: dict[str, Any]) -> str:
 def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
     match event:
         case StepFinished(step=step, samples=samples, loss=loss):
-            speed = swarm.snapshot().samples_per_s
-            _report(options, "step", step=step, samples=samples, loss=loss, swarm_samples_per_s=speed)
+            seen = swarm.snapshot()
+            facts = {"loss": loss, "peers": sum(row.role == "trainer" for row in seen.peers)}
+            facts |= {"step": step, "samples": samples, "swarm_samples_per_s": seen.samples_per_s}
+            _report(options, "step", _step_line(facts), **facts)
         case RoundFinished(group_size=size, seconds=seconds, spans_lost=lost, kept_local=kept):
-            _report(options, "round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
+            if options.json_lines or lost:  # a step's line is enough for a round without losses
+                _report(options, "round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
         case ReachabilityChanged(how=how):
             _report(options, "reached", how=how)
         case StateReceived(step=step, size_bytes=size, seconds=seconds, donors=donors):
             _report(options, "state", step=step, bytes=size, seconds=seconds, donors=len(donors))
+
+
+def _step_line(step: dict[str, Any], last: int = 0) -> str:
+    """Return a step's line; ``last`` is the step that the training ends at, 0 if none is set."""
+    loss = "" if step["loss"] is None else f"loss {step['loss']:.3f}   "
+    goal, speed = f"/{last}" if last else "", step["swarm_samples_per_s"]
+    return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}   {speed:.1f} samples/s"
 
 
 def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
@@ -146,33 +207,55 @@ def _demo(options: Options) -> None:
     """Train with a backbone and three trainers; half-way one is killed and another one joins."""
     require(find_spec("torch"), f"the demo needs torch: {install('train')}", SwarmError)
     with _Demo() as demo:
-        demo.start_peer("backbone", "backbone", "demo")
+        demo.start_peer("backbone", "create", "demo")
         while "invite" not in (event := demo.next_event()[1]):
             continue
-        print(f"invitation  {event['invite'][:60]}…\n", flush=True)
-        trainer = ["peer", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
+        _say("The run demo is there; alice, bob and carol join it.")
+        trainer = ["join", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
             demo.start_peer(name, *trainer)
         digests: dict[str, str] = {}
+        last = 0
         while not digests.keys() >= set(SURVIVORS):
             name, event = demo.next_event()
-            if (kind := event.pop("event")) in ("training", "step", "state", "finished", "ended"):
-                print(f"{name:>9}  {kind}  {_shown(event)}", flush=True)
-            if kind == "finished":
+            if event["event"] == "finished":
                 digests[name] = event["parameters"]
-            if kind == "step" and event["step"] >= options.steps // 2 and "dave" not in demo.by_name:
+            elif event["event"] == "step":
+                if event["step"] <= last:  # another peer was first to report it
+                    continue
+                last = event["step"]
+            if line := _demo_line(name, event, options.steps):
+                _say(line)
+            if last >= options.steps // 2 and "dave" not in demo.by_name:
                 demo.by_name["carol"].process.kill()
                 demo.start_peer("dave", *trainer)
-                print("    --- carol is killed, dave joins ---", flush=True)
+                _say("--- carol is killed, dave joins ---")
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")
-    print(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}", flush=True)
+    _say(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}")
+    _say(f"\n{NEXT}")
+
+
+def _demo_line(name: str, event: dict[str, Any], steps: int) -> str:
+    """Return the line of an event of a trainer; empty for one that the demo does not show."""
+    match event:
+        case {"event": "step"}:
+            return _step_line(event, steps)
+        case {"event": "training", "step": step}:
+            return f"{name} trains from step {step}"
+        case {"event": "state", "step": step, "bytes": size, "donors": donors}:
+            return f"{name} downloaded step {step}: {size / 1e6:.1f} MB from {count(donors, 'peer')}"
+        case {"event": "finished", "step": step, "sent": sent, "received": received}:
+            return f"{name} finished at step {step}: {(sent + received) / 1e6:.0f} MB sent and received"
+        case {"event": "ended"}:
+            return f"{name} ended"
+    return ""
 
 
 def _bench(options: Options) -> None:
     from colab_swarm.bench.__main__ import main as bench
 
-    bench(options.rest)
+    bench(options.rest, "colab-swarm bench")
 
 
 def _chaos(options: Options) -> None:
@@ -198,7 +281,7 @@ def _doctor(options: Options) -> None:
         sys.exit(1)
 
 
-def _backbone(options: Options) -> None:
+def _create(options: Options) -> None:
     from colab_swarm.backbone.backbone import serve
     from colab_swarm.backbone.config import Dashboard, RunFile, read_run_file
 
@@ -222,7 +305,7 @@ def _backbone(options: Options) -> None:
         _stay(served.swarm, options, served.invite.facts | dashboard)
 
 
-def _join(options: Options, name: str = "", *, relay: bool | RelayQuota = False) -> Swarm:
+def _joined(options: Options, name: str = "", *, relay: bool | RelayQuota = False) -> Swarm:
     return join(
         options.invite,
         peer_name=options.peer_name or name,
@@ -236,7 +319,7 @@ def _relay(options: Options) -> None:
         total_bytes=None if options.gb is None else options.gb * 1e9,
         total_bps=None if options.mbit_s is None else options.mbit_s * 1e6,
     )
-    with _join(options, "relay", relay=quota) as swarm:
+    with _joined(options, "relay", relay=quota) as swarm:
         _stay(swarm, options, {"reached": str(swarm.reachability)})
 
 
@@ -249,16 +332,16 @@ def _experts(options: Options) -> None:
     if options.heads is not None:
         make = partial(TransformerBlock, options.dim, options.heads, options.hidden)
     rule = ExpertRule(partial(torch.optim.Adam, lr=options.lr), max_grad_norm=1.0)
-    with _join(options, "experts") as swarm:
+    with _joined(options, "experts") as swarm:
         given = _given(options, "grid", "count", "folder")
         host = swarm.host_experts(options.prefix, make, rule=rule, **given)
         facts = {"hosting": " ".join(host.uids), "memory": host.arithmetic}
         _stay(swarm, options, facts, hours=options.hours)
 
 
-def _peer(options: Options) -> None:
+def _join(options: Options) -> None:
     if options.reduce_only:
-        with _join(options, "reducer") as swarm:
+        with _joined(options, "reducer") as swarm:
             swarm.serve_as_reducer()
             _stay(swarm, options, {"reached": str(swarm.reachability)}, hours=options.hours)
     else:
@@ -272,7 +355,7 @@ def _train(options: Options) -> None:
 
     limits = _given(options, "gb_per_hour", "mbit_s")
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
-    with _join(options) as swarm:
+    with _joined(options) as swarm:
         swarm.events.listen(partial(_report_event, options, swarm))
         model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
         optimizer = swarm.optimizer(
@@ -350,130 +433,80 @@ def _volunteer(options: Options) -> None:
         _report(options, "finished", volunteer_line(seen), state=seen.state, accepted=seen.accepted)
 
 
-FLAG: dict[str, Any] = {"action": "store_true"}
-FLOAT: dict[str, Any] = {"type": float}
-INT: dict[str, Any] = {"type": int}
-HOURS: dict[str, Any] = {"type": _hours}
-TEXT: dict[str, Any] = {"default": ""}
-SEVERAL: dict[str, Any] = {"action": "append", "default": []}
-INVITE: Arguments = {"invite": ("invitation: the line that swarm.invite() gives", {})}
-LEAVE: Arguments = {"--hours": ("leave after this many hours", HOURS)}
-COMMON: Arguments = {
-    "--accept-terms": ("confirm that Colab's terms allow this", FLAG),
-    "--json-lines": ("print one JSON object per event", FLAG),
-}
-NETWORK: Arguments = {
-    "--peer-name": ("name shown to others", TEXT),
-    "--port": ("port to listen on; 0: a free one", INT | {"default": 0}),
-    "--announce": ("address to give to others, ws://HOST:PORT", SEVERAL),
-    "--identity": ("file with this peer's key", {}),
-    "--no-listen": ("only dial out", FLAG),
-    "--relay": ("relay for peers that cannot be dialled; backbones always do", FLAG),
-    "--no-relays": ("do not use relays to be reached", FLAG),
-    "--no-punch": ("do not turn relayed links into direct ones", FLAG),
-    "--no-lan": ("do not announce the run in the local network", FLAG),
-    "--tunnel": ("open a public address for this peer", {"choices": TUNNELS}),
-    "--upload-mbit-s": ("upload limit, Mbit/s", FLOAT),
-    "--download-mbit-s": ("download limit, Mbit/s", FLOAT),
-    **COMMON,
-}
-DEMO: Arguments = {"--steps": ("number of global steps", INT | {"default": 60})}
-CHAOS: Arguments = {
-    "--peers": ("number of peers", INT | {"default": 5}),
-    "--minutes": ("under faults", FLOAT | {"default": 8.0}),
-    "--baseline-s": ("seconds without faults before, for comparison", FLOAT | {"default": 60.0}),
-    "--mean-s": ("mean seconds between random faults", FLOAT | {"default": 15.0}),
-    "--kinds": (
-        "of random faults: kill,freeze,restart; with --simulate also cut,slow",
-        {"default": "kill,freeze,restart"},
+COMMANDS = (
+    Command(
+        _demo,
+        "train ALBERT-tiny with several processes here; 2 minutes",
+        DEMO,
+        ("demo", "demo --steps 20"),
     ),
-    "--seed": ("of the random faults", INT | {"default": 0}),
-    "--script": ("file with faults instead, one a line: SECONDS KIND PEER [SECONDS]", {}),
-    "--simulate": ("simulated peers in virtual time instead of processes", FLAG),
-    "--json-lines": ("print one JSON object per event", FLAG),
-}
-DOCTOR: Arguments = {
-    "invite": ("also check this run", {"nargs": "?"}),
-    "--size": ("size of the ALBERT to train", {"choices": SIZES}),
-    "--target-batch-size": ("samples per global step, all peers", INT),
-}
-BACKBONE: Arguments = {
-    "run": ("name of the run, or a run.toml with its settings", {}),
-    "--hours": ("life of the invitation", HOURS | {"default": 24.0}),
-    "--allow-user": ("Hugging Face user on the run's allowlist; repeatable", SEVERAL),
-    "--allow-organisation": ("Hugging Face organisation on the run's allowlist; repeatable", SEVERAL),
-    **NETWORK,
-}
-RELAY: Arguments = {
-    **INVITE,
-    "--gb": ("total relay quota, GB", FLOAT),
-    "--mbit-s": ("relay rate limit, Mbit/s", FLOAT),
-    **NETWORK,
-}
-PEER: Arguments = {
-    **INVITE,
-    **LEAVE,
-    "--reduce-only": ("help the trainers; needs no GPU, data or torch", FLAG),
-    "--size": ("size of the ALBERT", {"default": "tiny", "choices": SIZES}),
-    "--text": ("file, Hub data set, or python-docs", {"default": "python-docs"}),
-    "--steps": ("leave at this global step; 0: stay", INT | {"default": 0}),
-    "--target-batch-size": ("samples per global step, all peers", INT | {"default": 256}),
-    "--batch-size": ("samples of one micro-batch", INT | {"default": 16}),
-    "--lr": ("LAMB learning rate", FLOAT | {"default": 1e-2}),
-    "--compression": ("float16, int8, adaptive, onebit, topk:0.01 …", {"default": "float32"}),
-    "--overlap": ("compute during an averaging round", FLAG),
-    "--local-steps": ("local steps per round: a number, or auto", {"type": _steps, "default": 1}),
-    "--gb-per-hour": ("traffic budget, GB/h", FLOAT),
-    "--mbit-s": ("traffic budget per direction, Mbit/s", FLOAT),
-    **NETWORK,
-}
-EXPERTS: Arguments = {
-    **INVITE,
-    "prefix": ("name of the kind of experts, such as ffn", {}),
-    "--grid": ("such as 16x16, the same for all peers", {"type": _grid, "required": True}),
-    "--dim": ("width of the layer", INT | {"required": True}),
-    "--hidden": ("width inside an expert; default: 4 x dim", INT),
-    "--heads": ("attention heads: host Transformer blocks", INT),
-    "--count": ("number of experts; default: as many as fit", INT),
-    "--folder": ("folder for saves", {}),
-    "--lr": ("Adam learning rate", FLOAT | {"default": 1e-3}),
-    **LEAVE,
-    **NETWORK,
-}
-COORDINATE: Arguments = {
-    "job": ("Python file with job = cs.workunits.Job(…)", {}),
-    "--folder": ("the job's state, continued if it exists; default: JOB-work", {}),
-    "--store": ("SQLite file, redis://…, postgresql+psycopg://… or mysql+pymysql://…", {}),
-    "--servers": ("number of parameter servers, or auto", {"type": _steps, "default": "auto"}),
-    "--host": ("address to listen on; default: all interfaces", {}),
-    "--port": ("port to listen on; default: the last one, or a free one", INT),
-    "--url": ("address for volunteers, if a proxy forwards to this one", {}),
-    "--tunnel": ("open a public https address", {"choices": TUNNELS}),
-    "--open": ("accept volunteers without the link's secret", FLAG),
-    **COMMON,
-}
-VOLUNTEER: Arguments = {
-    "link": ("shown by the coordinator", {}),
-    "--units": ("work units at a time", INT | {"default": 1}),
-    "--name": ("name shown to others", TEXT),
-    "--folder": ("folder for data and unfinished units; default: in your home", {}),
-    "--device": ("device to train on, such as cuda:1; default: a GPU if there is one", {}),
-    "--trust-code": ("run the code that the coordinator sends", FLAG),
-    **LEAVE,
-    **COMMON,
-}
-COMMANDS: dict[Callable[[Options], None], tuple[str, Arguments]] = {
-    _demo: ("train ALBERT-tiny with several processes here; 2 minutes", DEMO),
-    _chaos: ("train a small model here while peers are killed, frozen and restarted; 10 minutes", CHAOS),
-    _doctor: ("check whether this machine can take part", DOCTOR),
-    _backbone: ("create a run and stay online as a peer that others can reach", BACKBONE),
-    _relay: ("join a run and relay for peers that cannot be dialled", RELAY),
-    _peer: ("join a run and train, or only reduce for the trainers", PEER),
-    _experts: ("join a run and host experts for the trainers", EXPERTS),
-    _coordinate: ("hand out a job in work units to volunteers", COORDINATE),
-    _volunteer: ("train work units; needs outgoing HTTPS only", VOLUNTEER),
-    _bench: ("run benchmarks: link, dht, averaging, overhead …", {"rest": ("", {"nargs": "..."})}),
-}
+    Command(
+        _create,
+        "create a run and stay online as a peer that others can reach",
+        CREATE,
+        (
+            "create my-run",
+            "create my-run --port 4500 --announce ws://203.0.113.7:4500 --identity backbone.key",
+            "create run.toml    # with checkpoints and a dashboard",
+        ),
+        aliases=("backbone",),
+    ),
+    Command(
+        _join,
+        "join a run and train, or only reduce for the trainers",
+        JOIN,
+        (
+            "join 'https://…#…'",
+            "join 'https://…#…' --size large --text notes.txt --compression int8",
+            "join 'https://…#…' --reduce-only --hours 8",
+        ),
+        aliases=("peer",),
+    ),
+    Command(
+        _doctor,
+        "check whether this machine can take part",
+        DOCTOR,
+        ("doctor", "doctor 'https://…#…'", "doctor --size large --target-batch-size 4096"),
+    ),
+    Command(
+        _relay,
+        "join a run and relay for peers that cannot be dialled",
+        RELAY,
+        ("relay 'https://…#…'", "relay 'https://…#…' --gb 50 --mbit-s 20"),
+    ),
+    Command(
+        _experts,
+        "join a run and host experts for the trainers",
+        EXPERTS,
+        (
+            "experts 'https://…#…' ffn --grid 16x16 --dim 512",
+            "experts 'https://…#…' block --grid 4x4 --dim 512 --heads 8 --count 4 --folder saves",
+        ),
+    ),
+    Command(
+        _coordinate,
+        "hand out a job in work units to volunteers",
+        COORDINATE,
+        (
+            "coordinate job.py",
+            "coordinate job.py --tunnel cloudflared",
+            "coordinate job.py --port 8080 --open",
+        ),
+    ),
+    Command(
+        _volunteer,
+        "train work units; needs outgoing HTTPS only",
+        VOLUNTEER,
+        ("volunteer 'https://…#…'", "volunteer 'https://…#…' --units 2 --device cuda:1 --hours 8"),
+    ),
+    Command(
+        _chaos,
+        "train a small model here while peers are killed, frozen and restarted; 10 minutes",
+        CHAOS,
+        ("chaos", "chaos --peers 8 --minutes 30 --seed 7", "chaos --simulate --kinds kill,cut,slow"),
+    ),
+    Command(_bench, "run benchmarks: link, dht, averaging, overhead …", BENCH, ()),
+)
 
 if __name__ == "__main__":
     main()

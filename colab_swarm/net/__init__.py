@@ -88,7 +88,7 @@ that breaks the protocol loses its link.
     swarm.reachability.explain()
 
     colab-swarm relay INVITATION --gb 50 --mbit-s 20
-    colab-swarm backbone my-run --port 4500 --identity backbone.key --announce ws://203.0.113.7:4500
+    colab-swarm create my-run --port 4500 --identity backbone.key --announce ws://203.0.113.7:4500
 
 ## Measured
 

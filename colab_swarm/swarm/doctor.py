@@ -86,7 +86,7 @@ GREEN, YELLOW, RED = Light.GREEN, Light.YELLOW, Light.RED
 REACH_FIXES = {
     ReachabilityLevel.UNVERIFIED: "run the doctor again when another peer has joined: it tries to dial this one",
     ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
-    ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm backbone RUN",
+    ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm create my-run",
 }
 
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")

@@ -63,7 +63,7 @@ averaging take 180 s at most. See `colab_swarm.training.settings.TrainingSetting
 - **Not guarded against:** members that send plausible but false gradients.
 
 **If no peer can be reached by the others** they need an *assistant* (DeDLOC's auxiliary peer), which trains nothing,
-organizes and reduces: `swarm.serve_as_reducer()`, `colab-swarm peer INVITATION --reduce-only` or a backbone. It needs
+organizes and reduces: `swarm.serve_as_reducer()`, `colab-swarm join INVITATION --reduce-only` or a backbone. It needs
 no GPU, no data and no PyTorch.
 
 ## How to use it

@@ -1,6 +1,8 @@
 """The command line: what a person types, and what it answers."""
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.cli.__main__ import COMMANDS, Command, _parser, _step_line, main
+from colab_swarm.cli.options import NETWORK
 from colab_swarm.project import install
 
 COMMAND = [sys.executable, "-m", "colab_swarm.cli"]
@@ -19,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
-    done = run("peer", "swarm://test-run#AZnonsense")
+    done = run("join", "swarm://test-run#AZnonsense")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "mistyped or cut off" in done.stderr
 
@@ -34,9 +38,61 @@ def test_the_demo_without_torch_ends_with_one_sentence() -> None:
     assert done.stderr == f"colab-swarm: the demo needs torch: {install('train')}\n"
 
 
+def name(command: Command) -> str:
+    return command.run.__name__.strip("_")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=name)
+def test_a_command_accepts_its_examples_and_shows_them(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for example in command.examples:
+        options = _parser().parse_args(shlex.split(example, comments=True))
+        assert options.command is command.run
+    with pytest.raises(SystemExit, match="0"):
+        main([name(command), "--help"])
+    shown = capsys.readouterr().out
+    assert f"usage: colab-swarm {name(command)} " in shown and "example" in shown
+    assert all(f"colab-swarm {example}\n" in shown for example in command.examples)
+
+
+@pytest.mark.parametrize(("old", "new"), [("backbone", "create"), ("peer", "join")])
+def test_a_command_is_known_by_its_earlier_name(old: str, new: str) -> None:
+    assert _parser().parse_args([old, "x"]).command is _parser().parse_args([new, "x"]).command
+
+
+def test_the_help_shows_defaults_and_the_network_options_last(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["join", "--help"])
+    own, _, network = capsys.readouterr().out.partition("\noptions:")[2].partition("\nnetwork:\n")
+    assert "(default: 256)" in own and "None" not in own + network and "False" not in own + network
+    assert all(f"  {option}" in network and f"  {option} " not in own for option in NETWORK)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("colab-swarm ")
+
+
+def test_a_step_is_one_line() -> None:
+    step = {"step": 7, "loss": 6.25, "peers": 1, "swarm_samples_per_s": 41.26}
+    assert _step_line(step, 60) == "step    7/60   loss 6.250   1 peer   41.3 samples/s"
+    assert _step_line(step | {"loss": None}) == "step    7   1 peer   41.3 samples/s"
+
+
+def test_ctrl_c_ends_a_command_with_one_line() -> None:
+    command = [*COMMAND, "create", "run", "--no-lan"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert any("Ctrl-C" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130 and process.stderr.read() == "colab-swarm: stopped\n"
+
+
 def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
     """And it warns of one that only its own network can use."""
-    command = [*COMMAND, "backbone", "run", "--json-lines", "--no-lan", "--announce", "ws://192.168.1.5:4500"]
+    command = [*COMMAND, "create", "run", "--json-lines", "--no-lan", "--announce", "ws://192.168.1.5:4500"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         told, warned = (json.loads(process.stdout.readline()) for _ in range(2))
@@ -66,5 +122,9 @@ def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
 def test_the_demo_trains_while_one_peer_is_killed_and_another_joins() -> None:
     done = run("demo", "--steps", "16")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "carol is killed, dave joins" in done.stdout and "carol  ended" in done.stdout
-    assert "equal parameters on alice, bob, dave" in done.stdout
+    assert "carol is killed, dave joins" in done.stdout and "carol ended" in done.stdout
+    steps = re.findall(r"^step +(\d+)/16 ", done.stdout, re.MULTILINE)
+    assert steps == sorted(set(steps), key=int) and steps[-1] == "16"
+    assert (
+        "equal parameters on alice, bob, dave" in done.stdout and "\nNext: colab-swarm create" in done.stdout
+    )

@@ -50,7 +50,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
         (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
         (checks.check_swarm("demo", 0, 0), YELLOW, "swarm.invite()"),
-        (checks.check_reachability(Reachability(Level.OUTGOING)), YELLOW, "colab-swarm backbone"),
+        (checks.check_reachability(Reachability(Level.OUTGOING)), YELLOW, "colab-swarm create"),
         (checks.check_reachability(Reachability(Level.UNVERIFIED)), YELLOW, "run the doctor again"),
         (checks.check_reachability(Reachability(Level.RELAYED, "by 3f")), YELLOW, "nothing to do"),
         (checks.check_clock(-90.0), YELLOW, "set-ntp"),
