@@ -186,7 +186,9 @@ class RoundResult:
     group: Group  # the planned members
     contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
     spans_lost: tuple[Span, ...]  # their reducer was lost before all of its means arrived
-    kept_local: tuple[Span, ...]  # values for which no mean arrived; they are still this peer's own
+    kept_local: tuple[
+        Span, ...
+    ]  # values for which no mean arrived and that are still its own; an assistant has none
     sent_bytes: int  # payload
     received_bytes: int
     seconds: float
@@ -389,7 +391,7 @@ class Averager:
             group=group,
             contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
             spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.lost)),
-            kept_local=exchange.ledger.kept_local(),
+            kept_local=exchange.ledger.kept_local() if exchange.collects else (),
             sent_bytes=exchange.sent_bytes,
             received_bytes=exchange.received_bytes,
             seconds=seconds,
