@@ -1,11 +1,13 @@
 """Invitations: one line of text with everything a new peer needs to find the swarm and to be admitted.
 
     swarm://NAME.PAYLOAD
+    https://HOST/join#NAME.PAYLOAD    where a backbone has a page for browsers
 
-NAME is for people; PAYLOAD is base64url of a version byte, msgpack and a checksum. Unless the run is
-open, an invitation has its own key pair. The authority signs its public key and what it allows
-(`Grant`). The secret key is in the invitation and signs the rest, so that an invited peer can pass
-the invitation on with other entries, but not with more rights.
+The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a
+version byte, msgpack and a checksum. Unless the run is open, an invitation has its own key pair.
+The authority signs its public key and what it allows (`Grant`). The secret key is in the invitation
+and signs the rest, so that an invited peer can pass the invitation on with other entries, but not
+with more rights.
 """
 
 import base64
@@ -25,7 +27,7 @@ from colab_swarm.net.membership import MAX_USES, Grant, Moment, RunId, Signed, i
 from colab_swarm.net.peers import UNDECODABLE, Contact, Role
 from colab_swarm.project import update
 
-VERSION = 2
+VERSION = 3
 CHECK_BYTES = 6
 MAX_ENTRIES = 8
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -48,6 +50,8 @@ Settings: TypeAlias = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=32)], Setting], msgspec.Meta(max_length=16)
 ]
 
+Page: TypeAlias = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^(https://[A-Za-z0-9._:\[\]-]+)?\Z")]
+
 
 class Invite(Signed, frozen=True):
     """The contents of an invitation. Its text holds a secret; its repr does not."""
@@ -63,6 +67,7 @@ class Invite(Signed, frozen=True):
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
     grant_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # by the authority
     settings: Settings = msgspec.field(default_factory=dict)  # for training
+    page: Page = ""  # ``https://HOST`` of a backbone whose ``/join`` shows a browser how to join; else empty
 
     @classmethod
     def issue(
@@ -100,6 +105,10 @@ class Invite(Signed, frozen=True):
         """Return the same invitation with other entries; every peer that has it can do this."""
         return self._replaced(entries=tuple(entries))
 
+    def with_page(self, page: str) -> "Invite":
+        """Return it as a link to the page at ``https://HOST``."""
+        return self._replaced(page=page)
+
     def with_settings(self, settings: Mapping[str, Setting]) -> "Invite":
         """Return it with these settings for training; raises ValueError if they do not fit."""
         try:
@@ -121,7 +130,7 @@ class Invite(Signed, frozen=True):
         return f"{self.name}.{payload}"
 
     def __str__(self) -> str:
-        return f"swarm://{self.code}"
+        return f"{self.page}/join#{self.code}" if self.page else f"swarm://{self.code}"
 
     def __repr__(self) -> str:
         return f"Invite({self.run_id}, {self.access}, {self.role.name.lower()}, {len(self.entries)} entries)"

@@ -76,6 +76,23 @@ def test_an_invitation_of_another_version_says_what_to_do() -> None:
             Invite.parse(packed(bytes([version]) + INVITE.encode()), now=0.0)
 
 
+@ANY
+def test_an_invitation_with_a_page_is_a_link_to_it(invite: Invite) -> None:
+    linked = invite.with_page("https://run.example.org:8443")
+    assert str(linked) == f"https://run.example.org:8443/join#{linked.code}"
+    assert Invite.parse(f" {str(linked)[:60]}\n {str(linked)[60:]} ", now=0.0) == linked
+    assert linked.grant == invite.grant and str(linked.with_page("")) == str(invite)
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["javascript:alert(1)", "http://example.org", "https://a/b", "https://a b", "https://", "https://a#"],
+)
+def test_a_page_is_a_host_with_https(page: str) -> None:
+    with pytest.raises(InviteError, match="cannot be read"):
+        Invite.parse(str(INVITE.with_page(page)), now=0.0)
+
+
 def test_an_invited_peer_passes_the_invitation_on_with_other_entries() -> None:
     passed_on = Invite.parse(str(INVITE.with_entries([OTHER])), now=0.0)
     assert passed_on.entries == (OTHER,) and passed_on.grant == INVITE.grant
@@ -104,7 +121,14 @@ def test_only_the_authoritys_key_changes_the_rights(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"entries": (OTHER,)}, {"settings": {"lr": 1}}, {"signature": b""}, {"access": "open"}]
+    "change",
+    [
+        {"entries": (OTHER,)},
+        {"settings": {"lr": 1}},
+        {"page": "https://example.com"},
+        {"signature": b""},
+        {"access": "open"},
+    ],
 )
 def test_only_the_invitations_key_changes_the_rest(change: dict[str, Any]) -> None:
     changed = msgspec.structs.replace(INVITE, **change)

@@ -24,6 +24,7 @@ another machine use an SSH tunnel. Set `HF_TOKEN` to push checkpoints to the Hub
 | relays | `colab_swarm.net.relay` |
 | saves checkpoints while there are trainers, serves the newest when there are none, collects losses | `keeper` |
 | shows them: page, `/metrics` for Prometheus, `/status.json` | `colab_swarm.notebook.page` |
+| tells browsers that follow an invitation how to join, at ``/join`` of an https address | `colab_swarm.notebook.page` |
 | connects all of these | `backbone` |
 
 A lying minority cannot move the curve of losses. Volunteers hold no key of any dashboard: their

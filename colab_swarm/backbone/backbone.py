@@ -12,8 +12,9 @@ from colab_swarm.backbone.keeper import HubPush, Keeper
 from colab_swarm.credentials import find_secret
 from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import PeerError
+from colab_swarm.net.addresses import is_loopback, relay_of
 from colab_swarm.notebook.invitation import Invitation
-from colab_swarm.notebook.page import StatusPage
+from colab_swarm.notebook.page import StatusPage, join_page
 from colab_swarm.notebook.views import draw, metrics
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.joining import create
@@ -64,12 +65,24 @@ class Backbone:
             if self._file.dashboard.enabled:
                 await self.page.start(self._file.dashboard.host, self._file.dashboard.port)
             self.dashboard = self.page.url
+            self._show_how_to_join()
             await self.assistant.start()
             for keeper in self.keepers.values():
                 keeper.start()
         except BaseException:  # an interrupt included: the page's port must not stay taken
             await self.stop()
             raise
+
+    def _show_how_to_join(self) -> None:
+        """Let browsers open this peer's invitations, if a proxy or tunnel gives it an https address."""
+        secure = [a for a in self.swarm.contact.addresses if a.startswith("wss://") and relay_of(a) is None]
+        if secure and self.swarm.network is not None:
+            board, page_at = self._file.dashboard, self.swarm.network.node.linker.listener.page_at
+            public = board.enabled and board.host != "localhost" and not is_loopback(board.host)
+            page_at["/join"] = join_page(self.swarm.run, live=public)
+            if public:
+                page_at["/live"] = self.page.answer
+            self.swarm.page = secure[0].replace("wss", "https", 1)
 
     async def stop(self) -> None:
         """Leave the run; the folder stays."""

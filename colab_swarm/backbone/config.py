@@ -64,7 +64,10 @@ class RelayLimits(_Table, frozen=True):
 
 
 class Dashboard(_Table, frozen=True):
-    """Address of the web page; port 0 takes a free one. Other machines need ``host = "0.0.0.0"`` to see it."""
+    """Address of the web page; port 0 takes a free one.
+
+    Other machines need ``host = "0.0.0.0"`` to see it. Then ``/join`` shows the run too, to everyone.
+    """
 
     enabled: bool = True
     host: str = "127.0.0.1"

@@ -227,7 +227,8 @@ class Listener:
     About ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``. Beyond that
     the address with the most of them loses its oldest one, so no address takes room from others.
     ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a relay's
-    ``on_ticket`` takes connections whose first message starts with `TICKET`.
+    ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets what
+    ``page_at`` has for its path.
     """
 
     def __init__(
@@ -243,6 +244,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._fresh: dict[Any, float] = {}
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
+        self.page_at: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {}
 
     async def start(self, host: str, port: int) -> int:
         """Listen, for an empty host on every interface; return the port, or raise `OSError` if it is taken."""
@@ -289,7 +291,8 @@ class Listener:
 
     async def _upgrade(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() != "websocket":
-            return web.Response(text=NO_BROWSER, status=426)
+            page = self.page_at.get(request.path) if request.method == "GET" else None
+            return web.Response(text=NO_BROWSER, status=426) if page is None else await page(request)
         try:
             receiver = self._receive(request)
         except PeerError as error:

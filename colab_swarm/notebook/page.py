@@ -1,4 +1,4 @@
-"""The status page of a backbone or a coordinator, for browsers and for programs. Read-only.
+"""The status page of a backbone or a coordinator, and the page behind an invitation. Read-only.
 
 A snapshot is taken once a second at most, so visitors cost nothing. A page refreshes the answer of
 ``/live`` every three seconds; the browser may do nothing else.
@@ -6,7 +6,7 @@ A snapshot is taken once a second at most, so visitors cost nothing. A page refr
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from string import Template
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -17,6 +17,7 @@ from aiohttp import web
 from colab_swarm.markup import text
 from colab_swarm.net.addresses import VisitLimit, VisitorLogger, source_of
 from colab_swarm.notebook.theme import Document
+from colab_swarm.project import COPY, install, notebook_links
 from colab_swarm.runtime import loop_now
 
 S = TypeVar("S")
@@ -36,17 +37,16 @@ setInterval(async () => {
   } catch { lost.style.display = "block"; }
 }, 3000);
 """
-DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-HEADERS = {
-    # a page may run its one script and fetch from its own server, and no more
-    "Content-Security-Policy": (
-        f"default-src 'none'; script-src 'sha256-{DIGEST}'; frame-ancestors 'none'; style-src 'unsafe-inline'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+# the invitation stays in the browser: no request carries what follows the #
+JOIN_SCRIPT = """
+const copy = document.getElementById("copy"), line = document.getElementById("line");
+document.getElementById(location.hash.includes(".") ? "whole" : "cut").hidden = false;
+line.textContent = location.href;
+copy.addEventListener("click", async () => {
+  try { await navigator.clipboard.writeText(location.href); copy.textContent = "Copied"; }
+  catch { getSelection().selectAllChildren(line); copy.textContent = "Press Ctrl+C"; }
+});
+"""
 
 
 class StatusPage(Generic[S]):
@@ -69,7 +69,7 @@ class StatusPage(Generic[S]):
         self._seen_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
         self._answers: dict[str, tuple[str, str | bytes]] = {}  # type and body by path, of one snapshot
         self._runner: web.AppRunner | None = None
-        self.routes = [web.get(path, self._answer) for path in PATHS]
+        self.routes = [web.get(path, self.answer) for path in PATHS]
         self.url = ""
 
     async def start(self, host: str, port: int) -> None:
@@ -82,7 +82,8 @@ class StatusPage(Generic[S]):
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """Answer a browser or a program that asks for one of `PATHS`."""
         now, path = loop_now(), request.path
         if not self._visits.admit(source_of(request), now):
             return web.Response(status=429, text="try again in a second", headers={"Retry-After": "1"})
@@ -92,7 +93,7 @@ class StatusPage(Generic[S]):
         if path not in self._answers:
             self._answers[path] = self.render(self._seen, path)
         kind, body = self._answers[path]
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+        return response(body, kind, SCRIPT)
 
     def render(self, snapshot: S, path: str = "/") -> tuple[str, str | bytes]:
         if path == "/status.json":
@@ -119,8 +120,53 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
 
 def page(title: str, live: str, *, host: str) -> str:
     """Return a whole page; ``title`` and ``live``, the part that changes, are HTML."""
-    template = Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
-    return template.substitute(title=title, live=live, host=host, script=SCRIPT)
+    return _filled("page.html", title=title, live=live, host=host, script=SCRIPT)
+
+
+def join_page(run: str, *, live: bool) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
+    """Return what answers a browser that follows an invitation to ``run``.
+
+    The page names the run, copies the line, opens the notebook and, if ``live``, refreshes ``/live``.
+    """
+    script = JOIN_SCRIPT + SCRIPT * live
+    links = notebook_links("swarm").items()
+    opened = "".join(
+        f'<a class="button" href="{text(url)}" rel="noopener">Open in {name}</a> ' for name, url in links
+    )
+    body = _filled(
+        "invited.html",
+        run=text(run),
+        notebook=opened or f"Open <code>notebooks/swarm.ipynb</code> in {COPY}.",
+        install=text(install("train,notebook"), 1000),
+        now='<h2>The run now</h2><div id="lost">The backbone does not answer.</div><div id="live"></div>'
+        * live,
+        script=script,
+    )
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return response(body.encode(), "text/html", script)
+
+    return answer
+
+
+def response(body: str | bytes, kind: str, script: str) -> web.Response:
+    """Return an answer to a browser, which may run the one script, fetch from its own server, and no more."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    headers = {
+        "Content-Security-Policy": (
+            f"default-src 'none'; script-src 'sha256-{digest}'; frame-ancestors 'none'; style-src 'unsafe-inline'; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'"
+        ),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+
+
+def _filled(name: str, **parts: str) -> str:
+    template = Template(files("colab_swarm").joinpath(name).read_text(encoding="utf-8"))
+    return template.substitute(parts)
 
 
 def exposition(samples: Iterable[Sample]) -> str:

@@ -67,6 +67,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         optimizers, elastic: what this peer trains, by the model's name; the newest is the last.
         averages, assistant: its averages of arrays; its help to others as a reducer, or None.
         network: its session on the real network; None in a simulation.
+        page: ``https://HOST`` where a browser sees how to join, for new invitations; empty if none does.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.run, self.events, self.left = run_id.rpartition("-")[0], services.events, False
         invitation = None if network is None else network.access.invitation
         self.is_owner = network is not None and invitation is None
+        self.page = ""
         self.settings: Mapping[str, Setting] = {} if invitation is None else dict(invitation.settings)
         self._role = Role.WORKER if invitation is None else invitation.role
         self.optimizers: dict[str, SwarmOptimizer] = {}
@@ -132,6 +134,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         require(not (invite.warning and platform().alone), ways_out(), JoinError)
         if settings is not None:
             invite = invite.with_settings(settings)
+        if self.page:
+            invite = invite.with_page(self.page)
         if invite.warning and not in_notebook():  # notebooks show it with the invitation
             logger.warning(invite.warning)
         return Invitation(

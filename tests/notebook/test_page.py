@@ -1,18 +1,23 @@
 """The status pages of backbone and coordinator: sound and harmless HTML, figures for programs, limits of the server."""
 
 import asyncio
+import base64
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from html.parser import HTMLParser
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from colab_swarm.backbone.backbone import status_page
 from colab_swarm.net.addresses import VisitLimit
-from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage
+from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage, join_page
 from colab_swarm.notebook.units_view import status_page as job_page
+from colab_swarm.project import notebook_links
 from colab_swarm.snapshot import SwarmSnapshot
 from tests.backbone.views import EVIL, view
 from tests.notebook.test_views import parsed
@@ -44,6 +49,49 @@ def test_the_figures_for_prometheus_are_well_formed(page: StatusPage[Any], shown
         r'# TYPE \w+ (gauge|counter)|colab_swarm_\w+\{(\w+="([^"\\\n]|\\["\\n])*",?)+\} [-+0-9.e]+'
     )
     assert kind == "text/plain" and all(line.fullmatch(one) for one in str(text).splitlines())
+
+
+class Links(HTMLParser):
+    """Every tag of a page, and the addresses of its links."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str | None] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("href", "src", "action")]
+
+
+async def joined(run: str, *, live: bool = False) -> str:
+    answer = await join_page(run, live=live)(make_mocked_request("GET", "/join"))
+    assert isinstance(answer.body, bytes)
+    page = answer.body.decode()
+    digest = base64.b64encode(
+        sha256(page.split("<script>")[1].split("</script>")[0].encode()).digest()
+    ).decode()
+    assert f"script-src 'sha256-{digest}'" in answer.headers["Content-Security-Policy"]
+    return page
+
+
+@pytest.mark.parametrize("live", [False, True])
+async def test_the_page_behind_an_invitation_runs_its_own_script_only(live: bool) -> None:
+    page = await joined(EVIL, live=live)
+    shown = Links(page)
+    assert EVIL not in page and {"img", "iframe", "form", "link"}.isdisjoint(shown.tags)
+    assert shown.tags.count("script") == 1 and (SCRIPT in page) == ('id="live"' in page) == live
+
+
+async def test_it_opens_the_notebook_of_the_known_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.project.repository", lambda: "https://github.com/alice/swarm")
+    page = await joined("my-run")
+    assert Links(page).links == list(notebook_links("swarm").values()) and "Open in Colab" in page
+    assert "pip install &quot;colab-swarm[train,notebook] @ git+https://github.com/alice/swarm&quot;" in page
+    monkeypatch.setattr("colab_swarm.project.repository", lambda: None)
+    page = await joined("my-run")
+    assert Links(page).links == [] and "<code>notebooks/swarm.ipynb</code> in your copy" in page
 
 
 class Scene:
