@@ -24,6 +24,11 @@ SwarmError
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
 
+import traceback
+
+HIDDEN = {"IPython", "ipykernel", "colab_swarm"}
+"""Packages whose lines a notebook leaves out of a traceback."""
+
 
 def require(condition: object, problem: str, kind: type[Exception] = ValueError) -> None:
     """Raise ``kind(problem)`` unless ``condition`` is true."""
@@ -38,6 +43,17 @@ class SwarmError(Exception):
 
     Fix: follow the text. If it does not help, run cs.doctor() and look for a line that is not green.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the sentence, then the lines of your code, then where the package raised it."""
+        frames = list(traceback.walk_tb(self.__traceback__))
+        rooms = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+        yours = [frame for frame, room in zip(frames, rooms, strict=True) if room not in HIDDEN]
+        shown = [f"{type(self).__name__}: {self}", "", *traceback.StackSummary.extract(iter(yours)).format()]
+        if rooms and rooms[-1] == "colab_swarm":
+            frame, line = frames[-1]
+            shown.append(f"raised in {frame.f_globals['__name__']}, line {line}; cs.explain() says more")
+        return [line.rstrip("\n") for line in shown]
 
 
 class PeerError(SwarmError, ConnectionError):

@@ -12,6 +12,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
+from types import TracebackType
 from typing import Any, TypeAlias
 
 from colab_swarm.markup import plain
@@ -106,6 +107,30 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
         if found := DOCUMENTED.search(inspect.cleandoc(base.__doc__ or "")):
             return Explanation(title, *(" ".join(part.split()).removesuffix(".") for part in found.groups()))
     return Explanation(title, *_advice(error, title))
+
+
+def shorten_interrupts() -> None:
+    """Let an interrupted cell of this notebook end with one line, if no other package handles its exceptions."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and not shell.custom_exceptions:
+        shell.set_custom_exc((KeyboardInterrupt,), _show_interrupt)
+
+
+def _show_interrupt(
+    shell: Any,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType,
+    tb_offset: int | None = None,
+) -> None:
+    lines = [
+        line for frame, line in traceback.walk_tb(trace) if frame.f_globals.get("__name__") == "__main__"
+    ]
+    place = f"line {lines[0]} of the cell" if lines else "the cell"
+    told = f"KeyboardInterrupt in {place}: {COMMON['^KeyboardInterrupt'][1]}. %tb shows the traceback"
+    error._render_traceback_ = lambda: [told]  # type: ignore[attr-defined]
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+    del error._render_traceback_  # type: ignore[attr-defined]
 
 
 def _advice(error: object, title: str) -> Advice:

@@ -17,6 +17,7 @@ from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
+from colab_swarm.notebook.explanation import shorten_interrupts
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.meters import ELASTIC_VIEWS, show_experts
 from colab_swarm.notebook.panel import Panel
@@ -91,6 +92,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._panel: Panel[SwarmSnapshot] | None = None
         self._recorder: Recorder | None = None
         self._leaving = threading.RLock()
+        shorten_interrupts()
 
     @property
     def contact(self) -> Contact:

@@ -6,16 +6,19 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 import colab_swarm as cs
 from colab_swarm import errors
-from colab_swarm.errors import JoinError, SwarmError
+from colab_swarm.errors import InviteError, JoinError, SwarmError
 from colab_swarm.notebook.explanation import explain, extra_of
 from colab_swarm.project import install
 from colab_swarm.runtime import Runtime
@@ -191,3 +194,34 @@ def _raised_texts() -> list[tuple[str, str]]:
 def test_errors_for_users_name_a_next_step_where_they_are_raised() -> None:
     assert len(texts := _raised_texts()) > 20
     assert not [(where, text) for where, text in texts if not NEXT.search(text)]
+
+
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
+    started = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    yield started
+    InteractiveShell.clear_instance()
+
+
+def test_a_cell_shows_the_sentence_of_our_error_first(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = shell.run_cell("import colab_swarm as cs\ncs.join(\n    'swarm://test-run#AZnonsense')")
+    assert isinstance(result.error_in_exec, InviteError)
+    shown = capsys.readouterr().out.strip().splitlines()
+    assert shown[0].startswith("InviteError: ") and "mistyped" in shown[0]
+    assert "cs.join(" in "\n".join(shown[1:]) and len(shown) < 9
+    assert not [line for line in shown if "site-packages" in line or str(ROOT) in line]
+    assert re.match(r"raised in colab_swarm\.\w+, line \d+", shown[-1])
+
+
+def test_an_interrupted_cell_ends_with_one_line(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with cs.create("test-run", options=cs.NetworkOptions(lan=False)):
+        interrupted = shell.run_cell("import signal\nsignal.raise_signal(signal.SIGINT)")
+    assert isinstance(interrupted.error_in_exec, KeyboardInterrupt)
+    (shown,) = capsys.readouterr().out.strip().splitlines()
+    assert shown.startswith("KeyboardInterrupt in line 2 of the cell: ") and "Run the cell again" in shown
+    shell.run_line_magic("tb", "")
+    assert "raise_signal" in capsys.readouterr().out
