@@ -91,11 +91,17 @@ __all__ = list(PUBLIC)
 
 def __getattr__(name: str) -> Any:
     """Import on first use: a relay or backbone starts in a second because it never imports torch."""
-    if name in ROOMS:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in PUBLIC:
+    if name not in PUBLIC and name not in ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{PUBLIC.get(name, name)}")
+    except ModuleNotFoundError as error:
+        from colab_swarm.notebook.explanation import install_line
+
+        needed = (error.name or "").partition(".")[0]
+        text = f"cs.{name} needs {needed}: {install_line(needed)}"
+        raise ModuleNotFoundError(text, name=error.name) from error
+    return module if name in ROOMS else getattr(module, name)
 
 
 def __dir__() -> list[str]:

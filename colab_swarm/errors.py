@@ -17,6 +17,7 @@ SwarmError
 ├── TermsError            the platform's terms may forbid this, and they were not accepted
 ├── SecretError           a token or password is missing
 ├── TunnelError           a tunnel could not be opened
+├── PortError             a port of this machine is taken (also an OSError)
 ├── HostError             another process of this peer's host died, failed or fell out of step
 ├── NoExpertsError        no expert of the prefix is alive
 ├── MismatchError         this peer would train something else than the swarm
@@ -180,8 +181,8 @@ class JoinError(SwarmError, ConnectionError):
     Cause: the peers of the invitation have stopped, or connections to them are blocked. On Kaggle the internet is
     off until you switch it on in the notebook's settings.
 
-    Fix: ask whether the run still exists, and for a new invitation. If it does, cs.doctor() shows what this machine's
-    network allows.
+    Fix: ask whether the run still exists. If it has ended, start a new one with cs.create(…). If not, ask for a new
+    invitation; cs.doctor() shows what this machine's network allows.
     """
 
 
@@ -211,6 +212,15 @@ class TunnelError(SwarmError, ConnectionError):
     Cause: the tunnel's agent is missing, its token is wrong or its plan used up, or the internet is off.
 
     Fix: follow the text, or use no tunnel: a peer that only dials out trains like any other.
+    """
+
+
+class PortError(SwarmError, OSError):
+    """A port of this machine cannot be used; the text names it and says what to do.
+
+    Cause: another program, or an earlier run of this cell, listens on that port.
+
+    Fix: choose another port, or port=0 for a free one; or stop the program that uses it.
     """
 
 

@@ -60,7 +60,7 @@ class Backbone:
         return self.keepers[prefix].stored if prefix in self.keepers else None
 
     async def start(self) -> None:
-        """Start all parts, or none; raises OSError if the dashboard's port is taken."""
+        """Start all parts, or none; raises PortError if the dashboard's port is taken."""
         try:
             if self._file.dashboard.enabled:
                 await self.page.start(self._file.dashboard.host, self._file.dashboard.port)

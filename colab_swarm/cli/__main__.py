@@ -33,7 +33,7 @@ from colab_swarm.errors import SwarmError, require
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.markup import count
 from colab_swarm.net.relay import RelayQuota
-from colab_swarm.project import install
+from colab_swarm.notebook.explanation import install_line
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level="INFO" if options.verbose else "ERROR", format="%(name)s: %(message)s")
     try:
         options.command(options)
+    except ModuleNotFoundError as error:
+        needed = (error.name or "").partition(".")[0]
+        sys.exit(f"colab-swarm: {needed} is missing: {install_line(needed)}")
     except (SwarmError, ValueError, OSError) as error:
         sys.exit(f"colab-swarm: {error}")
     except KeyboardInterrupt:
@@ -205,7 +208,7 @@ class _Demo(Crew):
 
 def _demo(options: Options) -> None:
     """Train with a backbone and three trainers; half-way one is killed and another one joins."""
-    require(find_spec("torch"), f"the demo needs torch: {install('train')}", SwarmError)
+    require(find_spec("torch"), f"the demo needs torch: {install_line('torch')}", SwarmError)
     with _Demo() as demo:
         demo.start_peer("backbone", "create", "demo")
         while "invite" not in (event := demo.next_event()[1]):

@@ -1,11 +1,13 @@
 """Addresses to dial, to dial for others, and of visitors."""
 
+import contextlib
+import errno
 import ipaddress
 import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -13,6 +15,7 @@ import ifaddr
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from colab_swarm.errors import PortError
 from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId, remember
 
 MAX_BOOK_ENTRIES = 20_000
@@ -91,6 +94,22 @@ def only_local(contacts: Iterable[Contact]) -> bool:
     """Return True if there are addresses and all are private: no peer outside this network can dial one."""
     hosts = [host_of(address) for contact in contacts for address in contact.addresses]
     return bool(hosts) and all(map(is_local, hosts))
+
+
+@contextlib.contextmanager
+def listening(port: int) -> Iterator[None]:
+    """Raise a `PortError` that names the port if the block fails to listen on it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortError(
+                f"port {port} of this machine is taken, by another program or by an earlier run of this cell: choose "
+                f"another port, or 0 for a free one. `lsof -i :{port}` names the program"
+            ) from error
+        if error.errno == errno.EACCES:
+            raise PortError(f"this user may not listen on port {port}: choose one from 1024 on") from error
+        raise
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:

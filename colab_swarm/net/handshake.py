@@ -31,7 +31,7 @@ from colab_swarm.errors import (
     WrongPeer,
     require,
 )
-from colab_swarm.net.addresses import VisitorLogger, network_of
+from colab_swarm.net.addresses import VisitorLogger, listening, network_of
 from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link, fail
@@ -247,12 +247,13 @@ class Listener:
         self.page_at: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {}
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, for an empty host on every interface; return the port, or raise `OSError` if it is taken."""
-        if host == "" and socket.has_dualstack_ipv6():
-            both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            self._server = await self._loop.create_server(self._on_connection, sock=both)
-        else:
-            self._server = await self._loop.create_server(self._on_connection, host or "0.0.0.0", port)
+        """Listen, for an empty host on every interface; return the port, or raise `PortError` if it is taken."""
+        with listening(port):
+            if host == "" and socket.has_dualstack_ipv6():
+                both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+                self._server = await self._loop.create_server(self._on_connection, sock=both)
+            else:
+                self._server = await self._loop.create_server(self._on_connection, host or "0.0.0.0", port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:

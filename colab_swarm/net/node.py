@@ -448,7 +448,7 @@ class Node:
         admission: Admission | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> "Node":
-        """Listen (unless in client mode) and keep links alive until `close`; `OSError` if the port is taken.
+        """Listen (unless in client mode) and keep links alive until `close`; `PortError` if the port is taken.
 
         The ``events`` get `PeerJoined`, `PeerLeft` and `Fault`. The ``admission`` decides which peers may
         link; None admits every peer of the run. ``wall_clock`` gives seconds since the epoch.

@@ -4,7 +4,6 @@ Errors of this package document both in their docstrings (`colab_swarm.errors`);
 common ones of Python and torch. For all others the explanation names the place that raised them.
 """
 
-import errno
 import inspect
 import re
 import sys
@@ -24,10 +23,6 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
 Advice: TypeAlias = tuple[str, str]  # cause and fix
 COMMON: dict[str, Advice] = {
-    rf"\[Errno {errno.EADDRINUSE}\]": (
-        "another program, or an earlier run of this cell, uses that port of this machine",
-        "leave port= out or pass port=0 to get a free port; or stop the other program",
-    ),
     r"MemoryError|out of memory": (
         "the batch, the model and the optimizer state do not fit into the memory of this machine or its GPU",
         "use smaller micro-batches: the target batch size, and so the training, stays the same. Then restart the "
@@ -138,12 +133,15 @@ def _advice(error: object, title: str) -> Advice:
         name = (error.name or "").partition(".")[0]
         extra = extra_of(name)
         part = f"; it belongs to the extra {extra!r} of colab-swarm" if extra else ""
-        return (
-            f"{name} is not installed{part}",
-            f"%{install(extra) if extra else f'pip install {name}'}, then run the cell again",
-        )
+        return f"{name} is not installed{part}", f"%{install_line(name)}, then run the cell again"
     known = (advice for pattern, advice in COMMON.items() if re.search(pattern, title))
     return next(known, None) or _unknown(error)
+
+
+def install_line(module: str) -> str:
+    """Return the shell command that installs the package of a module."""
+    extra = extra_of(module)
+    return install(extra) if extra else f"pip install {module}"
 
 
 def extra_of(module: str) -> str | None:

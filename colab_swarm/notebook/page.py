@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from colab_swarm.markup import text
-from colab_swarm.net.addresses import VisitLimit, VisitorLogger, source_of
+from colab_swarm.net.addresses import VisitLimit, VisitorLogger, listening, source_of
 from colab_swarm.notebook.theme import Document
 from colab_swarm.project import COPY, install, notebook_links
 from colab_swarm.runtime import loop_now
@@ -106,11 +106,12 @@ class StatusPage(Generic[S]):
 
 
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
-    """Serve an application until its runner is cleaned up; return it and the address."""
+    """Serve an application until its runner is cleaned up; return it and the address, or raise `PortError`."""
     runner = web.AppRunner(app, access_log=None, logger=VisitorLogger(), **options)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        with listening(port):
+            await web.TCPSite(runner, host, port).start()
     except BaseException:
         await runner.cleanup()
         raise

@@ -5,9 +5,7 @@ import enum
 import math
 import os
 import re
-import socket
 import textwrap
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +20,11 @@ from colab_swarm.net.carrier import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
+from colab_swarm.notebook.explanation import install_line
 from colab_swarm.notebook.platforms import Platform, platform
-from colab_swarm.project import install
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm.joining import join
-from colab_swarm.swarm.network import NetworkOptions
+from colab_swarm.swarm.network import NetworkOptions, internet
 from colab_swarm.swarm.overview import MODEL
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Precision
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 
 SIZE_BYTES = 4 << 20
 CALIBRATION_S = 2.0
-HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
-CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
@@ -324,19 +320,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def internet() -> bool:
-    up = threading.Event()
-
-    def try_host(host: tuple[str, int]) -> None:
-        with contextlib.suppress(OSError):
-            socket.create_connection(host, CONNECT_TIMEOUT_S).close()
-            up.set()
-
-    for host in HOSTS:  # in threads, because a name lookup has no timeout
-        threading.Thread(target=try_host, args=(host,), daemon=True).start()
-    return up.wait(CONNECT_TIMEOUT_S)
-
-
 def calibrate(
     model: "Module", batches: "Iterable[Mapping[str, Tensor]]", *, seconds: float = CALIBRATION_S
 ) -> Subject:
@@ -431,9 +414,10 @@ def check_internet(here: Platform, up: bool) -> Check:
 def check_versions(wanted: Sequence[str], installed: Mapping[str, str]) -> Check:
     words = ", ".join(f"{name} {version}" for name, version in installed.items())
     if missing := [name for name in wanted if name not in installed]:
-        words += f"; without {', '.join(missing)} this peer can be a backbone or a relay but not train"
+        verb = "are" if len(missing) > 1 else "is"
+        words = f"{' and '.join(missing)} {verb} missing, so this peer can relay but not train; {words}"
         light = RED if "torch" in missing else YELLOW
-        return judge("versions", words, install("train"), light)
+        return judge("versions", words, install_line(missing[0]), light)
     return judge("versions", words)
 
 

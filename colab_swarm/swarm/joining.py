@@ -62,7 +62,7 @@ def create(
             open with other options or another list.
         StateError: the folder is in use, damaged or read-only, or its peer or run is open unsaved.
         TermsError: the platform's terms were not accepted.
-        TunnelError, SecretError, OSError: the tunnel, its token, or the port cannot be used.
+        TunnelError, SecretError, PortError: the tunnel, its token, or the port cannot be used.
     """
     platforms.require_terms(accept_terms)
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from colab_swarm.net.peers import Contact, PeerId, Peers, end_tasks
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
-from colab_swarm.notebook.platforms import SessionClock, wait_for_end
+from colab_swarm.notebook.platforms import SessionClock, platform, wait_for_end
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 PUBLISH_EVERY_S = 60.0
 SAVE_EVERY_S, SAVE_NEW_S = 15.0, 1.0  # and after a new link: a killed peer finds back through saved peers
 DIALS = 16  # at once, of the saved peers
+HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
+CONNECT_TIMEOUT_S = 3.0
+ENDED = "If the run has ended, start a new one with cs.create(…); if not, ask for a new invitation"
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
 MAX_RELAYS = 64
 
@@ -151,7 +155,10 @@ class NetworkSession:
         if entries:
             try:
                 await enter(node, entries)
-            except JoinError:
+            except JoinError as error:
+                if not only_local(entries) and not await asyncio.to_thread(internet):
+                    advice = platform().internet_help or "check the network and its proxy"
+                    raise JoinError(f"this machine has no internet connection: {advice}. {error}") from error
                 if self.access.invitation is not None:
                     raise  # a returning owner whose entries are all gone continues alone
                 node.announce(tuple(self.options.announce) or node.listening())
@@ -299,6 +306,20 @@ async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
         await stop()
 
 
+def internet() -> bool:
+    """Return True if a well-known host answers within `CONNECT_TIMEOUT_S`."""
+    up = threading.Event()
+
+    def try_host(host: tuple[str, int]) -> None:
+        with contextlib.suppress(OSError):
+            socket.create_connection(host, CONNECT_TIMEOUT_S).close()
+            up.set()
+
+    for host in HOSTS:  # in threads, because a name lookup has no timeout
+        threading.Thread(target=try_host, args=(host,), daemon=True).start()
+    return up.wait(CONNECT_TIMEOUT_S)
+
+
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
     """Link to the first of the entries that answers, `DIALS` at once in their order; `JoinError` if none does."""
     free, reasons = asyncio.Semaphore(DIALS), []
@@ -318,7 +339,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
     finally:
         await end_tasks(*tries)
     tried, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
-    raise JoinError(f"no peer could be reached: {tried}.{hint} Ask for a new invitation")
+    raise JoinError(f"nobody answers: {tried}.{hint} {ENDED}")
 
 
 def assemble(

@@ -131,7 +131,7 @@ class CoordinatorServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 chooses a free one. Raises OSError if the port is taken."""
+        """Listen; port 0 chooses a free one. Raises PortError if the port is taken."""
         app = web.Application(middlewares=[self._answered], client_max_size=MAX_BODY_BYTES)
         app.router.add_routes(
             [

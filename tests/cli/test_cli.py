@@ -28,14 +28,24 @@ def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
     assert done.stderr.count("\n") == 1 and "mistyped or cut off" in done.stderr
 
 
-def test_the_demo_without_torch_ends_with_one_sentence() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; from colab_swarm.cli.__main__ import main; main(['demo'])"
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["demo"], "the demo needs torch"),
+        (["experts", "swarm://x", "ffn", "--grid", "2x2", "--dim", "8"], "torch is missing"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_without_torch_a_command_ends_with_one_sentence(command: list[str], problem: str) -> None:
+    code = f"""import sys
+sys.modules["torch"] = None
+from colab_swarm.cli.__main__ import main
+main({command})"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"colab-swarm: the demo needs torch: {install('train')}\n"
+    assert done.stderr == f"colab-swarm: {problem}: {install('train')}\n"
 
 
 def name(command: Command) -> str:

@@ -1,10 +1,10 @@
 """`cs.explain` returns cause and fix of our errors and of common errors of others."""
 
 import ast
-import errno
 import inspect
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +52,6 @@ _OutOfMemoryError.__name__ = "OutOfMemoryError"
         (ModuleNotFoundError("No module named 'torch'", name="torch"), "extra 'train'", install("train")),
         (ModuleNotFoundError("No module named 'PIL'", name="PIL.Image"), "extra", install("train")),
         (ModuleNotFoundError("No module named 'fbprophet'", name="fbprophet"), "fbprophet", "%pip install"),
-        (OSError(errno.EADDRINUSE, "Address already in use"), "port", "port=0"),
         (TypeError("peers=x"), "nothing has changed", "help(function)"),
     ],
 )
@@ -166,11 +165,27 @@ def test_extra_of_finds_the_extra_of_a_module() -> None:
     assert found == ["notebook", "workunits", "train", None]
 
 
+@pytest.mark.parametrize("name", ["Lamb", "recipes"])
+def test_a_public_name_says_which_package_it_lacks(name: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; import colab_swarm as cs; cs.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = f"ModuleNotFoundError: cs.{name} needs torch: {install('train')}"
+    assert done.stderr.splitlines()[-1] == said
+
+
 NEXT = re.compile(
     r"[:;]|\b(help|ask|try|check|install|pass|call|wait|run|use|take|give|build|open|start|stop|host|free|say|update)\b"
 )
 """What a text that names a next step has: an order, or a part after a colon that says what is wrong in particular."""
-FOR_USERS = {"InviteError", "JoinError", "TermsError", "SecretError", "TunnelError", "StoreError"}
+FOR_USERS = {
+    "InviteError",
+    "JoinError",
+    "TermsError",
+    "SecretError",
+    "TunnelError",
+    "StoreError",
+    "PortError",
+}
 
 
 def _raised_texts() -> list[tuple[str, str]]:

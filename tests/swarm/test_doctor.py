@@ -17,7 +17,8 @@ import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import Diagnosis, Light, calibrate, doctor, internet
+from colab_swarm.swarm import network
+from colab_swarm.swarm.doctor import Diagnosis, Light, calibrate, doctor
 
 
 class Net(torch.nn.Module):
@@ -153,13 +154,13 @@ def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
 @pytest.mark.parametrize("up", [0, 1, None])
 def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(host: tuple[str, int], timeout_s: float) -> socket.socket:
-        if up is None or host != module.HOSTS[up]:
+        if up is None or host != network.HOSTS[up]:
             raise OSError("no route")
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
-    assert internet() is (up is not None)
+    monkeypatch.setattr(network, "CONNECT_TIMEOUT_S", 0.2)
+    assert network.internet() is (up is not None)
 
 
 def test_the_probes_work_without_torch() -> None:

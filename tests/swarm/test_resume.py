@@ -121,7 +121,7 @@ def test_the_owner_continues_alone_if_no_peer_is_online(tmp_path: Path) -> None:
 def test_a_member_that_reaches_no_peer_says_what_to_do(tmp_path: Path) -> None:
     with cs.create("test-run") as alice:
         cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
-    with pytest.raises(JoinError, match="Ask for a new invitation"):
+    with pytest.raises(JoinError, match="ask for a new invitation"):
         resume(tmp_path / "bob")
     assert not (tmp_path / "bob" / "in-use.json").exists()
 
@@ -189,7 +189,7 @@ def test_a_peer_enters_through_the_last_living_one_of_many_that_it_knew() -> Non
     run_virtual(network.enter(node, known))
     assert node.dialled == [contact.id for contact in known] and node.most == network.DIALS and node.open == 0
     dead = Dialled(None)
-    with pytest.raises(JoinError, match=r"no peer could be reached: .*; "):
+    with pytest.raises(JoinError, match=r"nobody answers: .*; .*run has ended"):
         run_virtual(network.enter(dead, known))
     assert len(dead.dialled) == len(known)
 

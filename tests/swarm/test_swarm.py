@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.errors import InviteError, JoinError
+from colab_swarm.errors import InviteError, JoinError, PortError
 from colab_swarm.events import PeerJoined, RoundFinished, StateReceived
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.net.addresses import host_of, is_local
@@ -66,13 +66,29 @@ def test_joining_again_returns_the_same_swarm_and_another_name_another_peer(alic
 
 
 def test_an_invitation_without_an_answering_peer_says_what_was_tried(alice: Swarm) -> None:
-    with pytest.raises(JoinError, match="reached"):  # another peer is at the address
+    with pytest.raises(JoinError, match="nobody answers"):  # another peer is at the address
         cs.join(invite_to(alice.contact.addresses[0], alice.run_id), peer_name="bob")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ws://127.0.0.1:{server.getsockname()[1]}"
-    said = f"{address}.*Only peers in the same local network.*Ask for a new invitation"
+    said = f"{address}.*Only peers in the same local network.*If the run has ended.*ask for a new invitation"
     with pytest.raises(JoinError, match=said):
         cs.join(invite_to(address))
+
+
+def test_a_machine_without_internet_says_so(alice: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.swarm.network.internet", lambda: False)
+    monkeypatch.setattr("colab_swarm.swarm.network.only_local", lambda contacts: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"ws://127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(JoinError, match=r"no internet connection: check the network.*nobody answers"):
+        cs.join(invite_to(address))
+
+
+def test_a_taken_port_is_named_with_the_ways_out(alice: Swarm) -> None:
+    port = alice.network.node.port
+    with pytest.raises(PortError, match=f"^port {port} of this machine is taken.*0 for a free one") as caught:
+        cs.create("other-run", options=NetworkOptions(port=port))
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_a_name_that_cannot_be_one_and_a_mistyped_invitation_say_so() -> None:
