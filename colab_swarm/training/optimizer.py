@@ -22,19 +22,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import StateError, require
+from colab_swarm.errors import MismatchError, StateError, require
 from colab_swarm.events import Fault
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.agreement import agreement_of
-from colab_swarm.training.collaboration import Collaboration, Due
+from colab_swarm.training.collaboration import CaughtUp, Collaboration, Due
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.progress import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of, uninterrupted
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
-from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint, shapes_at
 
 logger = logging.getLogger(__name__)
 
@@ -420,13 +420,26 @@ class SwarmOptimizer(WrappedOptimizer):
         return result
 
     def _synchronize(self, *, tries: int = 1) -> None:
-        while (caught_up := self._runtime.call(self.collaboration.catch_up())) is not None:
+        while (caught_up := self._wait_caught_up()) is not None:
             tries -= 1
             try:
                 return uninterrupted(partial(self._catch_up, *caught_up))
             except StateError:  # the donors' fault, if there are others; else it is another model
                 if not (tries and self.collaboration.progress.branch().peers):
                     raise
+
+    def _wait_caught_up(self) -> CaughtUp | None:
+        try:
+            return self._runtime.call(self.collaboration.catch_up())
+        except MismatchError as error:
+            if "model: " not in str(error):
+                raise
+            progress, prefix = self.collaboration.progress, self.settings.prefix
+            donors = sorted(progress.branch().peers - {progress.me})
+            shapes = self._runtime.call(shapes_at(self._services.peers, prefix, donors))
+            if not (shapes and (differs := self._replica.differing(shapes))):
+                raise
+            raise MismatchError(f"{error}. Other shapes: {differs}") from error
 
     def _catch_up(self, snapshot: Snapshot, means: Iterable[Floats]) -> None:
         try:

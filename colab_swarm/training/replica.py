@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB
 MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
 SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of so many values
 READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
+NAMED = 3  # tensors of other shapes that an error names
 SMALL_VALUES = 1 << 16  # smaller tensors, such as biases, are at the front of a flat vector
 
 
@@ -193,9 +194,39 @@ class Replica:
             **({"local": self.rule.optimizer.state_dict()} if self.rule.local else {}),
         }
 
+    def differing(self, shapes: Sequence[tuple[int, ...]]) -> str:
+        """Name the own tensors of other shapes than a peer's parameters and buffers: three, and how many more."""
+        model = self.rule.model
+        names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
+        own = [names.get(id(one), f"parameter {index}") for index, one in enumerate(self.model)]
+        own += [] if model is None else [name for name, _ in model.named_buffers() if name in self._names]
+        mine = [tuple(one.shape) for one in (*self.model, *self.shared)]
+        found = [
+            f"{name or 'one more tensor'}: {there} there, {here} here"
+            for name, here, there in zip_longest(own, mine, shapes)
+            if here != there
+        ]
+        return "; ".join(found[:NAMED]) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")
+
+    def _tensors_in(self, state: Any) -> list[torch.Tensor]:
+        match state:
+            case {
+                "step": int(),
+                "lineage": bytes(),
+                "parameters": list(theirs),
+                "optimizer": _,
+                "scheduler": _,
+            }:
+                theirs = [*theirs, *state.get("buffers", ())]
+                if differs := self.differing([tuple(getattr(one, "shape", ())) for one in theirs]):
+                    text = "build the model with the same settings as the swarm"
+                    raise StateError(f"the state belongs to another model: {differs}; {text}")
+                return theirs
+        raise StateError("this is not the state of a collaboration")
+
     def load(self, state: Any) -> None:
         """Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model."""
-        parameters = _checked_tensors(state, self.parameters, self.shared)
+        parameters = self._tensors_in(state)
         require(
             ("local" in state) == self.rule.local,
             "in this swarm either all peers take local_steps, or none does",
@@ -367,27 +398,12 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     return [norm, *(sums / (norm or 1.0)).tolist()]
 
 
-def _checked_tensors(
-    state: Any, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    match state:
-        case {"step": int(), "lineage": bytes(), "parameters": list(theirs), "optimizer": _, "scheduler": _}:
-            theirs, shapes = (
-                [*theirs, *state.get("buffers", ())],
-                [one.shape for one in (*parameters, *buffers)],
-            )
-            if [getattr(one, "shape", None) for one in theirs] == shapes:
-                return theirs
-            raise StateError(
-                f"the state belongs to another model: {len(parameters)} parameters and {len(buffers)} buffers of "
-                "other shapes are trained here; build the model with the same settings as the swarm"
-            )
-    raise StateError("this is not the state of a collaboration")
-
-
 def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if missing := own.keys() - given.keys():
-        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        more = ", ".join(sorted(given.keys() - own.keys()))
+        raise ValueError(
+            f"it lacks the settings {', '.join(sorted(missing))}" + (f" and has {more}" if more else "")
+        )
     for name, value in given.items():
         least = 0 if name == "lr" else -MAX_SETTING
         require(

@@ -18,12 +18,13 @@ import msgspec
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
-from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, remember, short
+from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, decoded, remember, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_STATE_BYTES,
     ChunkDownload,
     FetchChunks,
+    Layout,
     Manifest,
     Snapshot,
     StateChunk,
@@ -181,6 +182,17 @@ async def download_state(
     await download.run(holders)
     begun.clear()
     return Snapshot(manifest, download.blob, tuple(sorted(download.used)))
+
+
+async def shapes_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters and buffers of the donors' state; none if no donor answers."""
+    manifest, _, _ = await agree_on_state(
+        peers, DescribeState(prefix), donors, limit=4, timeout_s=5.0, limit_bytes=MAX_STATE_BYTES
+    )
+    if manifest is None:
+        return []
+    entries = decoded(manifest.layout, Layout, "the layout of the state cannot be read", StateError).tensors
+    return [shape for name, _, shape in entries if name.startswith(("parameters/", "buffers/"))]
 
 
 async def agree_on_state(

@@ -102,12 +102,27 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing()
     kept, mine = (Replica(UpdateRule(one, StepLR(one, step_size=2))) for one in (lamb, sgd))
     kept.rule.scheduler.last_epoch = 7
     before = parameters_of(other).clone()
-    with pytest.raises(StateError, match=r"another optimizer: it has no .*momentum"):
+    with pytest.raises(
+        StateError, match=r"another optimizer: it lacks the settings .*momentum.* and has .*betas"
+    ):
         mine.load(kept.state())
     assert sgd.param_groups[0]["lr"] == 0.5 and torch.equal(parameters_of(other), before)
     assert mine.rule.scheduler.last_epoch == 0
     loss_of(net, 0).backward()
     mine.rule.optimizer.step()
+
+
+def test_an_error_names_three_parameters_of_other_shapes_and_counts_the_rest() -> None:
+    def replica(width: int, depth: int = 3) -> Replica:
+        net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+        return Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=1.0), model=net))
+
+    told = r"0\.weight: \(4, 4\) there, \(3, 3\) here; 0\.bias: .*; 1\.weight: .* here; and 3 more; build the model"
+    with pytest.raises(StateError, match=told):
+        replica(3).load(replica(4).state())
+    with pytest.raises(StateError, match=r"one more tensor: \(3, 3\) there, None here; one more"):
+        replica(3, depth=2).load(replica(3).state())
+    replica(3).load(replica(3).state())
 
 
 def parameters() -> list[torch.nn.Parameter]:
