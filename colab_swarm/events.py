@@ -142,7 +142,7 @@ class Fault(Event):
 
 
 def stride(numel: int) -> int:
-    """Return how far apart the values of a vector are that a history has: about a thousand."""
+    """Return the sampling stride at which a history has about 1,000 values of a vector."""
     return max(1, numel >> 10)
 
 

@@ -112,7 +112,7 @@ LINES: Mapping[type[events.Event], str] = {
     events.PeerJoined: "{0.peer:.8} is linked",
     events.PeerLeft: "{0.peer:.8} is gone: {0.reason}",
     events.PeerSilent: "the round waits for {0.peer:.8}, silent for {0.seconds:.0f} s",
-    events.ReachabilityChanged: "others reach this peer: {0.how}",
+    events.ReachabilityChanged: "peers connect to you: {0.how}",
     events.StepFinished: "step {0.step}: {0.samples:g} samples",
     events.BatchDropped: "batch dropped: {0.reason}",
     events.Notice: "{0.text}",

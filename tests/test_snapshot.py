@@ -21,7 +21,7 @@ BOB = "b0b00000" * 8
         (BatchDropped(1.0, "not finite"), "batch dropped: not finite"),
         (Fault(1.0, "progress", "ValueError"), "fault in progress: ValueError"),
         (events.PeerSilent(1.0, BOB, 2.5), "the round waits for b0b00000, silent for 2 s"),
-        (events.ReachabilityChanged(1.0, "direct"), "others reach this peer: direct"),
+        (events.ReachabilityChanged(1.0, "direct"), "peers connect to you: direct"),
         (events.Notice(1.0, "it is off"), "it is off"),
         (events.ExpertHosted(1.0, "ffn.0", 3, False), "hosting ffn.0"),
         (events.ExpertHosted(1.0, "ffn.0", 3, True), "hosting ffn.0, taken over at step 3"),

@@ -34,7 +34,7 @@ class Accusation(Message, frozen=True):
 async def lies(round_: AllReduce, reducer: int, index: int) -> bool:
     """Return True if this mean does not follow from the contributions that its reducer told of.
 
-    What a member no longer shows, or shows otherwise, may have been anything: the mean may differ by as much.
+    Undisclosed contributions widen the tolerance by their weight.
     """
     digests = round_.told.get((reducer, index), b"")
     chunk, members = round_.ledger.chunk(reducer, index), round_.group.members

@@ -107,11 +107,11 @@ class Trace:
 
 logger = logging.getLogger(__name__)
 
-DIGEST_BYTES, CHECKED = 16, 4  # one in so many chunks
+DIGEST_BYTES, CHECKED = 16, 4  # one of CHECKED chunks is audited
 NO_DIGEST = bytes(DIGEST_BYTES)
 REDUCER_PATIENCE = 2.5  # a reducer may wait ``patience_s`` for two silent senders in turn
 LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
-SILENT_S = 3.0  # after this an event names a silent member as the one that the round waits for
+SILENT_S = 3.0  # after this an event names the silent member that the round waits for
 
 
 def digest_of(payload: Buffer) -> bytes:

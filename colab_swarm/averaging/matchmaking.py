@@ -60,10 +60,10 @@ FORMING = Joined()  # an organizer's heartbeat
 REFUSALS_S = 60.0  # an honest refusal of one step ends with the round that runs without us
 SKIPPED_S = 1800.0  # how long a peer is left out that was dishonest, or kept refusing
 LATE_S = 10.0  # and a peer, at first, that was silent or came later than it had promised
-LATE_GRACE_S = 0.5  # that a round still waits for such a peer, in the last `LATE_S`
+LATE_GRACE_S = 0.5  # how long a round waits for a peer whose `LATE_S` is about to end
 BLAMED_S = 0.1  # a silent peer is blamed before the group is formed without it
 HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
-HURRIED_S = 0.75  # without one, for a peer that another organizer called, which waits for it
+HURRIED_S = 0.75  # heartbeat timeout once another organizer has called
 MIN_SILENCE_S, FIRST_SILENCE_S = 2.0, 4.0  # of a peer that is left out: at least, and before any answered
 AWAKE_S = 1.0  # a timer of a running process is not so late
 KEPT_GROUPS = 4
@@ -150,7 +150,7 @@ class Matchmaker:
     Args:
         expected: ``expected(step, lineage)``: peers believed to take part, with or without this one.
         on_called: ``on_called(terms, peer)``: seconds until this peer joins the caller, or None. Returns at once.
-        believed_s: ``believed_s()``: how far off a peer may promise to come; nobody waits for longer ones.
+        believed_s: ``believed_s()``: the longest ETA accepted; a peer that needs longer is not waited for.
         stands: ``stands(step, lineage)``: whether the swarm still follows the group that this peer had.
     """
 
@@ -209,8 +209,8 @@ class Matchmaker:
     ) -> Group:
         """Return the group of the ticket's step by ``deadline`` (loop time); all get the same.
 
-        ``candidates`` are believed live; without the ``awaited`` of them this peer goes on alone only when it
-        is called again. Raises RoundRefused if this peer cannot join.
+        ``candidates`` are believed live. A group of one is refused once while ``awaited`` peers are
+        linked. Raises RoundRefused if this peer cannot join.
         """
         if why := wrong_numbers(ticket):
             raise RoundRefused("invalid", why)

@@ -74,7 +74,7 @@ class WaitingPeer(Message, frozen=True):
 
 
 class Assembly:
-    """One peer's part in the meetings of a name; with a ``size`` they have exactly so many members.
+    """One peer's part in the meetings of a name; each has exactly ``size`` members, if it is given.
 
     All members of a fixed size must agree on ``terms``, readable text. ``timeout_s`` bounds finding
     the group, beyond the window.

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
-OUTLIER = 10.0  # a contribution may be so many times larger than usual
-FEW_VALUES = 64  # in so many, contributions differ by chance: twice as large is admitted, more in fewer
+OUTLIER = 10.0  # largest contribution, in usual sizes
+FEW_VALUES = 64  # short vectors differ by chance: at this length twice as large is admitted, below it more
 CLIP_STEPS, CONVERGED = 6, 1e-3  # at most, of a mean that moves by clipped distances
 FAR, TINY = 4.0, 1e-60  # in median distances; a square
 MOST_RMS = 1e15  # of a row whose inner products are taken in float32

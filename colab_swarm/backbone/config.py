@@ -79,7 +79,7 @@ class CollaborationFile(_Table, frozen=True):
 
     # as given to `Swarm.optimizer`
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")] = "model"
-    # a checkpoint after so many, whatever comes first; 0 for never
+    # between two checkpoints, the first of both counts; 0 for never
     every_steps: Annotated[int, Meta(ge=0)] = 100
     every_minutes: Annotated[float, Meta(ge=0)] = 30.0
     keep: Annotated[int, Meta(ge=1)] = 3  # checkpoints on disk

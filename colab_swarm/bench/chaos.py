@@ -60,7 +60,7 @@ def train(swarm: Swarm, peers: int, on_step: Callable[..., object], pause: Calla
 
 
 def be_peer(parent: Channel, folder: str, name: str, invite: str, peers: int) -> None:
-    """Be one peer, in a process; ``invite`` is empty for the one that creates the run."""
+    """Be one peer, in a process; ``invite`` is empty for the creator of the run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     enter: Callable[..., Swarm] = partial(cs.join, invite) if invite else partial(cs.create, "chaos")
     own, options, swarm = Path(folder) / name, cs.NetworkOptions(lan=False), None
@@ -87,7 +87,7 @@ class Processes:
         self._crew.start(be_peer, self._folder, name, invite, len(peers), name=name)
 
     def advance(self) -> None:
-        """Take what the next message says, or wait a moment."""
+        """Process one worker message, waiting 50 ms at most."""
         with suppress(queue.Empty):
             name, worker, message = self._crew.messages.get(timeout=0.05)
             if self._crew.by_name.get(name) is not worker:

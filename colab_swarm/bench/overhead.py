@@ -1,4 +1,4 @@
-"""What it costs to be a peer, to join late and to watch, against the same loop without a swarm.
+"""The costs of being a peer, joining late and watching, against the same loop without a swarm.
 
 *join*: a fresh process runs the cells of ``notebooks/swarm.ipynb`` from the top, in IPython, with the invitation as
 a secret. The creator has trained a step before.
@@ -71,7 +71,7 @@ class TrainingLoop:
     def samples_per_s(
         self, *, batches: float = math.inf, seconds: float = math.inf, after_each: Callable[[], object] = int
     ) -> float:
-        """Return the speed over so many batches, or so long, without global steps."""
+        """Return the speed over the given batches or seconds, without global steps."""
         began, done, stepping_s, took_s = time.perf_counter(), 0, 0.0, 0.0
         while done < batches and took_s < seconds:
             stepping_s += self.batch()
@@ -362,7 +362,7 @@ class Watched:
             return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
 
     def refresh(self, times: int) -> tuple[float, float]:
-        """Show so many views; return the kernel's growth in MB and a view's processor seconds."""
+        """Show the view ``times`` times; return the kernel's growth in MB and a view's processor seconds."""
         from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 
         gc.collect()

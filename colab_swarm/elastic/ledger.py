@@ -111,7 +111,7 @@ class GradientLedger:
         return True
 
     def on_lost(self, peer: int) -> None:
-        self.lost.add(peer)  # what it sent still counts
+        self.lost.add(peer)  # its earlier messages still count
         self._owed = {key: buckets for key, buckets in self._owed.items() if key[0] != peer}
         self._forget_settled()
 

@@ -11,7 +11,7 @@ the best live experts, across slow links and without a central list.
        v                                                                                |
     samples sorted by expert --one call each, in parallel--> host merges calls of many trainers into one batch
        ^                                                                                |
-       '---- sum_f w_f f(x), w = softmax of the scores of those that answered <---------'
+       '---- sum_f w_f f(x), w = softmax of the scores of answering experts <-----------'
 
 `backward` takes the same path, and each expert takes a step of its own optimizer. Experts have names on a grid,
 ``prefix.u_0.….u_(d-1)``, so that a few look-ups find the k best of thousands.
@@ -21,7 +21,7 @@ the best live experts, across slow links and without a central list.
 | type | where | content |
 |---|---|---|
 | `ForwardExpert`, `BackwardExpert` | stream | expert, samples, shape, codec; tensors follow in parts |
-| `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
+| `Part(busy_s)` | stream | values of a tensor; or: busy, call again in ``busy_s`` seconds |
 | `GridRecord` | DHT, signed by the host | its experts in a page of the grid, addresses; prefixes that lead to experts |
 | `KeepSave`, `LackedChunks`, `StateChunk` | stream | storing a save at another peer |
 | `FetchSave`; contacts of holders, `SaveRecord`, indices of saved experts | stream; DHT | finding and fetching saves |

@@ -67,7 +67,7 @@ class BackwardExpert(ForwardExpert, frozen=True):
 
 
 class Part(Message, frozen=True):
-    """Consecutive values of a tensor, in the payload; or, with ``busy_s``: call again after so many seconds."""
+    """Consecutive values of a tensor, in the payload; or, if busy: call again in ``busy_s`` seconds."""
 
     busy_s: float | None = None
 
@@ -384,7 +384,9 @@ class _Served:
     def __init__(self, expert: Expert) -> None:
         self.expert = expert
         self._samples = self._calls = self._batches = 0
-        self._last = deque[tuple[float, float, int]](maxlen=LAST)  # answered at, after so long, samples
+        self._last = deque[tuple[float, float, int]](
+            maxlen=LAST
+        )  # time of the answer, seconds waited, samples
 
     def count(self, batch: Sequence[Call], now: float) -> None:
         self._batches += bool(batch)

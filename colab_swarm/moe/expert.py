@@ -195,7 +195,7 @@ class ExpertModel:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def experts_that_fit(self, free_bytes: int, *, max_batch_size: int) -> tuple[int, str]:
-        """Return how many experts a host with so much free memory takes, 0 to `MOST`, and the arithmetic."""
+        """Return how many experts fit into ``free_bytes``, 0 to `MOST`, and the arithmetic."""
         once = self.gradients + self.each + max_batch_size * self.sample
         fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, self.each))))
         return fit, (
@@ -294,7 +294,7 @@ def plan_host(
     """Build one expert, let it take a step, and compute how many this device can host.
 
     ``sample`` None: the module's attribute ``sample``. ``count`` may be the names of exactly these
-    experts; None: three quarters of those that fit in the free memory. Raises `ValueError` if none
+    experts; None: three quarters of the number that fits in the free memory. Raises `ValueError` if none
     fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
     """
     module, rule = make_expert(), rule or ADAM

@@ -92,7 +92,7 @@ class ExpertHost:
         self._runtime.call(self.save_changed())
 
     def wait(self, seconds: float) -> None:
-        """Serve for so long; an interrupt ends the wait and not the serving."""
+        """Serve for ``seconds``; an interrupt ends the wait and not the serving."""
         self._runtime.call(asyncio.sleep(seconds))
 
     def stop(self) -> None:

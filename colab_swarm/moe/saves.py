@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
 ANNOUNCE_S = 60.0  # between two announcements of a holder
 PROBE_S = 10.0  # timeout of the first request to a holder
-PATIENCE_S = 60.0  # a holder that was unreachable or full is not called for so long, and then last
+PATIENCE_S = 60.0  # pause before an unreachable or full holder is called again, and then last
 ATTEMPTS = 4  # holders that a save tries, per copy
 SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
 

@@ -20,7 +20,7 @@ from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId, remem
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
-MAX_SOURCES = 4096  # beyond that the one that has been quiet for longest is dropped
+MAX_SOURCES = 4096  # beyond that the source that has been quiet for longest is dropped
 _ID = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
 _ADDRESS, _IROH = re.compile(f"wss?://{_HOST}"), re.compile(f"iroh://[0-9a-f]{{64}}@{_HOST}")

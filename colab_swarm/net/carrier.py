@@ -62,7 +62,7 @@ class NodeSettings:
             iroh's makers (``public``), or through the iroh relay at this https address. None: it only dials.
         upload_bps, download_bps: limits over all links, bits per second; None for no limit.
         keep_alive_s: seconds between pings of a link; one silent for three times as long is closed.
-        idle_link_s: a link unused for so long is closed, unless one of its ends cannot be dialled.
+        idle_link_s: seconds until an unused link is closed, unless one of its ends cannot be dialled.
         max_links: links at once; beyond that the one unused for longest is closed, or new ones are refused.
         max_streams_per_link, max_calls_per_link: what one peer may have open.
     """
@@ -193,7 +193,7 @@ class Remote:
 
     contact: Contact
     public_key: bytes = b""
-    membership: bytes = b""  # the one that it showed last, which gives the role
+    membership: bytes = b""  # shown last by the peer; it gives the role
     role: Role = Role.WORKER
     time: float = 0.0  # its clock when it sent its Hello
     keys: Keys | None = field(default=None, repr=False)  # None where packets are not sealed

@@ -159,7 +159,7 @@ async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -
 async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
     try:
         info = AsyncServiceInfo(SERVICE, name)
-        await info.async_request(zeroconf, 500)  # ms, to ask for what it has not said by itself
+        await info.async_request(zeroconf, 500)  # ms, to ask for properties that were not announced
         return read_announcement(info.properties, info.parsed_addresses(), info.port)
     except mdns.Error:  # any device of the network may announce any name
         return None

@@ -29,7 +29,7 @@ from colab_swarm.project import update
 SLACK_S = 600.0  # how far clocks may be apart
 MAX_NAME_CHARS = 64
 MAX_USES = 10_000
-MAX_REVOKED = 900  # so many fit in one record of the DHT
+MAX_REVOKED = 900  # as many as fit in one record of the DHT
 MAX_MEMBERSHIP_BYTES = 2048
 MAX_GUESTS = 64
 MAX_MET = 10_000  # members by invitation that are remembered

@@ -349,7 +349,7 @@ def allowance_s(peers: Peers, peer: PeerId) -> float:
 
 
 REMEMBERED_TIMES, MOST_ALLOWANCE_S = 32, 5.0
-MAX_LEFT_OUT = 4096  # entries; beyond that the one that failed longest ago is forgotten
+MAX_LEFT_OUT = 4096  # entries; beyond that the oldest failure is forgotten
 
 
 class LeftOut(Generic[K]):

@@ -44,7 +44,7 @@ COMMON: dict[str, Advice] = {
         "for each batch: loss.backward(), then optimizer.step(samples=…). zero_grad() belongs before backward(), and "
         "the loss must not come from torch.no_grad()",
     ),
-    r"counts no samples: name what": (
+    r"counts no samples: name its unit": (
         "step(weight=…) was called, but no weight_unit= says what is counted; all peers must count the same",
         'make the optimizer with it at all peers: swarm.optimizer(…, weight_unit="target tokens"). To weigh by '
         "samples, leave weight= out",

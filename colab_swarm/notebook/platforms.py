@@ -132,7 +132,7 @@ class SessionClock:
     platform: str  # for people
     began_at: float  # start of the session
     limit_s: float  # its longest duration
-    leave_before_s: float = LEAVE_BEFORE_S  # this peer leaves so long before the end
+    leave_before_s: float = LEAVE_BEFORE_S  # from when this peer leaves to the end of the session
 
     @classmethod
     def of(

@@ -111,7 +111,7 @@ class ShardReader(Iterator[str]):
     """An endless iterator over the documents of one source; each pass shuffles its shards again.
 
     A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is
-    skipped with a warning. ``wait`` waits so many seconds before a retry, or returns True to stop by
+    skipped with a warning. ``wait(seconds)`` waits before a retry, or returns True to stop by
     `Stopped`; without it, errors are raised at once. Raises `ValueError` if the first pass gave no document.
     """
 

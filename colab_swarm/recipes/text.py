@@ -94,7 +94,7 @@ def _open_named(name: str) -> list[Shard]:
         try:
             return _open_rows(path, configuration or None)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{name!r} is no file here and no data set: {error}") from error
+            raise ValueError(f"{name!r} is neither a local file nor a Hub data set: {error}") from error
     shards: list[Shard] = []
     for file in files:
         if file.suffix == ".parquet":

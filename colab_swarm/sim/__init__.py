@@ -52,7 +52,7 @@ costs 0.2 s, or a round trip if that is longer.
 
 ## Histories
 
-With ``swarm.events.detailed = True`` a peer records what it contributes, applies and loads, in the file of
+With ``swarm.events.detailed = True`` a peer records its contributions, updates and loaded states, in the file of
 ``swarm.record(path)`` too. `check` finds what is wrong in the histories of all peers (`colab_swarm.sim.histories`).
 
 ## How to use it

@@ -24,7 +24,7 @@ LASTS_S = {"kill": (5, 30), "freeze": (1, 40), "restart": (0, 0), "cut": (5, 40)
 """The kinds of faults, and for how many seconds random ones last."""
 KILLS = ("kill", "restart")
 SLOWER = 20.0
-STARTS_S = 10.0  # a peer that was started has so long before the next random fault
+STARTS_S = 10.0  # from the start of a peer to the next random fault
 SETTLE_S = 20.0  # without random faults, at the end: forks that last longer count
 
 
@@ -86,7 +86,7 @@ class ChaosMeter:
         self.errors: list[str] = []
         self._restarts_s: list[float] = []  # from a start to the first step
         self._lineages: dict[str, dict[int, str]] = {peer: {} for peer in self.peers}
-        self._started_at: dict[str, float] = {}  # of those that do not train yet
+        self._started_at: dict[str, float] = {}  # of started peers that do not train yet
         self._stepped_at = dict.fromkeys(self.peers, -math.inf)
         self._began = self._at = self._waited_s = self._longest_s = self._available_s = 0.0
         self._undisturbed, self._first = 0.0, 0

@@ -28,7 +28,7 @@ from colab_swarm.events import Applied, Contributed, Event, Loaded, stride
 
 E = TypeVar("E", bound=Event)
 RTOL = 1e-5  # of a mean in float32
-OUTLIER = 3.0  # a contribution so many times larger than the median one may be scaled down
+OUTLIER = 3.0  # contributions larger than this times the median may be scaled down
 
 
 @dataclass

@@ -317,11 +317,11 @@ class Script:
         self._schedule("heal")
 
     def cut(self, peer: str, seconds: float) -> None:
-        """Let nothing pass between the peer and all others for so long."""
+        """Drop the peer's traffic for ``seconds``."""
         self._schedule("cut", peer, seconds)
 
     def freeze(self, peer: str, seconds: float) -> None:
-        """Stop the peer's process for so long: as `cut`, and it computes nothing; its timers run on."""
+        """Freeze the peer's process for ``seconds``: it computes nothing and its traffic is dropped; timers run on."""
         self._schedule("freeze", peer, seconds)
 
     def slow(self, peer: str, factor: float) -> None:

@@ -64,7 +64,7 @@ def connect(
 
     With an ``invitation`` it joins at once, and with an empty one it starts a run. So it does where nobody sees a
     form; an invitation may be the secret or environment variable ``SWARM_INVITATION``. Run it again for the same
-    peer. What it returns has all attributes of a `Swarm`.
+    peer. The result has all attributes of a `Swarm`.
 
     A new run opens the best door: a public address, iroh's relays, a tunnel by cloudflared or ngrok, the local
     network. Relays and tunnels open only after ``accept_terms``, and never on Colab.

@@ -488,7 +488,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
 def check_swarm(run: str, linked: int, training: int) -> Check:
     if linked:
-        return judge("swarm", f"{run}: linked to {count(linked, 'peer')}, {training} of the run train")
+        return judge("swarm", f"{run}: {count(linked, 'peer')} connected, {training or 'none'} training")
     return judge("swarm", f"{run}: no linked peer", "invite others: print(swarm.invite())")
 
 

@@ -207,7 +207,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._start(name)
 
     def advance(self, seconds: float | None = None) -> bool:
-        """Let so much virtual time pass, less if all peers finish: True. Raises what one raised."""
+        """Advance virtual time; return True if all peers finished. Raises a peer's exception."""
         return self._runtime.call(self._advance(seconds))
 
     async def _advance(self, seconds: float | None) -> bool:

@@ -225,7 +225,7 @@ class Precision:
 
     @property
     def widest(self) -> Codec:
-        """The codec with the most bytes of those that `at` returns."""
+        """The largest codec that `at` may return, in bytes."""
         return CODECS["float16"] if self.name == ADAPTIVE else codec_of(self.name)
 
 

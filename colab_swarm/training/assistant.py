@@ -88,7 +88,7 @@ class Assistant:
 
     @property
     def collaborations(self) -> tuple[str, ...]:
-        """Return the prefixes of those that it helps now."""
+        """Return the prefixes of the collaborations that it assists now."""
         return tuple(filter(None, list(self._parts)))
 
     def __repr__(self) -> str:

@@ -120,7 +120,7 @@ class Collaboration:
         self._stop_listening = peers.on_lost(self._on_lost)
 
     async def start(self) -> None:
-        # With a saved state of before it has no vote: some that resume must not call the others back.
+        # A resumed peer has no vote until it has read the records: it must not call the others back.
         self._update(idle=not self.progress.own.syncing)
         await self.on_gate()
         await self._exchange()

@@ -256,7 +256,7 @@ def host_optimizer(
     """
     require(
         dist.is_initialized(),
-        "call torch.distributed.init_process_group(…) first; torchrun sets what it needs",
+        "call torch.distributed.init_process_group(…) first; torchrun sets its environment",
         RuntimeError,
     )
     require(

@@ -156,7 +156,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @property
     def loss(self) -> float | None:
-        """This peer's mean loss over what it gave to the last step; None if it was told none."""
+        """This peer's mean loss over its samples of the last step; None if no loss was passed."""
         return self.collaboration.progress.own.loss
 
     def metrics(self) -> dict[str, float]:

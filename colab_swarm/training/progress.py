@@ -37,17 +37,17 @@ LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
 EXTRAPOLATE_S = 3.0
 DISTRUST_S = 300.0
-SHORT, RECENT_ROUNDS = 0.8, 10  # such a part of the batch, in one of so many rounds, makes calls doubtful
-KNOWN_ROUNDS, SEEN_S = 3, 6 * 3600.0  # so many common rounds give a peer its vote, for so long
-RECENT_S = 600.0  # a peer with a vote and no common round for so long has left
+SHORT, RECENT_ROUNDS = 0.8, 10  # a round under 80 % full among the last 10 makes early calls suspect
+KNOWN_ROUNDS, SEEN_S = 3, 6 * 3600.0  # common rounds that give a peer its vote, and seconds until it loses it
+RECENT_S = 600.0  # a peer with a vote and no common round in this time has left
 TIE = 0.01  # weight of all votes that decide ties only
-LAST_RECORD_S = 10.0  # a record this soon after its writer's link broke was written before
+LAST_RECORD_S = 10.0  # newer records within 10 s of a lost link predate it
 READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
-MIN_PROMISE_S, SLOWER = 2.0, 8.0  # a peer may take so many times longer than half of the others
-LATE_BATCHES = 3.0  # a trainer silent for so many micro-batches joins no round soon
+MIN_PROMISE_S, SLOWER = 2.0, 8.0  # a peer may take SLOWER times the median time
+LATE_BATCHES = 3.0  # micro-batches of silence after which a trainer joins no round soon
 MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
 IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
-"""An idle trainer was silent for so many micro-batches, and so long; or longer while its speed is unknown."""
+"""Silence that makes a trainer idle: in micro-batches, and in seconds; the last while its speed is unknown."""
 
 THREADS_PAY_BYTES = 1 << 20
 
@@ -159,7 +159,7 @@ class Progress:
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self._read: Mapping[PeerId, ProgressRecord] = {}  # the records as last read
         self._others: dict[PeerId, ProgressRecord] = {}  # those that count, updated by rounds
-        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}  # for so many reads
+        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}  # and the reads for which it counts
         self._updated_at: dict[PeerId, float] = {}
         self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
@@ -406,7 +406,7 @@ class Progress:
         )
 
     def believed_s(self) -> float:
-        """Return how far off a peer may promise to come: several times as long as half of the micro-batches take."""
+        """Return the longest ETA accepted: `SLOWER` times the median time of a micro-batch."""
         return max(MIN_PROMISE_S, SLOWER * self._usual_batch_s)
 
     def _believed_samples(self, peer: PeerId, r: ProgressRecord, now: float) -> float:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of the swarm's steps after local ones (DiLoCo, section 3)
 MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
-SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of so many values
+SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of SIGNS values
 READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
 NAMED = 3  # tensors of other shapes that an error names
 SMALL_VALUES = 1 << 16  # smaller tensors, such as biases, are at the front of a flat vector
@@ -75,7 +75,7 @@ class Replica:
             self.parameters = _move_to_copies(rule.optimizer)
         self._names: set[str] = set()  # of the buffers
         self.shared = [buffer.detach().to("cpu", copy=True) for buffer in self.buffers]
-        self._new_buffers = False  # those of the model are of before the last step
+        self._new_buffers = False  # whether the model's buffers are older than the last step
         self.front = sum(buffer.numel() for buffer in self.shared)
         sizes = [parameter.numel() for parameter in self.model]
         self.numel = self.front + sum(sizes)

@@ -151,7 +151,7 @@ class PeerServices(RunServices):
 
     router: PrefixRouter
     averager: Averager
-    pace: Callable[[float], float] | None = None  # a simulated peer's seconds for so many samples
+    pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class TrainingSettings:
         if self.weight_unit == "samples":
             require(
                 weight is None,
-                f"weight={weight!r} counts no samples: name what it counts, the same at all peers, as in "
+                f"weight={weight!r} counts no samples: name its unit, the same at all peers, as in "
                 'swarm.optimizer(…, weight_unit="target tokens")',
             )
             weight = samples

@@ -12,7 +12,7 @@ itself.
     authority's key --signs--> grant of an invitation's key --signs--> membership of a peer's key
 
 The peer that creates a run is its **authority**. An invitation has its own key pair: the authority
-signs what it allows (the *grant*), and its secret is inside the invitation. So a new peer signs its
+signs its rights (the *grant*), and its secret is inside the invitation. So a new peer signs its
 own membership, within the grant's limits, while the authority is offline. Every peer shows its
 membership in the handshake (`colab_swarm.net`), and every other peer checks the chain without any
 call, in up to 0.34 ms, once per peer.
@@ -61,7 +61,7 @@ run.
 
 - A removed peer can come back under a new key with an invitation of unlimited use, until the invitation ends. Use
   counted ones (`uses=1`) or an allowlist, or revoke the invitation itself: pass its text to `swarm.remove_peer`.
-- Members that credit each other look like members that worked: the leaderboard gives thanks, not money.
+- Counts are reported by other members, who could collude. The leaderboard gives credit; do not pay by it.
 - The organizer of an allowlist sees the Hugging Face tokens of those who join: use a read-only token.
 
 ## Security

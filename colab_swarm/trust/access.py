@@ -54,7 +54,7 @@ def clock_advice(behind_s: float) -> str:
     if abs(behind_s) <= SLACK_S:
         return f"{text}: compensated, you need to do nothing"
     return (
-        f"{text}: beyond 10 minutes they refuse what it signs; set it (Linux: `sudo timedatectl set-ntp true`; "
+        f"{text}: beyond 10 minutes they refuse its signatures; set it (Linux: `sudo timedatectl set-ntp true`; "
         "Windows, macOS: switch on automatic time in the settings; Colab, Kaggle: restart the runtime)"
     )
 

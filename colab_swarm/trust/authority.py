@@ -77,7 +77,7 @@ class AuthorityBook(msgspec.Struct):
 
     @classmethod
     def of(cls, run_id: str, key_file: str | Path | None = None) -> "AuthorityBook":
-        """Return the book beside the key file, with the run_id of before, or a new one; ValueError if damaged."""
+        """Return the book beside the key file, with its former run_id, or a new one; ValueError if damaged."""
         path = "" if key_file is None else f"{key_file}.authority"
         book = cls(run_id, path=path)
         try:

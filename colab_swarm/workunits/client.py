@@ -1,4 +1,4 @@
-"""What a volunteer talks and keeps: requests to the coordinator, data and units in hand on disk.
+"""The volunteer's HTTP client, and its disk cache of data and unfinished units.
 
 A call retries until it succeeds. Bytes transferred before a connection broke are not transferred
 again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with `CallRefused`, whose

@@ -6,7 +6,7 @@ store's log: the coordinator may be killed at any moment. Decisions are made one
 
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first.
-  The one that failed it gets it again only after the others had time to take it.
+  A volunteer that failed it gets it again only after the others had time to take it.
 - Replicas of a unit go to different volunteers. It is accepted once a majority of
   ``plan.replication`` agrees; until then one more replica is assigned.
 """

@@ -238,7 +238,7 @@ class Job:
     Attributes:
         name: shown to people.
         model: returns a new model. Integer buffers travel as float32 and are rounded.
-        data: what it learns, or a function that loads it: a tuple or dictionary of arrays or tensors with one row
+        data: the training data, or a function that loads it: a tuple or dictionary of arrays or tensors with one row
             per sample, a torch ``Dataset`` of finite length, or a ``datasets.Dataset``.
         validation: the same, for the accuracy.
         loss: mean loss of a model on a batch; a batch has the columns of the data, as a tuple or a dictionary.

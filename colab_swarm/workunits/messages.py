@@ -141,7 +141,7 @@ MAX_NONCES = 200_000  # remembered; beyond this many requests in two minutes the
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header: the peer's key, its membership (none in an open run), what it signed."""
+    """Content of the header: the peer's key, its membership (none in an open run), the signed text."""
 
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]

@@ -1,6 +1,6 @@
 r"""The log of a job: its entries, and the state of units, volunteers and epochs that they add up to.
 
-A coordinator that was killed reads the log from the start and knows what it knew. It writes all
+A coordinator that was killed reads the log from the start and has its state again. It writes all
 entries but `Assimilated` and `Measured`, which the parameter servers write.
 
     Assigned -> Accepted -> Assimilated -> Measured               then EpochEnded, and at last Finished

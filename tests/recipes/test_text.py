@@ -52,7 +52,7 @@ def test_a_name_that_is_nothing_is_refused_in_one_sentence(monkeypatch: pytest.M
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="'no/such/thing' is no file here and no data set"):
+    with pytest.raises(ValueError, match="'no/such/thing' is neither a local file nor a Hub data set"):
         read("no/such/thing")
 
 

@@ -65,7 +65,7 @@ def test_a_size_shows_the_memory_it_needs() -> None:
 @pytest.mark.slow
 def test_an_invitation_is_joined_for_the_examination_and_left(swarm: cs.Swarm) -> None:
     found = texts(doctor(swarm.invite()))
-    assert found["swarm"] == "examined: linked to 1 peer, 0 of the run train"
+    assert found["swarm"] == "examined: 1 peer connected, none training"
     assert "clock" in found and "bandwidth" in found
     assert "alice" in repr(swarm) and "left" not in repr(swarm)
 

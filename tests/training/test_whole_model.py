@@ -221,7 +221,7 @@ def test_a_weight_needs_a_unit_and_a_step_its_numbers() -> None:
     def train(swarm: Swarm) -> None:
         net = toy.model()
         optimizer = swarm.optimizer(torch.optim.SGD(net.parameters(), lr=1.0), target_batch_size=30)
-        with pytest.raises(ValueError, match=r"name what it counts.*weight_unit"):
+        with pytest.raises(ValueError, match=r"name its unit.*weight_unit"):
             optimizer.step(samples=10, weight=3)
         with pytest.raises(ValueError, match=r"pass the size of the batch.*batch_size=…"):
             optimizer.step()
