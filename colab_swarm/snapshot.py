@@ -28,7 +28,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class ContributionRow:
-    """A row of the leaderboard: a peer's contribution as seen by the others."""
+    """A row of the leaderboard: a peer's contribution as this peer and the others saw it."""
 
     name: str  # of the peer; the id is short hex
     id: str
@@ -88,7 +88,10 @@ class SwarmSnapshot:
     eta_s: float | None = None  # until the next global step at this speed; None if no peer trains
     last_share: float | None = None  # its part of the last global step's samples; None before the first
     rounds: tuple[events.RoundFinished, ...] = ()  # the last averaging rounds, oldest first
-    leaderboard: tuple[ContributionRow, ...] = ()  # contributions, most samples first; as of the last reading
+    leaderboard: tuple[
+        ContributionRow, ...
+    ] = ()  # contributions, most samples first; its own are of this moment
+    silent: str = ""  # the peer that the round waits for, in words; empty if there is none
     session: SessionTime | None = None  # None if its limit is unknown
     paused: bool = False  # whether the user has paused this peer's work
     names: Mapping[str, str] = field(default_factory=dict)  # of peers by short id, those that left included
@@ -102,9 +105,6 @@ def _round(event: events.RoundFinished) -> str:
     if event.spans_lost:
         text += f", {count(event.spans_lost, 'span')} lost"
     text += "".join(f"; {member.peer[:8]}: {member.dropped}" for member in event.members if member.dropped)
-    if event.predicted_s is not None:
-        text += f"; averaging {event.averaging_s:.2f} s, {event.predicted_s:.2f} s expected: "
-        text += event.explanation
     return text
 
 

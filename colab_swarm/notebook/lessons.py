@@ -11,7 +11,7 @@ from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
 from colab_swarm.snapshot import PeerRow
 
-MAX_LINES = 12
+MAX_LINES = 6
 FAULTS = {
     "crash": "{} crashes",
     "freeze": "{} freezes for {:.0f} s",
@@ -64,7 +64,7 @@ def summary(snapshot: SimulationSnapshot) -> str:
 def draw(snapshot: SimulationSnapshot) -> theme.Document:
     state = f"after {snapshot.at:.1f} s on {snapshot.network}"
     shown = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
-    run = f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state
+    run = f"{snapshot.speed:g}× real time" if snapshot.state == "playing" else snapshot.state
     shown.figures({"virtual time": f"{snapshot.at:,.0f} s", "run": run})
     shown.warn(f"A peer's code raised {snapshot.error}" if snapshot.error else "")
     shown.table(COLUMNS, snapshot.peers, _cells, numbers=(2, 3, 4, 5), what="peers")

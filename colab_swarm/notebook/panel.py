@@ -5,6 +5,7 @@ button's callback holds up the kernel, so it hands its work to a thread.
 """
 
 import _thread
+import asyncio
 import logging
 import math
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -25,11 +27,16 @@ SHOW_EVERY_S = 0.25
 TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-end
 RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
 CONFIRM_S = 5.0  # how long the leave button waits for the second click
+BEAT_S = 2.0  # the kernel looks after the browser's clock
+HEIGHT = "500px"  # of the view, which scrolls beyond; with its controls a panel has at most 600
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
-# names for the play widget's buttons, which have pictures only
+# The play widget as one switch with a name: its first button (of ipywidgets 7 the second while it plays), no others.
 PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!important}
-.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
-{content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
+.cs-live button:nth-child(n+2),.cs-live .mod-active{display:none!important}
+.cs-live button:first-child.mod-active+button{display:inline-block!important}
+.cs-live button::after{content:"Auto-refresh";margin-left:6px} .cs-live i.fa-pause{color:#1a9c74}
+.cs-live i.fa-play::before{content:"\\f204";content:"\\f204"/"off"}
+.cs-live i.fa-pause::before{content:"\\f205";content:"\\f205"/"on"}</style>"""
 WRAPPING = {"flex_flow": "row wrap"}
 S = TypeVar("S")
 
@@ -86,6 +93,8 @@ class Panel(Generic[S]):
         self._page, self._chosen = views.first, 0
         self._lock = threading.RLock()  # some kernels call back on a thread beside the busy cell
         self._box: Any = None
+        self._beat: asyncio.TimerHandle | None = None
+        self._clock_was = 0
         self._paused = self._left = False
         self._shown_at = self._printed_at = self._clicked_at = float("-inf")
         if has_frontend() if live is None else live:
@@ -94,7 +103,7 @@ class Panel(Generic[S]):
     def _build(self, controls: Sequence[Any]) -> None:
         import ipywidgets
 
-        self._view = ipywidgets.HTML()
+        self._view = ipywidgets.HTML(layout={"max_height": HEIGHT, "overflow": "auto"})
         self._slider = ipywidgets.IntSlider(layout={"display": "none"})
         self._slider.style.description_width = "initial"
         tooltips = [f"show the page: {name}" for name in self._pages]
@@ -108,19 +117,42 @@ class Panel(Generic[S]):
         tip = "Pause: your work stops, the others continue; some kernels react when no cell runs"
         self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
         tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
-        play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        play.tooltip = "auto-refresh: keep this view up to date while no cell runs"  # no trait in 7
+        self._clock = play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+        self._playing = "playing" if play.has_trait("playing") else "_playing"  # its name in ipywidgets 7
+        setattr(play, self._playing, True)
+        play.tooltip = "Auto-refresh: keep this view up to date while no cell runs"  # no trait in 7
         play.add_class("cs-live")
         play.observe(lambda change: self.tick(), names="value")  # many may come at once
-        row = [play, ipywidgets.HTML(PLAY_STYLE)]
+        row = [self._chooser] if len(self._pages) > 1 else []
+        row += [play, ipywidgets.HTML(PLAY_STYLE)]
         row += [self._pause_button] if self._pause else []
         row += [make_button("Stop cell", "stop", tip, interrupt_cell)] if self._views.stops else []
-        bottom = ipywidgets.HBox([*row, self._leave_button], layout=WRAPPING)
-        pages = [self._chooser] if len(self._pages) > 1 else []
-        self._box = ipywidgets.VBox([*pages, self._slider, self._view, *controls, bottom])
+        top = ipywidgets.HBox([*row, self._leave_button], layout=WRAPPING)
+        self._box = ipywidgets.VBox([top, *controls, self._slider, self._view])
         self.refresh()
         for control in (play, self._chooser, self._slider):
             keep_listening(control)
+
+    def widget(self) -> Any:
+        """Return the widget, to be shown or put into another one, and start its clock; None without a front-end."""
+        if self._box is not None and self._beat is None:
+            with suppress(RuntimeError):  # no kernel's loop runs here
+                self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._keep_clock)
+        return self._box
+
+    def _keep_clock(self) -> None:
+        """Start the browser's clock if it is switched on but stands still, as in a page that was loaded just now.
+
+        ipywidgets 7 starts it only by a click: until then the kernel refreshes the view.
+        """
+        if self._clock.value == self._clock_was and getattr(self._clock, self._playing):
+            for playing in (False, True):
+                setattr(self._clock, self._playing, playing)
+            keep_listening(self._clock)
+            if self._playing == "_playing":
+                self.tick()
+        self._clock_was = self._clock.value
+        self._beat = None if self._left else asyncio.get_running_loop().call_later(BEAT_S, self._keep_clock)
 
     def _on_choice(self, change: Any) -> None:
         self._page, self._chosen = self._chooser.value, self._slider.value
@@ -215,7 +247,7 @@ class Panel(Generic[S]):
         return f"Panel({self._views.line(self._read())})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self._draw(self._pages[self._page], self.refresh()).bundle(self._box)
+        return self._draw(self._pages[self._page], self.refresh()).bundle(self.widget())
 
 
 def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[], None]) -> Any:

@@ -167,7 +167,7 @@ class Replay:
         """Return the run, with the round at index ``chosen`` in full."""
         shown = theme.Document("recorded", self._summary(), label="a recorded run", line=self._summary())
         shown.warn(self.note)
-        shown.draw(theme.curve(self.losses))
+        shown.draw(theme.curve(self.losses, width=830))
         back = 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
         draw_waterfall(shown, self.rounds, back, self.names)
         return shown

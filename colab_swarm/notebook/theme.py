@@ -18,7 +18,7 @@ MAX_ROWS = 20
 MAX_CHARS = 1000
 History: TypeAlias = Sequence[tuple[float, float]]  # (step, value), oldest first
 MAX_POINTS = 400  # of a curve
-LEFT, BOTTOM, TOP, RIGHT = 44, 22, 10, 12
+LEFT, BOTTOM, TOP, RIGHT = 44, 36, 20, 12
 LINE = "var(--blue,#2a78d6)"  # the theme's blue; on a page without the theme, a blue for light and dark paper
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
@@ -183,11 +183,15 @@ def curve(
     *,
     limit: History = (),
     label: str = "loss",
+    across: str = "global step",
     from_zero: bool = False,
     width: int = 550,
     height: int = 170,
 ) -> str:
-    """Draw a curve over the steps, and its ``limit`` dashed; empty for fewer than two points."""
+    """Draw a curve, and its ``limit`` dashed; empty for fewer than two points.
+
+    ``label`` and ``across`` are the titles of its axes, as HTML; width and height are pixels.
+    """
     points, above = _drawable(history), _drawable(limit)
     if len(points) < 2:
         return ""
@@ -211,17 +215,19 @@ def curve(
         for value in ticks(low, high, 5)
     )
     axes += "".join(
-        f'<text x="{x(step):.1f}" y="{height - 6}" text-anchor="middle">{step:,.0f}</text>'
+        f'<text x="{x(step):.1f}" y="{height - 20}" text-anchor="middle">{step:,.0f}</text>'
         for step in ticks(first, last, 5)
         if step == int(step)
     )
+    axes += f'<text x="{LEFT}" y="11">{label}</text>'
+    axes += f'<text x="{width - RIGHT}" y="{height - 4}" text-anchor="end">{across}</text>'
     dashed = 'fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
     bound = f'<polyline points="{line(above)}" {dashed}' if above else ""
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
-        f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
+        f'aria-label="{label}, over the {across}" fill="currentColor" font-size="11" font-family="sans-serif">'
         f'{axes}{bound}<polyline points="{line(points)}" fill="none" style="stroke:{LINE}" '
-        f'stroke-width="2" stroke-linejoin="round"><title>{label} {points[-1][1]:.4g} at step '
+        f'stroke-width="2" stroke-linejoin="round"><title>{points[-1][1]:.4g} at step '
         f"{points[-1][0]:,.0f}</title></polyline></svg>"
     )
 

@@ -86,7 +86,7 @@ def _accuracy(status: "JobStatus") -> str:
     target = status.target_accuracy
     mean = [(one.epoch, one.accuracy) for one in status.epochs]
     limit = [] if target is None else [(epoch, target) for epoch, _ in mean]
-    if not (chart := theme.curve(mean, limit=limit, label="accuracy")):
+    if not (chart := theme.curve(mean, limit=limit, label="accuracy", across="epoch")):
         return '<p class="soft">The accuracy is drawn after the second epoch.</p>'
     dashed = "" if target is None else f"; dashed: the target, {target:.1%}"
     return f'{chart}<p class="soft">accuracy: mean of each epoch{dashed}</p>'

@@ -15,7 +15,7 @@ from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.page import Sample
-from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot
+from colab_swarm.snapshot import PeerRow, SwarmSnapshot
 
 Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
@@ -25,7 +25,7 @@ MAP_X, MAP_ROW = 150, 30
 RELAYED = "relayed by "
 ID_CHARS = 8
 MAX_NAME_CHARS = 40
-COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
+COLUMNS = ("peer", "role", "step", "samples/s", "samples", "averaged for others", "RTT", "link", "reachable")
 SOON_S = 1800.0  # the view warns this long before a session's end
 RECENT = 20  # rounds to choose from
 MIN_S, MAX_S = 1e-6, 1e6
@@ -37,7 +37,8 @@ GROUP = "forming the group"
 def summary(snapshot: SwarmSnapshot) -> str:
     parts = [_state(snapshot)]
     if snapshot.target_batch_size > 0:
-        parts += [_speed(snapshot), f"{_collected(snapshot)} samples for the next step"]
+        parts += [_speed(snapshot)] if snapshot.samples_per_s else []
+        parts.append(f"{_collected(snapshot)} samples for the next step")
         if loss := _loss(snapshot):
             parts.append(f"loss {loss}")
     return ", ".join(parts)
@@ -48,22 +49,71 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
     shown = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
     shown.draw("", plain(summary(snapshot), theme.MAX_CHARS))
     _draw_notices(shown, snapshot)
+    whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
+    if drawn := theme.curve(
+        snapshot.loss_history, label=f"loss of {text(whose)}: {_loss(snapshot)}", width=830, height=150
+    ):
+        shown.draw(drawn)
     shown.figures(_figures(snapshot))
     if snapshot.target_batch_size > 0:
-        when = "no peer is training"
-        if snapshot.eta_s is not None and math.isfinite(snapshot.eta_s):
-            soon = "any moment" if snapshot.eta_s < 1 else f"in about {duration(snapshot.eta_s)}"
-            when = f"step {snapshot.step + 1} {soon}"
         part = snapshot.accumulated / snapshot.target_batch_size
-        shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
-    if drawn := theme.curve(snapshot.loss_history, width=420):
-        whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
-        shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
-    columns, title = ("peer", "samples", "averaged for others"), "contributions, as seen by the other peers"
-    shown.table(columns, snapshot.leaderboard[:8], _credit, numbers=(1, 2), what="contributors", title=title)
-    shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
+        words = f"{_collected(snapshot)} samples; {_when(snapshot)}; waiting for {_awaited(snapshot)}"
+        shown.bar(part, words, title="next step")
+    elif (awaited := _awaited(snapshot)) and not snapshot.model:
+        shown.note(f"waiting for {awaited}")
+    _draw_peers(shown, snapshot)
     shown.note(*snapshot.log, title="log")
     return shown
+
+
+def _draw_peers(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
+    credits, present = {row.id: row for row in snapshot.leaderboard}, {peer.id for peer in snapshot.peers}
+    gone = [
+        PeerRow(row.name, row.id, "away", 0, 0.0, 0.0, None, row.me)
+        for row in snapshot.leaderboard
+        if row.id not in present
+    ]
+    peers = [*snapshot.peers, *gone]
+    same = Counter(peer.name for peer in peers)
+    names = {peer.id[:ID_CHARS]: peer.name for peer in peers}
+
+    def cells(peer: PeerRow) -> tuple[str, ...]:
+        credit = credits.get(peer.id)
+        samples = peer.samples + (credit.samples if credit else 0.0)
+        return (
+            _name(peer.name) + f" {peer.id[:4]}" * (same[peer.name] > 1) + " (me)" * peer.me,
+            _name(peer.role),
+            f"{peer.step:,}" if peer.step else "–",
+            f"{peer.samples_per_s:,.1f}" if peer.samples_per_s else "–",
+            f"{samples:,.0f}" if samples else "–",
+            size(credit.reduced_bytes) if credit and credit.reduced_bytes else "–",
+            milliseconds(peer.rtt_s),
+            _way(peer, names),
+            {True: "yes", False: "outgoing only", None: ""}[peer.reachable],
+        )
+
+    shown.table(COLUMNS, peers, cells, numbers=(2, 3, 4, 5, 6), what="peers")
+
+
+def _when(snapshot: SwarmSnapshot) -> str:
+    if snapshot.eta_s is None or not math.isfinite(snapshot.eta_s):
+        return "no peer is training"
+    soon = "any moment" if snapshot.eta_s < 1 else f"in about {duration(snapshot.eta_s)}"
+    return f"step {snapshot.step + 1} {soon}"
+
+
+def _awaited(snapshot: SwarmSnapshot) -> str:
+    """Return what the run waits for, in words; empty if this peer sees none of it."""
+    if snapshot.silent:
+        return snapshot.silent
+    if any(peer.me and peer.role == "catching up" for peer in snapshot.peers):
+        return "the run's state from another peer"
+    if snapshot.target_batch_size > 0:
+        full = snapshot.accumulated >= snapshot.target_batch_size
+        return ("the averaging" if full else "samples") + " of the first round" * (snapshot.step == 0)
+    if len(snapshot.peers) < 2:
+        return "the first other peer"
+    return "" if any(peer.samples_per_s > 0 for peer in snapshot.peers) else "a peer that trains"
 
 
 def _name(name: str) -> str:
@@ -73,7 +123,7 @@ def _name(name: str) -> str:
 def _state(snapshot: SwarmSnapshot) -> str:
     state = f"{_name(snapshot.run)}: {_name(snapshot.state)}"
     if snapshot.target_batch_size > 0 or snapshot.model:
-        return f"{state}, step {snapshot.step}"
+        return f"{state}, step {snapshot.step}" if snapshot.step else f"{state}, before the first round"
     return f"{state}, {count(len(snapshot.peers), 'peer')}"
 
 
@@ -88,13 +138,14 @@ def _collected(snapshot: SwarmSnapshot) -> str:
 
 def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     figures = {}
-    if snapshot.target_batch_size > 0 or snapshot.model:
+    if snapshot.samples_per_s and (snapshot.target_batch_size > 0 or snapshot.model):
         figures["all peers"] = _speed(snapshot).replace(" ", "\n", 1)
     if snapshot.kept is not None and snapshot.kept.checkpoints:
         saved = snapshot.kept.checkpoints[-1]
         figures["last saved"] = f"step {saved.step:,}\n{duration(snapshot.at - saved.at)} ago"
     if snapshot.target_batch_size > 0:
-        figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
+        if snapshot.own_samples_per_s:
+            figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
         if snapshot.last_share is not None:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step's samples"
     return figures | {"sent": size(snapshot.sent_bytes), "received": size(snapshot.received_bytes)}
@@ -147,23 +198,6 @@ def _loss(snapshot: SwarmSnapshot) -> str:
     return "" if first is None else f"{last:.3f} (first {first:.3f})"
 
 
-def _cells(peer: PeerRow) -> tuple[str, ...]:
-    return (
-        _name(peer.name) + " (me)" * peer.me,
-        _name(peer.id),
-        _name(peer.role),
-        str(peer.step),
-        f"{peer.samples_per_s:,.1f}",
-        milliseconds(peer.rtt_s),
-        _name(peer.connected),
-        {True: "yes", False: "outgoing only", None: ""}[peer.reachable],
-    )
-
-
-def _credit(row: ContributionRow) -> tuple[str, ...]:
-    return _name(row.name) + " (me)" * row.me, f"{row.samples:,.0f}", size(row.reduced_bytes)
-
-
 def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     """Draw this peer at the left and a line for each link; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
@@ -205,10 +239,14 @@ def _mark_of(peer: PeerRow) -> Mark:
 
 
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
+    bps = _bandwidth_bps(peer)
+    return milliseconds(peer.rtt_s), _way(peer, names) or "no link", bandwidth(bps) if bps else ""
+
+
+def _way(peer: PeerRow, names: Mapping[str, str]) -> str:
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
-    bps = _bandwidth_bps(peer)
-    return milliseconds(peer.rtt_s), plain(way, 17) or "no link", bandwidth(bps) if bps else ""
+    return plain(way, 17)
 
 
 def _bandwidth_bps(peer: PeerRow) -> float:
@@ -241,11 +279,12 @@ def _node(place: Place, mark: Mark, name: str, link: Sequence[str]) -> str:
 
 
 TRACKS = {  # by the field of `MemberTrace`; empty for the time before the averaging
-    "": ("·", GROUP),
-    "sent": ("░", "sent to it"),
-    "received": ("▒", "received from it"),
-    "means": ("▓", "average received"),
+    "": ("·", GROUP, "soft", "1 4"),  # character, meaning, hue and the pattern of its line, pixels
+    "sent": ("░", "sent to it", "blue", ""),
+    "received": ("▒", "received from it", "amber", "7 3"),
+    "means": ("▓", "average received", "green", "2 2"),
 }
+LANE = 320  # width of a lane, pixels
 
 
 def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
@@ -278,8 +317,8 @@ def draw_waterfall(
         hue, outcome = "green", "✔ complete"
         if member.dropped:
             hue, outcome = "red", f"✖ {plain(member.dropped, 80)}"
-        elif not any((member.sent, member.received, member.means)):
-            hue, outcome = "soft", "– nothing to exchange"  # this peer itself
+        elif not (member.samples or member.share or member.received or member.means):
+            hue, outcome = "soft", "– nothing to exchange"
         return (
             plain(names.get(short, short), 24),
             _lane(member, one),
@@ -291,7 +330,13 @@ def draw_waterfall(
     members = sorted(one.members, key=lambda member: not member.dropped)  # the failed ones first
     columns = ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result")
     shown.table(columns, members, cells, numbers=(2, 3), what="members of the round")
-    shown.note("  ".join(f"{character} {meaning}" for character, meaning in TRACKS.values()))
+    swatches = "".join(
+        f'<svg width="36" height="9" style="display:inline-block" aria-hidden="true">{_line(0, 36, 4, *look)}</svg> '
+        f'<span class="soft">{meaning} &#160; </span>'
+        for _, meaning, *look in TRACKS.values()
+    )
+    key = "  ".join(f"{character} {meaning}" for character, meaning, *_ in TRACKS.values())
+    shown.draw(f"<p>{swatches}</p>", f"  {key}")
 
 
 def _seconds(seconds: float) -> str:
@@ -317,7 +362,8 @@ def _facts(last: RoundFinished) -> str:
 
 def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
     slots, labels, waited = [" "] * SLOTS, [], finished.seconds - finished.averaging_s
-    for field, (character, meaning) in TRACKS.items():
+    lines = ""
+    for row, (field, (character, meaning, *look)) in enumerate(TRACKS.items()):
         times = getattr(member, field) if field else (-waited, 0.0)
         if times is None or not all(map(math.isfinite, times)):
             continue
@@ -326,6 +372,16 @@ def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
         last = max(first + 1, math.ceil(end * SLOTS))
         slots[first:last] = character * (last - first)
         labels.append(f"{meaning}: {' to '.join(_seconds(part * finished.seconds) for part in (begin, end))}")
-    lane, label = "".join(slots), "; ".join(labels)
-    style = "font:11px ui-monospace,monospace;white-space:pre"
-    return lane, f'<span style="{style}" role="img" aria-label="{label}" title="{label}">{lane}</span>'
+        lines += _line(LANE * begin, max(LANE * end, LANE * begin + 4), 5 * max(row - 1, 1) - 2, *look)
+    label = "; ".join(labels)
+    return "".join(slots), (
+        f'<svg viewBox="0 0 {LANE} 16" width="{LANE}" height="16" role="img" aria-label="{label}">'
+        f"<title>{label}</title>{lines}</svg>"
+    )
+
+
+def _line(begin: float, end: float, y: float, hue: str, pattern: str) -> str:
+    return (
+        f'<path class="{hue}" d="M{begin:.1f} {y}H{end:.1f}" fill="none" stroke="currentColor" stroke-width="4" '
+        f'stroke-dasharray="{pattern or "none"}"/>'
+    )

@@ -433,10 +433,7 @@ def check_compute(
     if subject is None or free_bytes is None:
         return judge("compute", words, fix)
     size = fitting_batch(free_bytes, subject)
-    words += (
-        f". For {subject.name}: ({USABLE:g} × {free_bytes / GB:.1f} GB free − {subject.parameters / 1e6:.1f} M "
-        f"parameters × {PARAMETER_BYTES} B) / {subject.sample_bytes / 1e6:,.1f} MB a sample: micro-batch {size}"
-    )
+    words += f"; largest micro-batch of {subject.name}: {size:,}"
     if size:
         return judge("compute", words, fix)
     fix = "take a smaller model or shorter samples, or free memory: restart the kernel"

@@ -7,12 +7,22 @@ network call, no file. Slow readings run in the background and appear a moment l
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from colab_swarm.events import Applied, Contributed, Event, PeerLeft, RoundFinished, StepFinished
-from colab_swarm.markup import plain
+from colab_swarm.events import (
+    Applied,
+    Contributed,
+    Event,
+    Notice,
+    PeerLeft,
+    PeerSilent,
+    RoundFinished,
+    StepFinished,
+)
+from colab_swarm.markup import duration, plain
 from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
@@ -31,6 +41,7 @@ SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 MODEL = "model"  # the default name in `Swarm.optimizer`
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
+_RATE = re.compile(r" \(.*?\)")
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
 
@@ -74,6 +85,9 @@ class Overview:
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
+        self._counted = Counter[str]()  # samples of the rounds that this peer was in, by hex id
+        self._silent: PeerSilent | None = None  # the round waits for it
+        self._bottleneck = ""  # of the averaging, without its rate
         self._names: dict[str, str] = {}  # by short id
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[tuple[*Records, object]] | None = None
@@ -93,16 +107,37 @@ class Overview:
             known = [one for one in self._events if isinstance(one, PeerLeft) and one.peer == event.peer]
             if any(event.at - one.at < SAME_LOSS_S for one in known):
                 return
+        if isinstance(event, RoundFinished | PeerSilent):
+            self._silent = event if isinstance(event, PeerSilent) else None
         if isinstance(event, RoundFinished):
-            self.names()  # of its members: one may have left when the panel shows the round
-            self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
+            self._on_round(event)
             if not (event.spans_lost or event.kept_local or any(member.dropped for member in event.members)):
                 return
         if not isinstance(event, StepFinished | Applied | Contributed):
-            self._events = (*self._events[1 - LOG_LINES :], event)
+            self._tell(event)
         elif isinstance(event, StepFinished) and event.loss is not None:
             old = self._losses if len(self._losses) < 1000 else (self._losses[0], *self._losses[2:])
             self._losses = (*old, (event.step, event.loss))
+
+    def _on_round(self, event: RoundFinished) -> None:
+        self.names()  # of its members: one may have left when the panel shows the round
+        self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
+        self._counted.update(
+            {one.peer: one.samples for one in event.members if one.peer in event.contributors}
+        )
+        reason = event.explanation.partition(" because ")[2]
+        if reason and _RATE.sub("", reason) != self._bottleneck:
+            self._bottleneck = _RATE.sub("", reason)
+            self._tell(Notice(event.at, f"round {event.step}: {reason}"))
+
+    def _awaited(self, now: float) -> str:
+        if (late := self._silent) is None:
+            return ""
+        name = self._names.get(late.peer[:8], f"peer-{late.peer[:8]}")
+        return f"{name}, silent for {duration(late.seconds + now - late.at)}"
+
+    def _tell(self, event: Event) -> None:
+        self._events = (*self._events[1 - LOG_LINES :], event)
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()
@@ -126,6 +161,7 @@ class Overview:
             log=tuple(
                 _SHORT_ID.sub(lambda id: names.get(id[0], id[0]), describe(one)) for one in self._events
             ),
+            silent=self._awaited(now),
             last_share=_last_share(self._rounds, self._services.peers.id.hex()),
             rounds=self._rounds,
             leaderboard=self._contributions(seen_at),
@@ -167,14 +203,16 @@ class Overview:
         return ({}, {}) if found is None else found[:2]
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
+        """Return the rows of the leaderboard, or what this peer counted in its rounds meanwhile."""
         found = None if self._leaderboard is None else self._leaderboard.look(now)
-        me = self._services.peers.id
-        names = {**self._names, short(me): self._name}
-        ranked = [(short(one.peer), one) for one in (found or ())[:20]]
-        return tuple(
-            ContributionRow(names.get(id, f"peer-{id}"), id, one.samples, one.reduced_bytes, one.peer == me)
-            for id, one in ranked
-        )
+        book, counted = {one.peer.hex(): one for one in found or ()}, dict(self._counted)
+        me, rows = self._services.peers.id.hex(), list[ContributionRow]()
+        for peer in book.keys() | counted.keys():
+            id, reduced_bytes = peer[:8], book[peer].reduced_bytes if peer in book else 0.0
+            samples = max(counted.get(peer, 0.0), book[peer].samples if peer in book else 0.0)
+            name = self._name if peer == me else self._names.get(id, f"peer-{id}")
+            rows.append(ContributionRow(name, id, samples, reduced_bytes, peer == me))
+        return tuple(sorted(rows, key=lambda row: -row.samples)[:20])
 
 
 def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:

@@ -30,7 +30,6 @@ def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Windo
     notebook.run(0)
     notebook.run(1, says="classic-run: joined")
     notebook.run(2, says="1 peer linked")
-    notebook.page.click(".widget-play button")
     notebook.wait_output("is linked")
     notebook.page.screenshot(path=artifacts / "swarm.png")
     for page in ("rounds", "map", "swarm"):

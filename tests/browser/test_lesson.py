@@ -43,7 +43,6 @@ def test_a_peer_is_killed_and_brought_back(lab: Lab, window: Window, artifacts: 
     page = lab.open(window, "play", PLAY)
     page.run(0)
     page.run(1)
-    page.page.click(".widget-play button")  # from now on the browser asks for news
     page.wait_output("round 1: ")
     page.page.select_option(".widget-dropdown select", label="bob")
     page.click("Kill this peer")

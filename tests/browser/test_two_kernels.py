@@ -93,7 +93,6 @@ def test_the_stop_button_ends_the_cell_and_a_page_that_is_loaded_again_has_a_liv
     alice.reload()
     alice.wait_output("two-kernels: training")
     bob.restart()
-    alice.page.click(".widget-play button")
     alice.wait_output("bob is gone")
     alice.page.screenshot(path=artifacts / "reloaded.png")
     assert window.complaints == []

@@ -1,3 +1,4 @@
+import asyncio
 import dataclasses
 import io
 import itertools
@@ -52,7 +53,7 @@ def test_with_a_front_end_the_widget_comes_with_the_text_and_the_html() -> None:
 
 
 def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> Any:
-    row = [*panel._box.children, *panel._box.children[-1].children]
+    row = [*panel._box.children, *panel._box.children[0].children]
     found = (one for one in row if type(one).__name__ == kind)
     return next(one for one in found if not description or one.description.startswith(description))
 
@@ -65,6 +66,35 @@ def test_the_play_button_refreshes_the_view(monkeypatch: pytest.MonkeyPatch) -> 
     clock.value += 1
     assert "cs-live" in clock._dom_classes and "training, step 1<" in before
     assert "training, step 2<" in panel._view.value
+
+
+async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_or_its_peer_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(panels, "BEAT_S", 0.001)
+    now = SNAPSHOT
+    panel = Panel(lambda: now, nothing, live=True)
+    clock, switched = control(panel, "Play"), list[bool]()
+    clock.observe(lambda change: switched.append(change["new"]), names="playing")
+    assert clock.playing and panel.widget() is panel.widget() is panel._box and not switched
+    await asyncio.sleep(0.01)
+    assert switched[:4] == [False, True, False, True] and clock.playing  # a page hears it, once it is there
+    clock.value += 1  # it runs
+    panel._keep_clock()
+    clock.playing = False  # by the user
+    told = len(switched)
+    await asyncio.sleep(0.01)
+    assert switched[told:] == []
+    now = LEFT
+    panel.refresh()
+    await asyncio.sleep(0.01)
+    assert panel._beat is None
+
+
+def test_a_panel_without_a_front_end_or_a_loop_has_no_clock_to_start() -> None:
+    assert Panel(lambda: SNAPSHOT, nothing, live=False).widget() is None
+    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+    assert panel.widget() is panel._box and panel._beat is None
 
 
 def test_refresh_requests_queued_while_a_cell_ran_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +164,10 @@ def test_every_button_has_a_tooltip_and_a_panel_that_cannot_pause_no_such_button
     assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
     assert len(control(panel, "ToggleButtons").tooltips) == 3
     bare = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
-    assert bare._box.children[-2].value == "more"  # further controls, under the view
-    assert {one.description for one in bare._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
+    assert (
+        bare._box.children[1].value == "more" and bare._box.children[-1] is bare._view
+    )  # controls are on top
+    assert [one.description for one in bare._box.children[0].children[3:]] == ["Stop cell", "Leave swarm"]
     left = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
     assert control(left, "Button", "Left").disabled and control(left, "Button", "Pause").disabled
 

@@ -44,7 +44,7 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
     assert lines[2:6] == [
         f"  member      {'0 to 2.00 s':40}  samples  reduces  result",
         f"  ca401000    {half}{'░' * 4}{' ' * 16}  32         0%     ✖ its link closed",
-        f"  alice (me)  {half}{' ' * 20}  64        50%     – nothing to exchange",
+        f"  alice (me)  {half}{' ' * 20}  64        50%     ✔ complete",
         f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}  128       50%     ✔ complete",
     ]
     assert lines[6] == "  · forming the group  ░ sent to it  ▒ received from it  ▓ average received"
@@ -54,11 +54,30 @@ def test_the_html_has_the_same_content() -> None:
     shown = words(draw_rounds(TOLD).html())
     facts = ("round 12", "✖ its link closed", "✔ complete", "alice (me)", "2.00 s")
     assert [fact for fact in (*facts, "bob's line is the faster") if fact not in shown] == []
-    drawn = parsed(draw_rounds(TOLD).html()).iter("span")
+    drawn = parsed(draw_rounds(TOLD).html()).iter("svg")
     labels = [lane.attrib["aria-label"] for lane in drawn if "aria-label" in lane.attrib]
     assert labels[0] == "forming the group: 0 ms to 1.00 s; sent to it: 1.00 s to 1.20 s"
     assert labels[1] == "forming the group: 0 ms to 1.00 s"
     assert labels[2].endswith("average received: 1.75 s to 2.00 s")
+
+
+def test_each_track_of_a_lane_and_of_the_legend_has_a_colour_and_a_pattern_of_its_own() -> None:
+    drawn = [
+        [(line.attrib["class"], line.attrib["stroke-dasharray"]) for line in lane.iter("path")]
+        for lane in parsed(draw_rounds(TOLD).html()).iter("svg")
+    ]
+    looks = drawn[2]  # bob's
+    assert [len(set(part)) for part in zip(*looks, strict=True)] == [4, 4]
+    assert drawn[0] == looks[:2] and drawn[1] == looks[:1] and [one for (one,) in drawn[3:]] == looks
+
+
+def test_nothing_to_exchange_stands_beside_no_samples() -> None:
+    idle = MemberTrace(ME.peer, 0.0, 0.0)
+    shown = waterfall([dataclasses.replace(ROUND, members=(ME, idle))], 0, {}).text().splitlines()
+    assert [line.split("  ")[-1].strip() for line in shown if "a11ce000" in line] == [
+        "✔ complete",
+        "– nothing to exchange",
+    ]
 
 
 def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:

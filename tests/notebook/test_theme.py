@@ -86,7 +86,9 @@ def test_a_document_cuts_and_counts_rows_in_html_and_in_text() -> None:
 def test_the_picture_has_the_curve_and_the_limit() -> None:
     drawn = curve([(0, 2.0), (900, 1.0)], limit=[(0, 4.0), (900, 4.0)])
     assert [element.tag for element in ElementTree.fromstring(drawn)].count("polyline") == 2
-    assert "stroke-dasharray" in drawn and "loss 1 at step 900" in drawn
+    assert "stroke-dasharray" in drawn and "1 at step 900" in drawn
+    axes = [text.text for text in ElementTree.fromstring(drawn).iter("text")][-2:]
+    assert axes == ["loss", "global step"]
 
 
 def test_fewer_than_two_points_give_no_picture_and_many_points_are_thinned() -> None:

@@ -33,12 +33,11 @@ def test_text_shows_the_facts_line_by_line() -> None:
         "alice: accepts connections, connected for 62 min",
         "demo: training, step 12, 20.0 samples/s from 1 of 2 peers, "
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
-        "  all peers: 20.0 samples/s from 1 of 2 peers; me: 0.0 samples/s; sent: 1.23 MB; received: 999 B",
-        "  [#####...............] next step: 64 of 256 samples; no peer is training",
-        "peers:",
-        "  peer        id        role         step  samples/s  RTT  link  reachable",
-        "  alice (me)  a11ce000  trainer      12    20.0                  yes",
-        "  bob         b0b00000  catching up  9     0.0                   outgoing only",
+        "  all peers: 20.0 samples/s from 1 of 2 peers; sent: 1.23 MB; received: 999 B",
+        "  [#####...............] next step: 64 of 256 samples; no peer is training; waiting for samples",
+        "  peer        role         step  samples/s  samples  averaged for others  RTT  link  reachable",
+        "  alice (me)  trainer      12    20.0       64       –                               yes",
+        "  bob         catching up  9     –          –        –                               outgoing only",
         "  bob joined",
     ]
 
@@ -49,11 +48,14 @@ def words(snapshot: SwarmSnapshot) -> str:
 
 def test_html_shows_the_same_facts_without_script_or_outside_resource() -> None:
     shown = words(SNAPSHOT)
-    facts = ("demo: training, step 12", "64 of 256 samples", "6.500", "b0b00000", "outgoing only")
+    facts = ("demo: training, step 12", "64 of 256 samples", "6.500", "bob catching", "outgoing only")
     assert [fact for fact in (*facts, "bob joined") if fact not in shown] == []
     page = draw(SNAPSHOT).html()
     assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
-    assert 'aria-label="next step: 64 of 256 samples; no peer is training"' in page and "width:25.0%" in page
+    assert (
+        'aria-label="next step: 64 of 256 samples; no peer is training; waiting' in page
+        and "width:25.0%" in page
+    )
 
 
 def test_speed_share_and_links_are_shown_in_both() -> None:
@@ -64,13 +66,51 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
         own_samples_per_s=20.5,
         eta_s=9.6,
         last_share=0.25,
-        leaderboard=(ContributionRow("bob", "b0b00000", 1024.0, 2e6, me=False),),
+        leaderboard=(
+            ContributionRow("bob", "b0b00000", 1024.0, 2e6, me=False),
+            ContributionRow("carol", "ca401000", 512.0, 1e6, me=False),
+        ),
     )
     facts = ("step 13 in about 10 s", "20.5 samples/s", "25% of the last step's samples")
-    facts += ("23 ms", "relayed by a11ce000", "contributions, as seen by the other peers", "2 MB")
+    facts += ("23 ms", "via alice", "1,024", "2 MB", "carol away")
     for shown in (words(trained), " ".join(draw(trained).text().split())):
         assert [fact for fact in facts if fact not in shown] == []
-    assert "bob   1,024    2 MB" in draw(trained).text()
+    rows = [line.split() for line in draw(trained).text().splitlines()]
+    assert ["carol", "away", "–", "–", "512", "1", "MB"] in rows  # it left, and stays credited
+
+
+def test_peers_of_one_name_are_told_apart_and_others_need_no_id() -> None:
+    twins = dataclasses.replace(SNAPSHOT, peers=(ALICE, BOB, dataclasses.replace(BOB, id="b2b00000")))
+    assert all(one in words(twins) for one in ("bob b0b0", "bob b2b0", "alice (me)"))
+    assert "b0b0" not in words(SNAPSHOT)
+
+
+ME = dataclasses.replace(ALICE, role="peer", step=0, samples_per_s=0.0, samples=0.0)
+LINKED_ONLY = dataclasses.replace(ME, name="carol", id="ca401000", me=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"silent": "bob, silent for 4 s"}, "bob, silent for 4 s"),
+        ({"peers": (dataclasses.replace(ALICE, role="catching up"),)}, "the run's state from another peer"),
+        ({"accumulated": 256.0}, "the averaging"),
+        ({"step": 0}, "samples of the first round"),
+        ({"step": 0, "accumulated": 300.0}, "the averaging of the first round"),
+        ({"target_batch_size": 0.0, "peers": (ME,)}, "the first other peer"),
+        ({"target_batch_size": 0.0, "peers": (ME, LINKED_ONLY)}, "a peer that trains"),
+    ],
+)
+def test_the_view_says_what_the_run_waits_for(changes: dict[str, object], waits: str) -> None:
+    shown = dataclasses.replace(SNAPSHOT, **changes)
+    assert f"waiting for {waits}" in words(shown) and f"waiting for {waits}" in draw(shown).text()
+
+
+def test_what_is_not_known_yet_is_no_zero() -> None:
+    fresh = {"step": 0, "samples_per_s": 0.0, "loss_history": (), "peers": (ME, LINKED_ONLY)}
+    shown = dataclasses.replace(SNAPSHOT, **fresh)
+    assert summary(shown) == "demo: training, before the first round, 64 of 256 samples for the next step"
+    assert "step 0" not in words(shown) and "0.0" not in words(shown)
 
 
 @pytest.mark.parametrize(("hours", "soon"), [(3, False), (11.5, True)])

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
+from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, RoundFinished, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.overview import Background
 from colab_swarm.swarm.swarm import Swarm
@@ -33,7 +33,10 @@ def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
     assert shown.last_share is not None and 0.1 < shown.last_share < 0.9
     assert [one.step for one in shown.rounds] == [0, 1, 2]
     assert all(len(one.members) == one.group_size for one in shown.rounds)
-    assert shown.leaderboard == () and not shown.paused
+    assert not shown.paused
+    counted = sum(one.samples for one in shown.rounds)  # at once, before any tally is read
+    assert [row.me for row in shown.leaderboard].count(True) == 1
+    assert sum(row.samples for row in shown.leaderboard) == counted > 0
 
 
 @pytest.mark.parametrize("state", ["idle", "paused"])
@@ -136,6 +139,28 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
     background.look(80.0)
     finish()  # nothing left to read: it fails
     assert background.look(81.0) == 2
+
+
+REDUCE = "4 of 4 peers reduce equal shares because"
+
+
+def test_the_bottleneck_is_told_when_it_changes_and_the_awaited_peer_until_the_round_ends() -> None:
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+
+        def finish(step: int, explanation: str) -> None:
+            alice.events.emit(RoundFinished(5.0, step, 1, (), 0.0, 0, 0, 0, 0, 1.0, explanation=explanation))
+
+        alice.events.emit(PeerSilent(simulation.time, BOB, 3.0))
+        assert alice.snapshot().silent == "peer-b0b00000, silent for 3 s"
+        for step, rate in enumerate(("18.8", "19.1", "12 to 14")):
+            finish(step, f"{REDUCE} download of 1 peer ({rate} Mbit/s) is the bottleneck")
+        finish(3, f"{REDUCE} all finish together (20 Mbit/s)")
+        shown = alice.snapshot()
+        assert shown.silent == "" and shown.log[-2:] == (
+            "round 0: download of 1 peer (18.8 Mbit/s) is the bottleneck",
+            "round 3: all finish together (20 Mbit/s)",
+        )
 
 
 def test_a_lost_peer_that_two_services_report_is_one_line() -> None:
