@@ -62,7 +62,7 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
     elif (awaited := _awaited(snapshot)) and not snapshot.model:
         shown.note(f"waiting for {awaited}")
     _draw_peers(shown, snapshot)
-    shown.note(*snapshot.log, title="log")
+    shown.note(*reversed(snapshot.log), title="log, newest first")
     return shown
 
 

@@ -41,7 +41,6 @@ SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 MODEL = "model"  # the default name in `Swarm.optimizer`
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
-_RATE = re.compile(r" \(.*?\)")
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
 
@@ -87,7 +86,7 @@ class Overview:
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
         self._counted = Counter[str]()  # samples of the rounds that this peer was in, by hex id
         self._silent: PeerSilent | None = None  # the round waits for it
-        self._bottleneck = ""  # of the averaging, without its rate
+        self._bottlenecks = set[frozenset[str]]()  # of the averaging, each told once
         self._names: dict[str, str] = {}  # by short id
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[tuple[*Records, object]] | None = None
@@ -126,8 +125,11 @@ class Overview:
             {one.peer: one.samples for one in event.members if one.peer in event.contributors}
         )
         reason = event.explanation.partition(" because ")[2]
-        if reason and _RATE.sub("", reason) != self._bottleneck:
-            self._bottleneck = _RATE.sub("", reason)
+        if (
+            reason
+            and (ways := frozenset({"upload", "download"} & set(reason.split()))) not in self._bottlenecks
+        ):
+            self._bottlenecks.add(ways)
             self._tell(Notice(event.at, f"round {event.step}: {reason}"))
 
     def _awaited(self, now: float) -> str:

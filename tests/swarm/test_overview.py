@@ -144,7 +144,7 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
 REDUCE = "4 of 4 peers reduce equal shares because"
 
 
-def test_the_bottleneck_is_told_when_it_changes_and_the_awaited_peer_until_the_round_ends() -> None:
+def test_each_bottleneck_is_told_once_and_the_awaited_peer_until_the_round_ends() -> None:
     with cs.simulate(peers=1) as simulation:
         alice = simulation.swarms["alice"]
 
@@ -155,11 +155,14 @@ def test_the_bottleneck_is_told_when_it_changes_and_the_awaited_peer_until_the_r
         assert alice.snapshot().silent == "peer-b0b00000, silent for 3 s"
         for step, rate in enumerate(("18.8", "19.1", "12 to 14")):
             finish(step, f"{REDUCE} download of 1 peer ({rate} Mbit/s) is the bottleneck")
-        finish(3, f"{REDUCE} all finish together (20 Mbit/s)")
+        finish(3, f"{REDUCE} upload and download of 2 peers (5 Mbit/s) are the bottleneck")
+        finish(4, f"{REDUCE} download of 2 peers (20 Mbit/s) is the bottleneck")
+        finish(5, f"{REDUCE} all finish together (20 Mbit/s)")
         shown = alice.snapshot()
-        assert shown.silent == "" and shown.log[-2:] == (
+        assert shown.silent == "" and shown.log[-3:] == (
             "round 0: download of 1 peer (18.8 Mbit/s) is the bottleneck",
-            "round 3: all finish together (20 Mbit/s)",
+            "round 3: upload and download of 2 peers (5 Mbit/s) are the bottleneck",
+            "round 5: all finish together (20 Mbit/s)",
         )
 
 
