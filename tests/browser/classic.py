@@ -40,8 +40,14 @@ class ClassicNotebook:
     def __init__(self, page: Any) -> None:
         self.page = page
 
-    def run(self, cell: int, says: str = "") -> str:
+    def start(self, cell: int) -> None:
         self.page.evaluate("i => Jupyter.notebook.execute_cells([i])", cell)
+
+    def interrupt(self) -> None:
+        self.page.evaluate("() => Jupyter.notebook.kernel.interrupt()")
+
+    def run(self, cell: int, says: str = "") -> str:
+        self.start(cell)
         self.page.wait_for_function(FINISHED, arg=cell, timeout=120_000)
         if says:
             here = self.page.locator(f".code_cell >> nth={cell} >> .output_area")
@@ -50,8 +56,11 @@ class ClassicNotebook:
         assert "Traceback (most recent call last)" not in output, output
         return output
 
+    def fill(self, field: str, value: str) -> None:
+        self.page.locator(".widget-text", has_text=field).locator("input").fill(value)
+
     def wait_output(self, text: str) -> None:
-        self.page.locator(".output_area", has_text=text).first.wait_for(timeout=30_000)
+        self.page.locator(".output_area", has_text=text).first.wait_for(timeout=90_000)
 
     def click(self, button: str) -> None:
         self.page.click(f'button:has-text("{button}")')

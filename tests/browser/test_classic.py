@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from colab_swarm.bench.overhead import code_cells
 from tests.browser.chromium import Window, needs
-from tests.browser.classic import ENVIRONMENT, Classic
+from tests.browser.classic import ENVIRONMENT, FINISHED, Classic
+from tests.notebooks.kernel import NOTEBOOKS
 
 absent = not (ENVIRONMENT / "installed").exists()
 pytestmark = [*needs(), pytest.mark.skipif(absent, reason="make classic installs what is missing")]
@@ -40,4 +42,36 @@ def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Windo
     notebook.click("Click again")
     notebook.page.locator("button", has_text="Left").wait_for()
     notebook.run(3, says="Swarm(classic-run, alice, left)")
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
+
+
+def test_friends_start_and_join_with_the_four_cells(
+    classic: Classic, window: Window, artifacts: Path
+) -> None:
+    cells = list(code_cells(NOTEBOOKS / "swarm.ipynb"))
+    alice, bob = (classic.open(window, f"swarm-{name}", cells) for name in ("alice", "bob"))
+    for friend in (alice, bob):
+        friend.run(0)
+        friend.run(1)
+    alice.fill("Your name", "alice")
+    alice.click("Start / Join")
+    alice.wait_output("others reach you")
+    line = alice.page.locator(".widget-html code", has_text="swarm:").inner_text().strip()
+    bob.fill("Invitation", f"  {line[:40]} {line[40:]} ")
+    bob.fill("Your name", "bob")
+    bob.click("Start / Join")
+    bob.wait_output("reached")
+    alice.page.screenshot(path=artifacts / "started.png")
+    for friend in (alice, bob):
+        friend.start(2)
+    for friend in (alice, bob):
+        friend.wait_output("from 2 peers")
+    for friend in (alice, bob):
+        friend.interrupt()
+        friend.page.wait_for_function(FINISHED, arg=2, timeout=30_000)
+    alice.run(1)  # the cell again: the same peer, and no form
+    assert alice.page.locator('button:has-text("Start / Join")').count() == 0
+    for friend in (alice, bob):
+        friend.run(3)
+    bob.page.screenshot(path=artifacts / "left.png")
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []

@@ -76,7 +76,7 @@ def test_two_friends_start_and_join_with_the_same_four_cells(
     alice.page.screenshot(path=artifacts / "connect.png")
     alice.click("Start / Join")
     alice.wait_output("others reach you")
-    line = alice.page.locator(".widget-html code", has_text="#").inner_text().strip()
+    line = alice.page.locator(".widget-html code", has_text="swarm:").inner_text().strip()
     bob.fill("Invitation", f'  "{line[:40]}\n{line[40:]}" ')  # as a chat program breaks it
     bob.fill("Your name", "bob")
     bob.click("Start / Join")
