@@ -16,6 +16,29 @@ invitations stay valid until they expire. `colab_swarm.backbone.config` shows al
 flags of the command line do not apply to it. The dashboard is at http://127.0.0.1:8080/; from
 another machine use an SSH tunnel. Set `HF_TOKEN` to push checkpoints to the Hub.
 
+## Behind nginx
+
+Networks that let only HTTPS out let peers reach a backbone at port 443 of a web server. Set
+``announce = ["wss://run.example.org"]`` in the file, or `--announce`, and give nginx this:
+
+    server {
+        listen 443 ssl;
+        server_name run.example.org;
+        ssl_certificate /etc/ssl/run.pem;
+        ssl_certificate_key /etc/ssl/run.key;
+        location / {
+            proxy_pass http://127.0.0.1:4500;
+            proxy_http_version 1.1;
+            proxy_set_header Upgrade $http_upgrade;
+            proxy_set_header Connection $http_connection;
+            proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
+        }
+    }
+
+Links ping every 10 s, so nginx's time-outs of 60 s may stay. nginx and the backbone are on one
+machine, for otherwise peers would take nginx for the other end. Invitations are then links to
+``https://run.example.org/join``, where a browser sees how to join.
+
 ## What it does
 
 | part | module |

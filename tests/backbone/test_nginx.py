@@ -1,0 +1,248 @@
+"""A backbone behind a real nginx with TLS: its page, links, relay, large transfers, time-outs and a restart.
+
+The configuration is that of the page `colab_swarm.backbone`, with other ports, names and files.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+import colab_swarm as cs
+from colab_swarm import backbone as page
+from colab_swarm.backbone.backbone import serve
+from colab_swarm.backbone.config import Dashboard, Network, RunFile
+from colab_swarm.errors import PeerError
+from colab_swarm.net.carrier import LinkType, NodeSettings
+from colab_swarm.net.link import Link
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import short
+from tests.net.swarm import LOOPBACK, Echo, echo, start, until
+from tests.netlab.peer import Piece, send, take
+
+NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        NGINX is None and "COLAB_SWARM_CI" not in os.environ, reason="not installed here: nginx"
+    ),
+]
+WHOLE = """
+daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log info; {user}
+events {{ }}
+http {{
+    access_log off; proxy_read_timeout {idle}; proxy_send_timeout {idle};
+    client_body_temp_path {folder}/b; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;
+    uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+    {server}
+}}
+"""
+SILENT = replace(LOOPBACK, listen=False, keep_alive_s=600.0)
+PINGING = replace(SILENT, keep_alive_s=0.5)
+LIMIT_S = 60.0  # only a hang reaches it
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def write_certificates(folder: Path) -> None:
+    """Write an authority that signed itself (``ca.pem``), and the key and certificate that it issued to localhost."""
+    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    issuer, subject = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("ours", "localhost")
+    )
+
+    def signed(name: x509.Name, public: ec.EllipticCurvePublicKey, kind: x509.ExtensionType) -> bytes:
+        made = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(public)
+        made = made.serial_number(x509.random_serial_number()).not_valid_before(
+            datetime.now(UTC) - timedelta(1)
+        )
+        made = made.not_valid_after(datetime.now(UTC) + timedelta(1)).add_extension(kind, critical=False)
+        return made.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    authority = x509.BasicConstraints(ca=True, path_length=None)
+    (folder / "ca.pem").write_bytes(signed(issuer, ca_key.public_key(), authority))
+    host = x509.SubjectAlternativeName([x509.DNSName("localhost")])
+    (folder / "run.pem").write_bytes(signed(subject, key.public_key(), host))
+    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / "run.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, *private))
+
+
+class Nginx:
+    """nginx with TLS at `address`, as a process; ``trust`` is for clients that trust its authority."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.address = f"wss://localhost:{self.port}"
+        write_certificates(folder)
+        self.trust = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, backbone_port: int, *, idle: str = "60s") -> None:
+        (server,) = re.findall(r"^    server \{\n.*?^    \}\n", page.__doc__ or "", re.MULTILINE | re.DOTALL)
+        for there, here in {
+            "listen 443 ssl": f"listen 127.0.0.1:{self.port} ssl",
+            "server_name run.example.org": "server_name localhost",
+            "/etc/ssl/run.pem": f"{self.folder}/run.pem",
+            "/etc/ssl/run.key": f"{self.folder}/run.key",
+            "http://127.0.0.1:4500": f"http://127.0.0.1:{backbone_port}",
+        }.items():
+            assert server.count(there) == 1, there
+            server = server.replace(there, here)
+        user = "user root;" if os.getuid() == 0 else ""  # its workers must enter the test's folder
+        text = WHOLE.format(folder=self.folder, server=server, user=user, idle=idle)
+        (self.folder / "nginx.conf").write_text(text)
+        assert NGINX is not None, "nginx is not installed: .ci/run does it"
+        self._process = subprocess.Popen(
+            [
+                NGINX,
+                "-p",
+                str(self.folder),
+                "-e",
+                f"{self.folder}/error.log",
+                "-c",
+                f"{self.folder}/nginx.conf",
+            ]
+        )
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            assert self._process.poll() is None, (self.folder / "error.log").read_text()
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(LIMIT_S)
+            self._process = None
+
+
+@pytest.fixture
+def nginx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nginx]:
+    """An nginx that is not started yet; all peers of this process trust its authority, as they do public ones."""
+    made = Nginx(tmp_path)
+    monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", made.trust)
+    yield made
+    made.stop()
+
+
+@contextmanager
+def joined(invitation: str, name: str) -> Iterator[tuple[cs.Swarm, Node]]:
+    options = cs.NetworkOptions(listen=False, lan=False, punch=False)
+    with cs.join(invitation, peer_name=name, options=options) as swarm:
+        assert swarm.network is not None
+        yield swarm, swarm.network.node
+
+
+def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Nginx, tmp_path: Path) -> None:
+    own = free_port()
+    nginx.start(own)
+    network = Network(port=own, announce=(nginx.address,), lan=False)
+    file = RunFile(name="my-run", folder=str(tmp_path), network=network, dashboard=Dashboard(enabled=False))
+    with serve(file) as backbone:
+        url, _, _ = backbone.invite.partition("#")
+        assert url == f"https://localhost:{nginx.port}/join"
+        with urllib.request.urlopen(url, timeout=LIMIT_S, context=nginx.trust) as answer:
+            assert "<h1>Join my-run</h1>" in answer.read().decode()
+        with joined(backbone.invite, "alice") as (alice, one), joined(backbone.invite, "bob") as (bob, other):
+            there = backbone.swarm.id
+            for node in (one, other):
+                path = node.path_to(there)
+                assert path is not None and (path.way, path.address) == (LinkType.TUNNEL, nginx.address)
+                # the backbone sees that nginx is between, and takes its address for nobody's
+                assert backbone.swarm.services.peers.way_to(node.id) == "tunnel"
+
+            async def talk() -> dict[str, object]:
+                await until(lambda: any("/relay/" in address for address in other.contact.addresses))
+                other.serve_stream(Piece, take)
+                one.learn(other.contact)
+                return await send(one, other.id, 1 << 20)
+
+            sent = alice.runtime.call(talk())
+            assert sent["intact"] and sent["path"] == f"relayed by {short(there)}"
+            assert all(address.startswith(nginx.address) for address in bob.contact.addresses)
+
+
+@asynccontextmanager
+async def behind(nginx: Nginx, *clients: NodeSettings, idle: str = "60s") -> AsyncIterator[list[Node]]:
+    """Alice, whom all others reach through nginx only, and a client for each of the settings."""
+    nodes = [await start("alice", replace(SILENT, listen=True, announce=(nginx.address,)))]
+    try:
+        alice = nodes[0]
+        assert alice.port is not None
+        alice.serve(Echo, echo)
+        alice.serve_stream(Piece, take)
+        nginx.start(alice.port, idle=idle)
+        for number, settings in enumerate(clients):
+            nodes.append(await start(f"client {number}", settings))
+            nodes[-1].learn(alice.contact)
+        yield nodes
+    finally:
+        for node in reversed(nodes):
+            await node.close()
+
+
+async def linked(client: Node, alice: Node) -> Link:
+    """Call alice; return the one link that it went over."""
+    assert await client.call(alice.id, Echo(b"hello"), Echo, timeout_s=LIMIT_S) == Echo(b"hello")
+    (link,) = client.linker.table.of(alice.id)
+    assert client.way_to(alice.id) == alice.way_to(client.id) == "tunnel"
+    return link
+
+
+@pytest.mark.real_time
+async def test_three_tensors_of_64_mib_come_intact_through_nginx_at_once(nginx: Nginx) -> None:
+    async with behind(nginx, PINGING) as (alice, bob):
+        sent = await asyncio.gather(*(send(bob, alice.id, (64 << 20) + 4 * extra) for extra in range(3)))
+        assert [one["intact"] for one in sent] == [True] * 3
+        assert {one["path"] for one in sent} == {"tunnel"}
+        assert alice.statistics(bob.id).received_bytes > 3 * (64 << 20)
+
+
+@pytest.mark.real_time
+async def test_a_link_with_pings_outlives_the_time_out_that_ends_a_silent_one(nginx: Nginx) -> None:
+    async with behind(nginx, PINGING, SILENT, idle="2s") as (alice, bob, carol):
+        kept = await linked(bob, alice)
+        for _ in range(3):
+            ended = await linked(carol, alice)
+            await until(lambda: ended.lost is not None)  # noqa: B023
+        assert (nginx.folder / "error.log").read_text().count("upstream timed out") == 3
+        assert kept.lost is None and await linked(bob, alice) is kept
+
+
+@pytest.mark.real_time
+async def test_peers_come_back_through_nginx_after_its_restart(nginx: Nginx) -> None:
+    async with behind(nginx, PINGING) as (alice, bob):
+        before = await linked(bob, alice)
+        nginx.stop()
+        await until(lambda: before.lost is not None)
+        with pytest.raises(PeerError):
+            await linked(bob, alice)
+        assert alice.port is not None
+        nginx.start(alice.port)
+        while not bob.linked():
+            with suppress(PeerError):  # an address that did not answer is left alone for a moment
+                await linked(bob, alice)
+            await asyncio.sleep(0.01)
+        assert await linked(bob, alice) is not before
