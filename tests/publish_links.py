@@ -65,7 +65,8 @@ def publish(root: Path, url: str) -> None:
     for path in (readme, *(root / "notebooks").glob("*.ipynb")):
         path.write_text(lead_to(url, path.read_text(encoding="utf-8")), encoding="utf-8")
     readme.write_text(with_badges(url, readme.read_text(encoding="utf-8")), encoding="utf-8")
-    subprocess.run([*git, "commit", "-q", "-a", "-m", f"Links lead to {url}"], check=True)
+    if subprocess.run([*git, "diff", "--quiet"], check=False).returncode:
+        subprocess.run([*git, "commit", "-q", "-a", "-m", f"Links lead to {url}"], check=True)
 
 
 if __name__ == "__main__":

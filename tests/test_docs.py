@@ -57,7 +57,7 @@ def test_the_readme_stays_short() -> None:
 
 def test_links_of_the_readme_exist() -> None:
     links = re.findall(r"\]\(([^)#\s]+)\)", README)
-    links += re.findall(r"(?:/blob/main/|labpath=|src=\")([^\s\"]+)", README)
+    links += re.findall(r"(?:/blob/main/|labpath=|src=\")([^\s\")]+)", README)
     files = [link for link in links if not link.startswith("http")]
     assert len(files) > 15
     assert [link for link in files if not (ROOT / link).exists()] == []

@@ -118,6 +118,7 @@ def text_of(notebook: Path) -> str:
 def test_publishing_leads_everything_to_one_address_in_one_commit(copy: Path) -> None:
     publish(copy, YOURS)
     publish(copy, f"{MINE}.git")
+    publish(copy, MINE)
     assert git(copy, "log", "--format=%s").splitlines() == [
         f"Links lead to {MINE}",
         f"Links lead to {YOURS}",
