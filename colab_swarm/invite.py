@@ -5,7 +5,7 @@
 
 The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a
 version byte, msgpack and a checksum. Unless the run is open, an invitation has its own key pair.
-The authority signs its public key and what it allows (`Grant`). The secret key is in the invitation
+The authority signs its public key and its rights (`Grant`). The secret key is in the invitation
 and signs the rest, so that an invited peer can pass the invitation on with other entries, but not
 with more rights.
 """

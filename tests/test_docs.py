@@ -1,4 +1,4 @@
-"""The README and the pages: what they name is there, and each protocol and public name says what it is."""
+"""The README and the pages: named things exist; each protocol and public name has a description."""
 
 import ast
 import inspect

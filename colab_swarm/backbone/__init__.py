@@ -39,7 +39,7 @@ Links ping every 10 s, so nginx's time-outs of 60 s may stay. nginx and the back
 machine, for otherwise peers would take nginx for the other end. Invitations are then links to
 ``https://run.example.org/join``, where a browser sees how to join.
 
-## What it does
+## Parts
 
 | part | module |
 |---|---|

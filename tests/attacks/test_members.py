@@ -39,7 +39,7 @@ from tests.trust.run import Clock, Echo, Peer, run_with
 
 
 def ground_near(key: bytes, folder: Path, tries: int = 4000) -> cs.NetworkOptions:
-    """Options with the key that is nearest to ``key`` of so many."""
+    """Options with the nearest key to ``key`` of ``tries`` random ones."""
     secrets = (os.urandom(32) for _ in range(tries))
     best = min(secrets, key=lambda secret: distance(Identity(secret).id, key))
     (folder / "key").write_bytes(best)
@@ -300,7 +300,7 @@ def test_a_reducer_that_makes_up_clipped_means_is_found_and_left_out(monkeypatch
 
 
 class Heavy(Trainer):
-    """Says that each micro-batch has so many samples."""
+    """Claims a made-up number of samples for each micro-batch."""
 
     def take_batch(self) -> None:
         toy.loss_of(self.net, self.optimizer.global_step, slice(0, 3)).backward()
@@ -386,7 +386,7 @@ async def test_an_invitation_that_has_ended_admits_nobody_with_a_back_dated_memb
             finally:
                 await mallory.close()
 
-        assert await admitted("early", bob, Clock()) is Role.WORKER  # what it shows is otherwise sound
+        assert await admitted("early", bob, Clock()) is Role.WORKER  # its membership is otherwise valid
         for peer in run.peers:
             peer.clock.ahead_s = ended_s
         late = [await admitted(f"late {peer.node.id!r}", peer, Clock(ended_s)) for peer in (bob, authority)]

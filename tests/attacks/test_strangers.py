@@ -83,7 +83,7 @@ async def test_members_that_stuff_a_key_keep_no_new_record_out() -> None:
         dht = DHT(alice, DHTSettings(), random.Random(1))
         key, largest = key_id("run/model/progress"), dht.settings.value_bytes - 8
         refusals = [await store(one, alice.id, key, stuffing(one, key, largest)) for one in sybils]
-        assert refusals.count(("",)) >= 6  # so many fill the key
+        assert refusals.count(("",)) >= 6  # six of them fill the key
         held = dht._storage.get(key, now=asyncio.get_running_loop().time())
         assert sum(one.size_bytes for one in held) > dht.settings.key_bytes - largest - 1000
         assert await store(bob, alice.id, key, stuffing(bob, key, 200)) == ("",)

@@ -31,7 +31,7 @@ KNOWN_STEPS = 4  # after which the honest know each other
 
 
 class Trainer:
-    """An honest trainer on a thread of its own; keeps what it had after each of its steps."""
+    """An honest trainer on a thread of its own; keeps its parameters after each of its steps."""
 
     def __init__(self, swarm: Swarm, **settings: Any) -> None:
         self.swarm, self.net, self._settings = swarm, toy.model(), settings
@@ -161,7 +161,7 @@ class Town:
         pytest.fail(f"no {what} in {HANG_S:.0f} s; steps: {steps}")
 
     def go_on(self, steps: int) -> None:
-        """Return when all honest peers have taken so many more steps."""
+        """Return when all honest peers have taken ``steps`` more steps."""
         least = self.steps + steps
         self.wait(lambda: self.steps >= least, f"{steps} steps during the attack")
 
@@ -175,7 +175,7 @@ class Town:
                 raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
 
     def assert_held(self, *, least_shared: int, loss: bool = True) -> None:
-        """Equal lineages are equal parameters, and the three shared so many steps; nothing diverged or was raised."""
+        """Equal lineages are equal parameters, and the three shared ``least_shared`` steps; nothing diverged or was raised."""
         held: dict[tuple[int, bytes], dict[str, bytes]] = defaultdict(dict)
         for trainer in self.trainers:
             for key, digest in trainer.states.items():

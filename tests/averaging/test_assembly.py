@@ -42,7 +42,7 @@ class Place:
         return await self.assemblies[index].meet(10, SCHEMA, lambda peers: 2 + index)
 
     async def meet_all(self, count: int, *, apart_s: float = 0.0) -> Group:
-        """The one group of so many peers."""
+        """The one group of ``count`` peers."""
         groups = await asyncio.gather(*(self.meet(i, after_s=i * apart_s) for i in range(count)))
         assert len(set(groups)) == 1 and len(groups[0].members) == count
         return groups[0]

@@ -27,7 +27,7 @@ class Always(random.Random):
 
 
 def corrupt(round_: AllReduce, factor: float = -1.0) -> None:
-    """A dishonest reducer's hands: what it returns is not the mean."""
+    """A dishonest reducer returns another value than the mean."""
     honest = round_.reducer.mean
     round_.reducer.mean = lambda chunk: factor * honest(chunk)  # type: ignore[method-assign, operator]
 
@@ -49,7 +49,7 @@ def misquote(round_: AllReduce) -> None:
 
 
 def hide(round_: AllReduce) -> None:
-    """An accomplice's hands: it shows nothing of what it sent."""
+    """An accomplice shows none of its contributions."""
     round_.sent = lambda *_: ("", b"")  # type: ignore[method-assign]
 
 

@@ -40,7 +40,7 @@ class Trainer:
     def __init__(self, peers: SimPeers, settings: module.GroupFormationSettings | None = None) -> None:
         self.peers = peers
         self.candidates: list[PeerId] = []
-        self.ready_in_s: float | None = 0.0  # what it answers when called
+        self.ready_in_s: float | None = 0.0  # its answer to a call
         self.ticket = TICKET
         self.followed = True
         self.believed_s = float("inf")
@@ -121,7 +121,7 @@ async def join_in_the_end(trainer: Trainer) -> Group:
 
 
 async def one_group(*joining: Awaitable[Group], size: int) -> Group:
-    """The group of all these, which has so many members."""
+    """The group of all these, with ``size`` members."""
     groups = await asyncio.gather(*joining)
     assert len(set(groups)) == 1 and len(groups[0].members) == size
     return groups[0]
@@ -400,7 +400,7 @@ def answering(text: str) -> Callable[[PeerId, Ask], Awaitable[Answer]]:
 
 
 def meet() -> tuple[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers]:
-    """Return the router of one peer, ``await ask(prefix)``: what it answers, and the peer that asks."""
+    """Return the router of one peer, ``await ask(prefix)`` for its answer, and the asking peer."""
     network = SimNetwork(LAN, seed=1)
     alice, bob = network.peer("alice"), network.peer("bob")
     network.introduce()

@@ -228,7 +228,7 @@ def lines(g: MoshpitGrid, axis: int) -> set[tuple[PeerId, ...]]:
 def average(
     g: MoshpitGrid, values: dict[PeerId, float], weights: dict[PeerId, float], axis: int, missing: set[PeerId]
 ) -> None:
-    """One round along an axis; who is missing keeps what it has."""
+    """One round along an axis; a missing peer keeps its value."""
     for line in lines(g, axis):
         holders = [peer for peer in line if peer not in missing]
         total = sum(weights[peer] for peer in holders)

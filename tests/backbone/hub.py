@@ -24,7 +24,7 @@ class Commit:
 
 
 class StandIn:
-    """Takes commits to any repository by one token; ``fail`` so many times first."""
+    """Takes commits to any repository by one token; the first ``fail`` ones fail."""
 
     def __init__(self, token: str, *, fail: int = 0) -> None:
         self.token, self.fail = token, fail

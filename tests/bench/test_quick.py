@@ -90,7 +90,7 @@ def test_the_experts_benchmark_reports_every_figure() -> None:
     figures = moe.run_experts(quick=True).figures
     assert figures.keys() == {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s"}
     assert all(value > 0 for value in figures.values())
-    assert figures["vs_local"] > 0.1  # far below what it should be: catches a fast path that is gone
+    assert figures["vs_local"] > 0.1  # far below the usual figure: catches a lost fast path
 
 
 @pytest.mark.slow

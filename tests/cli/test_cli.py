@@ -1,4 +1,4 @@
-"""The command line: what a person types, and what it answers."""
+"""The command line: its arguments, output and exit status."""
 
 import json
 import re

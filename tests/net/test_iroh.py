@@ -1,4 +1,4 @@
-"""iroh as a carrier: `tests.net.test_contract` has what it shares with the others."""
+"""iroh as a carrier: `tests.net.test_contract` has the tests of all carriers."""
 
 import asyncio
 import ctypes

@@ -87,7 +87,7 @@ async def test_without_a_hole_the_relayed_link_stays_and_says_why(
 
 
 def busy_at_first(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Upgrade]:
-    """Have the answering end be busy for so many requests; returns the requests."""
+    """Have the answering end be busy for the first ``times`` requests; returns the requests."""
     real, requests = Upgrades._on_upgrade, list[Upgrade]()
 
     async def answer(self: Upgrades, opening: Upgrade, stream: Stream) -> None:

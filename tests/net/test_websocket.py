@@ -181,7 +181,7 @@ def test_random_bytes_never_raise(pieces: list[bytes]) -> None:
 
 @pytest.mark.parametrize("end", [b"\x88\x02\x03\xe8", b"\x81\x02hi"], ids=["close", "protocol error"])
 def test_messages_of_the_same_read_before_the_end_are_delivered(end: bytes) -> None:
-    # a relay sends after each read what it brought: left behind, it would be sent to the next circuit's peer
+    # a relay forwards after each read: messages left behind would go to the next circuit's peer
     got, transport = feed(b"\x82\x04last" + end, step=99)
     assert transport.is_closing() and got.seen_after_reads == [[b"last"]]
 

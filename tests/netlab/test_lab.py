@@ -1,4 +1,4 @@
-"""The lab is what it says: otherwise no other test here means anything."""
+"""The lab has the routers and lines that it claims: every other test here depends on it."""
 
 import subprocess
 import sys

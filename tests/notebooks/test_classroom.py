@@ -28,7 +28,7 @@ def all_at_once(kernels: list[Kernel], **form: object) -> list[str]:
 
 
 def train_until_it_reads(kernels: list[Kernel]) -> None:
-    """Run the cell that trains to a step and the one that tells how well it reads, until it does."""
+    """Run the cells that train to a step and print the accuracy, until it is high enough."""
     for _ in range(TRIES):
         steps = STEPS + max(int(kernel.execute("print(optimizer.global_step)")) for kernel in kernels)
         all_at_once(kernels, STEPS=steps)

@@ -134,7 +134,7 @@ def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulat
     lesson.pause()
 
     def time_after(number: int) -> float:
-        """The time once so many faults were injected, one more than before."""
+        """The time once one more fault was injected, ``number`` in all."""
         lesson.inject("lose", 0.0)
         wait(lambda: len(simulation.network.fired) == number)
         return simulation.time

@@ -239,7 +239,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "onebit": (2.0**-149, float(LARGEST)),
     **dict.fromkeys(("float32", "topk:0.0001", "topk:0.01", "topk:0.5"), (0.0, float(LARGEST))),
 }
-"""By codec: what it may take for 0, and the largest value that it can tell."""
+"""By codec: the largest value that may become 0, and the largest value that it can represent."""
 codecs = pytest.mark.parametrize("name", RANGES)
 
 

@@ -35,7 +35,7 @@ def record(step: int, *, reduces: bool = True) -> ProgressRecord:
 
 
 class DeadTrainers:
-    """Each of them died at a step of its own, but its record lives on; a backbone has a checkpoint of before."""
+    """Each of them died at a step of its own, but its record lives on; a backbone has an older checkpoint."""
 
     def __init__(self, steps: list[int]) -> None:
         joiner = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=True, name="")

@@ -35,7 +35,7 @@ def loaded_from(*donors: PeerId, own: StateSketch = FALSE) -> StateCheck:
 
 
 @pytest.mark.parametrize(
-    ("sketches", "given_up", "published"),  # of those that did not load theirs, and of alice
+    ("sketches", "given_up", "published"),  # of the peers that computed their state, and of alice
     [
         ({BOB: TRUE, CAROL: TRUE, ALICE: FALSE}, True, False),
         ({BOB: TRUE, ALICE: FALSE}, False, False),  # who is right?

@@ -51,7 +51,7 @@ def test_the_trainer_closes_on_request_and_raises_the_reason(monkeypatch: pytest
         for _ in range(2):
             with pytest.raises(RuntimeError, match="the session ends"):
                 optimizer.step(samples=10)
-        # what it called for is done first, and once
+        # the requested end comes after the step, and once
         assert optimizer.global_step == 1 and closed_by == [(9.0, threading.get_ident())]
 
 

@@ -54,7 +54,7 @@ class Answer:
 
 
 class Scene:
-    """A coordinator over HTTP, and what it wrote."""
+    """A coordinator over HTTP, and its log."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator, self.server = coordinator, coordinator.server

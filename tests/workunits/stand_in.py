@@ -40,7 +40,7 @@ class StandIn:
         self.returned: list[str] = []
         self.asked: list[AskForUnits] = []
         self.seen: list[str] = []  # method and path of all requests
-        self.fired: list[str] = []  # the same of those that met a fault
+        self.fired: list[str] = []  # the same of requests that met a fault
         self.refuse: Problem | None = None  # why uploads are refused
         self.url, self.membership = "", b""
         self.received: dict[str, bytearray] = {}

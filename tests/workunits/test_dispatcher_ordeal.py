@@ -1,7 +1,7 @@
 """A job among unreliable volunteers, its coordinator killed again and again: no unit is lost or counted twice.
 
 Volunteers kill, send rubbish, come late, send twice, give back; parameter servers take results in any order; and at
-random moments the dispatcher is rebuilt from the log, and must know what it knew.
+random moments the dispatcher is rebuilt from the log, and must have the same state.
 """
 
 import random
@@ -68,7 +68,7 @@ class Ordeal(Desk):
         self.result(given, value)
 
     def kill(self, volunteer: str) -> None:
-        """It may come back with what it had."""
+        """It may come back with its units."""
         self.sent[volunteer] += self.held[volunteer]
         self.held[volunteer].clear()
         self.done["vanished"] += 1

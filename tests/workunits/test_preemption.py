@@ -1,4 +1,4 @@
-"""Preemptible instances: the paper's formula for timeouts, where it holds and where not; and what it saves."""
+"""Preemptible instances: the paper's formula for timeouts, where it holds and where not; and the money saved."""
 
 from dataclasses import replace
 from statistics import fmean

@@ -1,6 +1,6 @@
 """Stands in for ngrok's agent (version 3): ``ngrok http URL`` with its log as JSON.
 
-The token selects what it does: ``session-NNN`` fails at the start with ERR_NGROK_NNN, ``tunnel-NNN`` at the
+The token selects the behaviour: ``session-NNN`` fails at the start with ERR_NGROK_NNN, ``tunnel-NNN`` at the
 opening of the tunnel, ``offline`` never reaches ngrok, ``silent`` stays silent.
 """
 
