@@ -23,7 +23,7 @@ style sheet (`colab_swarm.notebook.theme`): light and dark, never colour alone.
 
 | call | while |
 |---|---|
-| `swarm.panel()` as the last value of a cell | no cell runs: the browser asks each second while *Auto-refresh* is on |
+| `swarm.panel()` as the last value of a cell | no cell runs: the browser asks each second; *Auto-refresh* ends it |
 | `swarm.watch()` | its cell runs; ■ stops the watching, not the peer |
 | `panel.tick()` after each batch | your training loop runs; draws at most four times a second |
 

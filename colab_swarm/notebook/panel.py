@@ -28,7 +28,7 @@ TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-en
 RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
 CONFIRM_S = 5.0  # how long the leave button waits for the second click
 BEAT_S = 2.0  # the kernel looks after the browser's clock
-HEIGHT = "500px"  # of the view, which scrolls beyond; with its controls a panel has at most 600
+HEIGHT = "520px"  # of the view, which scrolls beyond; with its controls a panel has at most 600
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
 # The play widget as one switch with a name: its first button (of ipywidgets 7 the second while it plays), no others.
 PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!important}

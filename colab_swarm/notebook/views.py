@@ -139,7 +139,7 @@ def _collected(snapshot: SwarmSnapshot) -> str:
 def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     figures = {}
     if snapshot.samples_per_s and (snapshot.target_batch_size > 0 or snapshot.model):
-        figures["all peers"] = _speed(snapshot).replace(" ", "\n", 1)
+        figures["all peers"] = f"{snapshot.samples_per_s:,.1f}\nsamples/s"
     if snapshot.kept is not None and snapshot.kept.checkpoints:
         saved = snapshot.kept.checkpoints[-1]
         figures["last saved"] = f"step {saved.step:,}\n{duration(snapshot.at - saved.at)} ago"
@@ -147,7 +147,7 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
         if snapshot.own_samples_per_s:
             figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
         if snapshot.last_share is not None:
-            figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step's samples"
+            figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step"
     return figures | {"sent": size(snapshot.sent_bytes), "received": size(snapshot.received_bytes)}
 
 
@@ -316,7 +316,7 @@ def draw_waterfall(
         short = member.peer[:ID_CHARS]
         hue, outcome = "green", "✔ complete"
         if member.dropped:
-            hue, outcome = "red", f"✖ {plain(member.dropped, 80)}"
+            hue, outcome = "red", f"✖ {plain(member.dropped.replace(short, names.get(short, short)), 80)}"
         elif not (member.samples or member.share or member.received or member.means):
             hue, outcome = "soft", "– nothing to exchange"
         return (

@@ -12,7 +12,7 @@ from tests.notebook.test_views import ALICE, BOB, SNAPSHOT, parsed
 
 ME = MemberTrace(ALICE.id + "0" * 56, 64.0, 0.5)
 OTHER = MemberTrace(BOB.id + "0" * 56, 128.0, 0.5, sent=(0.0, 0.5), received=(0.25, 0.75), means=(0.75, 1.0))
-GONE = MemberTrace("ca401000" + "0" * 56, 32.0, 0.0, sent=(0.0, 0.2), dropped="its link closed")
+GONE = MemberTrace("ca401000" + "0" * 56, 32.0, 0.0, sent=(0.0, 0.2), dropped="the link to ca401000 is lost")
 WHO = {"group_size": 3, "contributors": (ME.peer, OTHER.peer), "members": (ME, OTHER, GONE)}
 LOST = {"spans_lost": 1, "kept_local": 1000, "explanation": "bob's line is the faster"}
 MOVED = {"samples": 192.0, "sent_bytes": 2_000_000, "received_bytes": 1_000_000}
@@ -43,7 +43,7 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
     assert lines[1] == "  shares: bob's line is the faster"
     assert lines[2:6] == [
         f"  member      {'0 to 2.00 s':40}  samples  reduces  result",
-        f"  ca401000    {half}{'░' * 4}{' ' * 16}  32         0%     ✖ its link closed",
+        f"  ca401000    {half}{'░' * 4}{' ' * 16}  32         0%     ✖ the link to ca401000 is lost",
         f"  alice (me)  {half}{' ' * 20}  64        50%     ✔ complete",
         f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}  128       50%     ✔ complete",
     ]
@@ -52,7 +52,7 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
 
 def test_the_html_has_the_same_content() -> None:
     shown = words(draw_rounds(TOLD).html())
-    facts = ("round 12", "✖ its link closed", "✔ complete", "alice (me)", "2.00 s")
+    facts = ("round 12", "✖ the link to ca401000", "✔ complete", "alice (me)", "2.00 s")
     assert [fact for fact in (*facts, "bob's line is the faster") if fact not in shown] == []
     drawn = parsed(draw_rounds(TOLD).html()).iter("svg")
     labels = [lane.attrib["aria-label"] for lane in drawn if "aria-label" in lane.attrib]
@@ -80,6 +80,11 @@ def test_nothing_to_exchange_stands_beside_no_samples() -> None:
     ]
 
 
+def test_a_member_that_left_is_named_in_the_reason_too() -> None:
+    shown = waterfall([ROUND], 0, {"ca401000": "carol"}).text()
+    assert "✖ the link to carol is lost" in shown and "ca401000" not in shown
+
+
 def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:
     for back, step in ((0, 12), (1, 11), (5, 11)):
         assert draw_rounds(TOLD, back).text().startswith(f"round {step}:")
@@ -95,7 +100,7 @@ def test_before_the_first_round_there_is_a_hint_and_a_round_without_traces_says_
 def test_many_members_are_cut_and_counted_and_failed_ones_stay() -> None:
     crowd = dataclasses.replace(ROUND, members=(OTHER,) * 500 + (GONE,))
     for shown in (waterfall([crowd], 0, {}).text(), words(waterfall([crowd], 0, {}).html())):
-        assert f"… and {501 - MAX_ROWS} more members" in shown and "its link closed" in shown
+        assert f"… and {501 - MAX_ROWS} more members" in shown and "the link to ca401000 is lost" in shown
 
 
 times = st.none() | st.tuples(st.floats(), st.floats())

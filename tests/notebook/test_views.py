@@ -33,7 +33,7 @@ def test_text_shows_the_facts_line_by_line() -> None:
         "alice: accepts connections, connected for 62 min",
         "demo: training, step 12, 20.0 samples/s from 1 of 2 peers, "
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
-        "  all peers: 20.0 samples/s from 1 of 2 peers; sent: 1.23 MB; received: 999 B",
+        "  all peers: 20.0 samples/s; sent: 1.23 MB; received: 999 B",
         "  [#####...............] next step: 64 of 256 samples; no peer is training; waiting for samples",
         "  peer        role         step  samples/s  samples  averaged for others  RTT  link  reachable",
         "  alice (me)  trainer      12    20.0       64       –                               yes",
@@ -71,7 +71,7 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
             ContributionRow("carol", "ca401000", 512.0, 1e6, me=False),
         ),
     )
-    facts = ("step 13 in about 10 s", "20.5 samples/s", "25% of the last step's samples")
+    facts = ("step 13 in about 10 s", "20.5 samples/s", "25% of the last step")
     facts += ("23 ms", "via alice", "1,024", "2 MB", "carol away")
     for shown in (words(trained), " ".join(draw(trained).text().split())):
         assert [fact for fact in facts if fact not in shown] == []
