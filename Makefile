@@ -58,8 +58,9 @@ docs: $(VENV)/installed
 map: $(VENV)/installed
 	$(BIN)/python -m tests.architecture_map
 
-# The pictures of the README, from today's code.
+# The pictures in README: today's panel in JupyterLab (needs chromium), and the curves.
 picture: $(VENV)/installed
+	$(BIN)/python -m tests.browser.picture
 	$(BIN)/python -m tests.readme.proof
 
 bench: $(VENV)/installed
