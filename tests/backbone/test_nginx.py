@@ -26,7 +26,7 @@ from cryptography.x509.oid import NameOID
 
 import colab_swarm as cs
 from colab_swarm import backbone as page
-from colab_swarm.backbone.backbone import serve
+from colab_swarm.backbone.backbone import Backbone, serve
 from colab_swarm.backbone.config import Dashboard, Network, RunFile
 from colab_swarm.errors import PeerError
 from colab_swarm.net.carrier import LinkType, NodeSettings
@@ -35,6 +35,8 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import short
 from tests.net.swarm import LOOPBACK, Echo, echo, start, until
 from tests.netlab.peer import Piece, send, take
+from tests.notebooks.kernel import opened
+from tests.notebooks.test_notebooks import connects, press
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [
@@ -148,6 +150,22 @@ def nginx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nginx]:
 
 
 @contextmanager
+def backbone_behind(nginx: Nginx) -> Iterator[Backbone]:
+    own = free_port()
+    nginx.start(own)
+    network = Network(port=own, announce=(nginx.address,), lan=False)
+    with serve(
+        RunFile(
+            name="my-run",
+            folder=str(nginx.folder / "run"),
+            network=network,
+            dashboard=Dashboard(enabled=False),
+        )
+    ) as made:
+        yield made
+
+
+@contextmanager
 def joined(invitation: str, name: str) -> Iterator[tuple[cs.Swarm, Node]]:
     options = cs.NetworkOptions(listen=False, lan=False, punch=False)
     with cs.join(invitation, peer_name=name, options=options) as swarm:
@@ -155,12 +173,8 @@ def joined(invitation: str, name: str) -> Iterator[tuple[cs.Swarm, Node]]:
         yield swarm, swarm.network.node
 
 
-def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Nginx, tmp_path: Path) -> None:
-    own = free_port()
-    nginx.start(own)
-    network = Network(port=own, announce=(nginx.address,), lan=False)
-    file = RunFile(name="my-run", folder=str(tmp_path), network=network, dashboard=Dashboard(enabled=False))
-    with serve(file) as backbone:
+def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Nginx) -> None:
+    with backbone_behind(nginx) as backbone:
         url, _, _ = backbone.invite.partition("#")
         assert url == f"https://localhost:{nginx.port}/join"
         with urllib.request.urlopen(url, timeout=LIMIT_S, context=nginx.trust) as answer:
@@ -182,6 +196,18 @@ def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Ngi
             sent = alice.runtime.call(talk())
             assert sent["intact"] and sent["path"] == f"relayed by {short(there)}"
             assert all(address.startswith(nginx.address) for address in bob.contact.addresses)
+
+
+def test_the_four_cells_of_the_notebook_join_and_train_through_nginx(nginx: Nginx, tmp_path: Path) -> None:
+    trusted = {"SSL_CERT_FILE": str(nginx.folder / "ca.pem")}
+    with backbone_behind(nginx) as backbone, opened("swarm", tmp_path, **trusted) as alice:
+        connects(alice, 3)
+        shown = press(alice, name="alice", invitation=f" {backbone.invite[:90]}\n{backbone.invite[90:]} ")
+        assert "you are alice" in shown and f"reached {short(backbone.swarm.id)}: tunnel" in shown
+        assert "my-run: training, step" in alice.run()
+        assert alice.execute("print(optimizer.global_step)").endswith("3\n")
+        alice.run()
+        assert "left" in alice.execute("print(swarm)")
 
 
 @asynccontextmanager
