@@ -26,7 +26,7 @@ def backbone(tmp_path: Path) -> Iterator[Backbone]:
 
 
 def opened(window: Window, backbone: Backbone, path: str) -> tuple[Any, list[str]]:
-    """Open a path of the peer's own port, as a proxy would; return the page, and what it asked for."""
+    """Open a path of the peer's own port, as a proxy would; return the page and the list of its requests."""
     network = backbone.swarm.network
     assert network is not None
     page, asked = window.new_page(width=700, height=800), []
