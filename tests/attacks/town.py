@@ -175,7 +175,7 @@ class Town:
                 raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
 
     def assert_held(self, *, least_shared: int, loss: bool = True) -> None:
-        """Equal lineages are equal parameters, and the three shared ``least_shared`` steps; nothing diverged or was raised."""
+        """The three shared ``least_shared`` steps with equal lineages; nothing diverged or was raised."""
         held: dict[tuple[int, bytes], dict[str, bytes]] = defaultdict(dict)
         for trainer in self.trainers:
             for key, digest in trainer.states.items():
