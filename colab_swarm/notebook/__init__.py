@@ -16,7 +16,7 @@ training, grow the notebook, or break when you run a cell again, interrupt it, o
                      view: a pure function, snapshot -> `theme.Document`: HTML, and text with the same content
 
 Only the user's thread touches a widget: some platforms do not repaint what other threads change. A
-button's callback hands its work to a thread. There is no JavaScript of ours. A view has its own
+button's callback hands its work to a thread. No JavaScript is ours but the *Copy* of an invitation. A view has its own
 style sheet (`colab_swarm.notebook.theme`): light and dark, never colour alone.
 
 ## Three ways to stay live

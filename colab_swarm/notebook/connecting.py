@@ -89,8 +89,7 @@ class Connection:
         """Return the invitation of a peer that started a run, and its panel."""
         import ipywidgets
 
-        panel = self.swarm.panel()
-        views = [] if panel._box is None else [panel._box]
+        views = list(filter(None, [self.swarm.panel().widget()]))  # none without a front-end
         if self.swarm.is_owner:
             views.insert(0, ipywidgets.HTML(self.swarm.invite()._repr_mimebundle_()["text/html"]))
         return views

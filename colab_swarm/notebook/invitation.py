@@ -12,6 +12,12 @@ from colab_swarm.project import notebook_links
 MAX_QR_CHARACTERS = 1500  # cameras cannot read the code of a longer text from a screen
 BOX = "border:1px solid var(--line);border-radius:4px"
 BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
+# The only script of ours. Where a page removes it, as of a notebook that is not trusted, one click selects the text.
+COPY = (
+    "getSelection().selectAllChildren(this.previousElementSibling);"
+    "this.textContent=document.execCommand('copy')?'Copied':'Press Ctrl+C'"
+)
+MODULE_PX = 3  # of a QR code; phones read no finer ones from a screen
 NONE = (
     "found no swarm in this network: create one with cs.create(…), or pass an invitation to cs.join('swarm://…'); "
     "some networks block multicast"
@@ -50,9 +56,8 @@ class Invitation(str):
         import segno
 
         code = segno.make(str(self), error="l", micro=False, boost_error=False)
-        scale = 200 / code.symbol_size(border=4)[0]
         # dark on white on any page: many cameras cannot read the inverse
-        drawn = code.svg_inline(scale=scale, border=4, dark="#000", light="#fff", omitsize=False)
+        drawn = code.svg_inline(scale=MODULE_PX, border=4, dark="#000", light="#fff", omitsize=False)
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
     def _drawn(self) -> Document:
@@ -64,9 +69,11 @@ class Invitation(str):
         shown = Document(self.described(), label="invitation")
         shown.warn(self.warning)
         shown.draw(
-            f'{self._qr_html()}<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;'
-            'white-space:normal;background:var(--card);color:inherit;user-select:all" title="one click selects all of '
-            f'it">{html.escape(self)}</code></p>{paste}'
+            f'<div class="row">{self._qr_html()}<div style="flex:1 1 300px"><p><code style="{BOX};display:block;'
+            "padding:6px 8px;overflow-wrap:anywhere;white-space:normal;background:var(--card);color:inherit;"
+            f'user-select:all" title="one click selects all of it">{html.escape(self)}</code>'
+            f'<button style="{BADGE};margin-top:6px;font:inherit;background:var(--card);cursor:pointer" '
+            f'onclick="{COPY}">Copy</button></p>{paste}</div></div>'
         )
         return shown
 

@@ -133,6 +133,8 @@ def test_a_live_panel_can_be_read_and_its_controls_have_names(
         notebook.page.locator(f'.cs-view[aria-label*="{page}"]').wait_for()
         notebook.page.screenshot(path=artifacts / f"{page}.png")
         check_looks(notebook.page, PANEL)
+        height = notebook.page.locator(PANEL).first.bounding_box()["height"]
+        assert height <= 600, "its controls and its view do not fit a screen"
         names = looks.controls(notebook.page, PANEL)
         assert {role for role, _ in names} >= {"button"}
         nameless = {role for role, name in names if not name.strip()}

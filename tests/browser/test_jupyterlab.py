@@ -64,6 +64,39 @@ def test_two_notebooks_meet_are_interrupted_and_leave(lab: Lab, window: Window, 
     assert not alive and window.complaints == []
 
 
+FORM = [
+    'import colab_swarm as cs\nform = cs.connect(run="form-run")',
+    'bob = cs.join(form.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False))\nprint(bob)',
+    "bob.leave()\nform.leave()",
+]
+
+
+def test_the_form_becomes_an_invitation_to_copy_and_a_panel_that_refreshes_by_itself(
+    lab: Lab, window: Window, artifacts: Path
+) -> None:
+    alice = lab.open(window, "form", FORM)
+    alice.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    alice.run(0)
+    alice.fill("Your name", "alice")
+    alice.click("Start / Join")
+    alice.wait_output("form-run: joined, 1 peer")
+    assert "waiting for the first other peer" in alice.output(0)
+    alice.page.click('button:text-is("Copy")')
+    alice.page.locator('button:text-is("Copied")').wait_for()
+    copied = alice.page.evaluate("navigator.clipboard.readText()").strip()
+    assert copied == alice.page.locator(".cs-view code", has_text="swarm://").inner_text().strip() != ""
+    alice.page.locator('.cs-view [aria-label="QR code of the invitation"]').screenshot(
+        path=artifacts / "qr.png"
+    )
+    alice.run(1)
+    alice.wait_output("form-run: joined, 2 peers")  # no click, and no cell, has refreshed it
+    alice.page.screenshot(path=artifacts / "form.png")
+    panel = alice.page.locator(".widget-vbox .widget-vbox").bounding_box()
+    assert panel is not None and panel["height"] <= 600
+    alice.run(2)
+    assert window.complaints == []
+
+
 @pytest.mark.ordeal
 def test_two_friends_start_and_join_with_the_same_four_cells(
     lab: Lab, window: Window, artifacts: Path
