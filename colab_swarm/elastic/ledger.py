@@ -14,7 +14,8 @@ a learning rate alpha::
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
 All figures are in the unit of gradients, so alpha need not be known. They are averages over recent
-steps with equal weights. M is that of the peer with the largest second moment.
+steps with equal weights, the same steps for the distance and for M: two peers that never wait reach
+their bound exactly. M is that of the peer with the largest second moment.
 """
 
 import math
@@ -233,6 +234,7 @@ class Meter:
         self._buckets, self._peers = buckets, peers
         self._variance, self._measured, self._largest = Recent(), Recent(), 0.0
         self._norms = [Recent() for _ in range(peers)]
+        self._totals: dict[int, dict[int, float]] = defaultdict(dict)  # ||g||^2 by step and peer, not counted yet
         self._parts: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         self._residuals = [0.0] * peers
         self._views: list[_View] = []
@@ -244,7 +246,7 @@ class Meter:
         norms.append((squares, residual_squares))
         if len(norms) == self._buckets:
             total, residual_total = map(sum, zip(*norms, strict=True))
-            self._norms[peer].add(total)
+            self._totals[step][peer] = total
             self._largest, self._residuals[peer] = max(self._largest, total), math.sqrt(residual_total)
             del self._parts[peer, step]
 
@@ -262,6 +264,9 @@ class Meter:
         distances = [math.sqrt(view.arrived.squared_norm()) / self._peers + view.residual for view in known]
         for distance in distances:
             self._measured.add(distance**2)
+        for step in sorted(step for step in self._totals if step <= closed.step - len(self._views)):
+            for peer, total in self._totals.pop(step).items():
+                self._norms[peer].add(total)
         return distances
 
     def _add_to_sums(self, closed: Closed) -> None:
