@@ -23,7 +23,7 @@ VOLATILE = {
 
 NOT_COMPARED = {
     "01_first_swarm": 4,  # panels, and what is printed where there are none
-    "02_joining": 2,  # a map, the doctor
+    "02_joining": 7,  # process ids, models, levels, a map, contributions, the doctor
     "03_collaborative_albert": 5,  # guesses of a model, a panel, a curve
     "04_adaptive_averaging": 0,
     "05_host_experts": 1,  # a panel
