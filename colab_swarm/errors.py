@@ -182,7 +182,7 @@ class JoinError(SwarmError, ConnectionError):
     off until you switch it on in the notebook's settings.
 
     Fix: ask whether the run still exists. If it has ended, start a new one with cs.create(…). If not, ask for a new
-    invitation; cs.doctor() shows what this machine's network allows.
+    invitation; cs.doctor() tests this machine's network.
     """
 
 

@@ -189,7 +189,7 @@ class Loaded(Event):
 class EventLog:
     """The last events of one peer, and the listeners for new ones. Thread-safe.
 
-    ``detailed``: also what this peer contributes, applies and loads, for `colab_swarm.sim.check`.
+    ``detailed``: also this peer's contributions, updates and loaded states, for `colab_swarm.sim.check`.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Finds reducers that made up a mean, where contributions are clipped (``robust``).
 
 With each mean chunk a reducer tells the digests of the contributions in it. A member checks its own at once.
-After a round some member picks a chunk at random, asks all others for what they had sent, and computes the mean
+After a round some member picks a chunk at random, asks all others for their contributions, and computes the mean
 again (BTARD, section 3: commitments and random validators). A member that finds a lie tells the others, who look for
 themselves: an accusation is no proof.
 """

@@ -306,7 +306,7 @@ class AllReduce:
             logger.warning("this peer contributes nothing more to the round: %s", error)
 
     def sent(self, reducer: int, index: int) -> tuple[str, Buffer]:
-        """Return what this peer sent for a chunk of a clipped mean, and its codec: encoded again, as the values were.
+        """Return this peer's contribution to a chunk of a clipped mean, encoded again as when it was sent, and its codec.
 
         Raises ValueError if it sent nothing; of a chunk that it did not reach it returns anything.
         """
@@ -355,7 +355,7 @@ class AllReduce:
         checked = count < CHECKED or (mean.index + self._first_checked) % CHECKED == 0
         if checked and mean.digests[at : at + DIGEST_BYTES] != digest_of(self.sent(reducer, mean.index)[1]):
             self.liars.add(reducer)
-            raise ValueError("its mean is not of what this peer sent")
+            raise ValueError("its mean does not contain this peer's contribution")
 
     async def serve(self, stream: Stream, member: int) -> None:
         self._streaming.add(member)

@@ -128,7 +128,7 @@ def offer_of(one: Ticket | GroupMember) -> tuple[bool, float | None, float | Non
 
 
 class Group(Message, frozen=True):
-    """The members of one round, sorted by id, and what they average."""
+    """The members of one round, sorted by id, and the terms of their average."""
 
     seed: bytes  # 16 bytes; differs from group to group
     terms: RoundTerms

@@ -197,8 +197,8 @@ def clipped_mean(rows: Floats, weights: npt.NDArray[np.float64], *, out: Floats)
     """Put the weighted mean of ``rows`` (members, values) into ``out``, with no row further off than half of them.
 
     CenteredClip (Karimireddy 2021; BTARD, section 3): each row pulls the mean by at most the median distance, and
-    not at all if it is `FAR` times as far off, by its weight: few samples are noisier. The mean of what pulls at one
-    mean is the next one, until they are equal. Distances follow from the rows' inner products, so the values are read
+    not at all if it is `FAR` times as far off, by its weight: few samples are noisier. The mean of the pulls at one
+    mean gives the next one, until they are equal. Distances follow from the rows' inner products, so the values are read
     only twice.
     """
     products = (rows @ rows.T).astype(np.float64)

@@ -72,7 +72,7 @@ def be_peer(parent: Channel, folder: str, name: str, invite: str, peers: int) ->
 
 
 class Processes:
-    """Peers that are processes of this machine, until the ``stack`` closes; ``meter`` gets what they report."""
+    """Peers that are processes of this machine, until the ``stack`` closes; ``meter`` gets their reports."""
 
     def __init__(self, meter: ChaosMeter, stack: ExitStack) -> None:
         self._folder = stack.enter_context(TemporaryDirectory())

@@ -25,7 +25,7 @@ a peer has the parameters of synchronous training. A **scheduler** decides when 
 | `BoundedStaleness(tau)` | while nothing is more than *tau* steps late | (p - 1) tau M / p |
 | `CrashTolerant(f, timeout_s)` | with up to *f* gradients missing | f M / p |
 
-A peer's **view** v lacks what has not arrived. Elastic consistency (definition 1) requires ``E ||x
+A peer's **view** v lacks the gradients that have not arrived. Elastic consistency (definition 1) requires ``E ||x
 - v||^2 <= alpha^2 B^2``. Here x are the parameters with everything applied, alpha is the learning
 rate, and M^2 and sigma^2 are the second moment and the variance of the gradients.
 `swarm.consistency_meter()` shows ``||x - v|| / alpha`` beside B, and warns when it exceeds B.

@@ -8,7 +8,7 @@ Invariants: a bucket is applied once; nothing older than the scheduler's ``max_d
 from a live peer; gradients are summed in peer order, so equal ones give equal bits at all peers.
 
 The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i
-lacks what has not arrived, and the residuals eps_j that compression sends later. With plain SGD at
+lacks the gradients under way, and the residuals eps_j that compression sends later. With plain SGD at
 a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j

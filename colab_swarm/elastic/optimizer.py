@@ -183,7 +183,7 @@ class ElasticOptimizer(WrappedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float = 0.0
     ) -> ElasticStep:
-        """Wait until the scheduler lets this member continue, apply what arrived, zero the gradients.
+        """Wait until the scheduler lets this member continue, apply the arrived gradients, zero its own.
 
         An interrupt leaves the step open: call `step` again, without another ``backward()``. Only a
         simulation uses ``samples``, for the time of the next batch. No ``closure`` is supported.
@@ -248,7 +248,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares), arrived, payload)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and what this member owes: residuals, corrections."""
+        """Return the wrapped optimizer's state, and this member's debts: residuals, corrections."""
         corrections = torch.from_numpy(self._runtime.call(self._corrections()))
         residual = {} if self._feedback is None else self._feedback.state_dict()
         return {"optimizer": self._inner.state_dict(), "corrections": corrections, **residual}

@@ -90,7 +90,7 @@ class Piece(Message, frozen=True):
     step: int
     bucket: int
     squares: Squares = 0.0  # of the values before compression
-    residual_squares: Squares = 0.0  # of what compression keeps back for the next step
+    residual_squares: Squares = 0.0  # of the residual that compression keeps for the next step
 
 
 logger = logging.getLogger(__name__)

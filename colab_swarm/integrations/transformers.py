@@ -140,7 +140,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         return loss
 
     def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:
-        """Log the mean loss of what this peer computed, and the swarm's metrics."""
+        """Log the mean loss of this peer's samples, and the swarm's metrics."""
         if "loss" in logs:
             logs["loss"], self._logged = self._logged.value or logs["loss"], MeanLoss()
             logs |= self.optimizer.metrics()

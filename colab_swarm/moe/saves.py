@@ -373,7 +373,7 @@ class ExpertSaves:
     async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
         """Return a save from this disk and its holders, several in parallel.
 
-        Raises `StateError` if it is not what was claimed, larger than ``limit_bytes``, or incomplete.
+        Raises `StateError` if it is not the claimed state, larger than ``limit_bytes``, or incomplete.
         """
         head = await asyncio.to_thread(self.store.get, place.manifest)
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]

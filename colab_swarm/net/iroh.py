@@ -38,7 +38,7 @@ QUOTA_BYTES = 1e9  # both ways through public relays, in a session
 ONLINE_S = 10.0  # until a relay has answered
 WATCH_S = 2.0
 STREAM_BYTES = 1 << 18
-LINGER_S = 1.0  # for the other end to read what was sent last
+LINGER_S = 1.0  # for the other end to read the last bytes
 _prepared: dict[Any, bool] = {}  # whether it copies fast
 
 
@@ -124,7 +124,7 @@ class Carried:
             async with asyncio.TaskGroup() as both:
                 both.create_task(read())
                 both.create_task(write())
-            async with asyncio.timeout(LINGER_S):  # the other end reads what was sent last
+            async with asyncio.timeout(LINGER_S):  # the other end reads the last bytes
                 await self._connection.closed()
         self.abort()
 

@@ -193,8 +193,10 @@ class ServiceTable:
 class Flow:
     """Flow control of one stream, in bytes; which END has passed."""
 
-    credit: int = STREAM_WINDOW_BYTES  # what this end may still send; negative when the last item overdrew it
-    window: int = STREAM_WINDOW_BYTES  # what the peer may still send
+    credit: int = (
+        STREAM_WINDOW_BYTES  # bytes that this end may still send; negative when the last item overdrew it
+    )
+    window: int = STREAM_WINDOW_BYTES  # bytes that the peer may still send
     consumed: int = 0  # taken by the application but not yet granted again
     sent_end: bool = False
     got_end: bool = False

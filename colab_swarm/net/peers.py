@@ -224,7 +224,7 @@ class Peers(Protocol):
 
     @property
     def metered(self) -> bool:
-        """Whether a relay or a tunnel carries what others send here: it reduces only if every peer is metered."""
+        """Whether a relay or a tunnel carries the traffic to this peer: it reduces only if every peer is metered."""
 
     def sign(self, data: bytes) -> bytes:
         """Ed25519 signature by this peer's key (64 bytes)."""
@@ -310,7 +310,7 @@ def decoded(data: Buffer, kind: type[V], problem: str, error: type[Exception]) -
 
 
 async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended; what they return or raise is dropped."""
+    """Cancel tasks and wait until they have ended; results and exceptions are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -353,7 +353,7 @@ MAX_LEFT_OUT = 4096  # entries; beyond that the oldest failure is forgotten
 
 
 class LeftOut(Generic[K]):
-    """Leaves out, for a while, what has failed this peer: organizers, experts, claims of a state.
+    """Exponential back-off per key: organizers, experts and claims of a state that failed this peer.
 
     The first failure counts for ``first_s``, each further one in a row twice as long, at most
     ``longest_s``. Failures while an entry is left out count once: calls that were open when a host

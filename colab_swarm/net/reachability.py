@@ -248,7 +248,7 @@ class ReachabilityWatch:
         """Have linked peers dial back, and decide again."""
         self._verified_at = self._loop.time()
         if self._policy.listening and not self._trusted:
-            # peers across the internet first: what they reach, every peer reaches
+            # peers across the internet first: an address that they reach, every peer reaches
             ends = {peer: (self._node.path_to(peer) or Path()).remote for peer in self._node.linked()}
             near = {peer: end is None or is_local(end[0]) for peer, end in ends.items()}
             linked = sorted(near, key=lambda peer: (near[peer], self._rng.random()))

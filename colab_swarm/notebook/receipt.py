@@ -130,7 +130,7 @@ def _in_words(given: Credit) -> str:
 
 
 def total(run_id: str, peer: PeerId, authority: bytes, records: Iterable[Record]) -> Credit:
-    """Return the sum of what tallies credit a peer with; raise ValueError for a wrong one."""
+    """Return the sum of a peer's credit in all tallies; raise ValueError for a wrong tally."""
     amounts = [(0.0,) * len(KINDS), *(_credited(run_id, peer, authority, record) for record in records)]
     columns = zip(KINDS, zip(*amounts, strict=True), strict=True)
     return {kind: min(math.fsum(column), MAX_AMOUNT) for kind, column in columns}

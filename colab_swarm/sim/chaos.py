@@ -92,7 +92,7 @@ class ChaosMeter:
         self._undisturbed, self._first = 0.0, 0
 
     def begin(self, at: float) -> None:
-        """Start to measure; what was measured before is the undisturbed speed."""
+        """Start to measure; earlier steps give the undisturbed speed."""
         self._undisturbed = self._per_minute(at)
         self._first, self._began, self._at, self._restarts_s = self.step, at, at, []
         self._waited_s = self._longest_s = self._available_s = 0.0

@@ -1,4 +1,4 @@
-"""Check what peers recorded: training loses nothing, counts nothing twice and goes on.
+"""Check the histories of peers: training loses nothing, counts nothing twice and goes on.
 
 As in Jepsen, faults happen, each process records its history, and `check` finds what contradicts these rules:
 
@@ -79,7 +79,7 @@ def _bad_sums(honest: Sequence[History], given: Mapping[tuple[str, str], Contrib
             parts = {peer: given.get((applied.round, peer)) for peer in applied.weights}
             known = {peer: one for peer, one in parts.items() if one is not None}
             if 0 < len(known) == len(parts) and not _is_mean(applied, known):
-                text = f"its mean is not that of what {len(parts)} peers contributed"
+                text = f"its mean is not that of the contributions of {len(parts)} peers"
                 yield Violation("sum", history.peer, applied.step, text)
 
 

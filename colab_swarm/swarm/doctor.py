@@ -103,7 +103,7 @@ HOST = (
 
 @dataclass(frozen=True)
 class Check:
-    name: str  # what was checked
+    name: str  # of the check, such as ``internet``
     light: Light  # the result
     text: str  # the facts
     fix: str = ""  # what to do; empty only for a green light

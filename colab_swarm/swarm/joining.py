@@ -52,7 +52,7 @@ def create(
         access: who may join: everyone who knows an address (``open``), everyone with an invitation
             (``invite``), or those of them whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
-        peer_name: what others see of this peer.
+        peer_name: the name that others see.
         options: how this peer takes part in the network.
         state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
         accept_terms: confirm that the platform's terms allow this; required on Colab.

@@ -59,7 +59,7 @@ class NetworkOptions:
         port: TCP port to listen on; 0 takes a free one.
         announce: addresses to give to others, such as ``ws://203.0.113.7:4500``; detected if empty.
         identity: file with this peer's key, so that it is the same peer after a restart.
-        upload_mbit_s, download_mbit_s: bounds on what this peer uses.
+        upload_mbit_s, download_mbit_s: bounds on this peer's traffic.
         relay: relay for peers that cannot be dialled: True, or a quota.
         use_relays: let relays reach this peer where nothing better works.
         punch: try to turn relayed links into direct ones.
@@ -277,7 +277,7 @@ class NetworkSession:
             await asyncio.sleep(PUBLISH_EVERY_S if current else 1.0)
 
     async def announced(self, what: str) -> dict[PeerId, Found]:
-        """Return what peers of the run published by `announce`, not checked, by peer."""
+        """Return the announcements of the run's peers (see `announce`), not checked, by peer."""
         return await self._services.dht.get(f"{self.access.run_id}/{what}")
 
     async def relays(self) -> list[Contact]:

@@ -65,7 +65,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         is_owner: True if this peer created the run.
         settings: training settings of the invitation, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
-        optimizers, elastic: what this peer trains, by the model's name; the newest is the last.
+        optimizers, elastic: this peer's optimizers by the model's name; the newest is the last.
         averages, assistant: its averages of arrays; its help to others as a reducer, or None.
         network: its session on the real network; None in a simulation.
         page: ``https://HOST`` where a browser sees how to join, for new invitations; empty if none does.

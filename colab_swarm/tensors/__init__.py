@@ -7,7 +7,7 @@ every codec knows its encoded size in advance, decodes in pieces, and rejects in
 
 float32, float16 and bfloat16 cast values. int8 and onebit scale blocks of 4096. topk sends the largest values only.
 The table in `colab_swarm.tensors.codecs` has sizes and errors. `adaptive` is int8, but float16 for small tensors. Use
-onebit and topk with **error feedback**, which sends what was cut off one vector with the next:
+onebit and topk with **error feedback**, which sends the values cut off one vector with the next:
 
     w = residual + g;   send Q(w);   residual <- w - Q(w)
 

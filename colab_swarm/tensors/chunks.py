@@ -123,7 +123,7 @@ def digest_of(data: Buffer) -> bytes:
 
 
 class Manifest(Message, frozen=True):
-    """Description of a state in chunks; ``subject`` says of what: a run's lineage, or an expert's name."""
+    """Description of a state in chunks; its ``subject`` is a run's lineage, or an expert's name."""
 
     subject: Annotated[bytes, msgspec.Meta(max_length=256)]
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
@@ -212,7 +212,7 @@ class Snapshot:
 
 
 class FetchChunks(Message, frozen=True):
-    """Opens a stream of the chunks with these digests, in this order. A subclass says of what."""
+    """Opens a stream of the chunks with these digests, in this order. A subclass names the state."""
 
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=REQUEST_CHUNKS)]
 

@@ -9,7 +9,7 @@
     onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
     topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
-Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off. All
+Use onebit and topk with error feedback (`ErrorFeedback`), which sends the cut values later. All
 is little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
 
 **topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code: the

@@ -283,7 +283,7 @@ class Progress:
         self._no_vote = self._mute | self._distrusted.ends(now).keys()
 
     def disagreement(self) -> str:
-        """Return what this peer has agreed to and most peers on the branch have not, or nothing.
+        """Return the settings in which this peer differs from most peers on the branch, or nothing.
 
         Once it has averaged with others, no stranger's record can tell it that it is wrong.
         """

@@ -93,7 +93,7 @@ Not promised:
 - Members see the model, and what averages tell of others' data.
 - A new member may waste a few seconds of some rounds before nobody waits for it.
 
-A peer that is not admitted gets four lines: what was refused, why, what to do, whom to ask
+A peer that is not admitted gets four lines: the refusal, the reason, the fix, the person to ask
 (`colab_swarm.errors.NotAdmitted`, `InviteError`, `JoinError`).
 
 ## How to use it

@@ -5,7 +5,7 @@
   credits p with ``samples_p * share_j / (1 - share_p)``. If p is the only reducer, the other members
   divide the credit evenly. A round of one is not counted.
 - *Bytes reduced.* Every other member credits a reducer with the float32 bytes that it averaged for it.
-- *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
+- *Bytes relayed.* Each end of a circuit credits the relay with half of the circuit's bytes.
 - *Work units, expert calls.* The served peer credits the serving one.
 """
 
@@ -71,7 +71,7 @@ class Contribution:
 
 
 class ContributionLedger:
-    """One peer's tally of what others contributed. Free of I/O."""
+    """One peer's tally of the others' contributions. Free of I/O."""
 
     def __init__(self, own: PeerId) -> None:
         self._own = own

@@ -135,7 +135,7 @@ def _array(values: Any) -> Array:
     return array.astype(np.float32 if native == np.float64 else native, copy=False)
 
 
-OPTIONAL = "subsets", "deadline_s", "target_accuracy"  # in a plan, and limits of what is no whole number
+OPTIONAL = "subsets", "deadline_s", "target_accuracy"  # in a plan, and limits of numbers that are not whole
 LIMITS = {"tolerance": math.inf, "max_change": math.inf, "deadline_s": math.inf, "target_accuracy": 1.0}
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 

@@ -196,7 +196,7 @@ class CoordinatorServer:
         except OSError as error:  # the client hung up, or took too long
             raise Refused("busy", f"the body did not arrive within {READ_S:.0f} s: send it again") from error
         if sha256(body).digest() != request[DIGEST]:
-            raise Refused("invalid", "the body is not what was signed")
+            raise Refused("invalid", "the body is not the signed one")
         return body
 
     @asynccontextmanager

@@ -77,7 +77,7 @@ def test_with_codecs_that_need_feedback_everyone_ends_with_the_same_mean(codec: 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
 def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
-    """The same vectors in every round: the mean of what arrived comes near their mean."""
+    """The same vectors in every round: the mean of the received ones comes near their mean."""
     feedbacks = {name: codecs.ErrorFeedback(NUMEL) for name in NAMES[:4]}
     encodings = {name: UploadEncoding(feedback=feedback) for name, feedback in feedbacks.items()}
     total, wanted, errors = np.zeros(NUMEL), run_round(numel=NUMEL).mean(), []

@@ -1,4 +1,4 @@
-"""A browser for a module, a window for a test; what they showed stays in ``artifacts``, named after the test."""
+"""A browser for a module, a window for a test; screenshots stay in ``artifacts``, named after the test."""
 
 import re
 import shutil

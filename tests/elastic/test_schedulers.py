@@ -20,7 +20,7 @@ LARGER = (5.0, 99)  # than the own gradient, but not complete
 def standing(
     *arrived: tuple[float, int], overdue: int = 0, lost: int = 0, waited_s: float = 0.0
 ) -> StepStatus:
-    """Status of a peer whose gradient has norm 1 and 100 values; what has not arrived is owed."""
+    """Status of a peer whose gradient has norm 1 and 100 values; the values that have not arrived are owed."""
     norms, numels = tuple(norm for norm, _ in arrived), tuple(numel for _, numel in arrived)
     owed = sum(numel < 100 for numel in numels)
     return StepStatus(1.0, 100, norms, numels, overdue, owed, lost, waited_s)

@@ -1,4 +1,4 @@
-"""Peers that shake hands properly and then take what they can."""
+"""Peers that shake hands properly and then use up memory, streams and time."""
 
 import asyncio
 import logging

@@ -147,7 +147,7 @@ async def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Mallory:
-    """A man in the middle: shakes hands with both ends, with keys of her own, and passes on what they say."""
+    """A man in the middle: shakes hands with both ends, with keys of her own, and passes on their messages."""
 
     def __init__(self, run_id: str) -> None:
         prologue = f"colab_swarm {VERSION} {run_id}".encode()

@@ -1,4 +1,4 @@
-"""Profiles say what they promise: latency on average, bandwidths by name, churn by its means."""
+"""Profiles keep their promises: latency on average, bandwidths by name, churn by its means."""
 
 import random
 import statistics

@@ -202,7 +202,7 @@ MB = 1_000_000
 
 
 class Rounds:
-    """Rounds that upload, and what this peer then knows of its upload; ``measured_bps`` is that of its links."""
+    """Rounds that upload, and this peer's estimate of its upload; ``measured_bps`` is that of its links."""
 
     def __init__(self, budget: TrafficBudget | None = None) -> None:
         self.measured_bps: float | None = None

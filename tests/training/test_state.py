@@ -1,4 +1,4 @@
-"""State sharing on the simulated network: several donors, and what they may do wrong."""
+"""State sharing on the simulated network: several donors, and their faults."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

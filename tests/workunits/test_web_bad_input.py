@@ -72,7 +72,7 @@ def asking(body: bytes = b"", **headers: str) -> Asking:
         (asking(Content_Length=str(1 << 30)), 413, "65,536 at most"),
         (asking(Transfer_Encoding="chunked"), 422, "send Content-Length"),
         (asking(gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"), 422, "no AskForUnits"),
-        (unsigned, 422, "not what was signed"),
+        (unsigned, 422, "not the signed one"),
         (placed("bytes 0-9/SIZE"), 422, "Content-Length"),
         *((placed(one), 422, "Content-Range") for one in ("", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*")),
     ],
