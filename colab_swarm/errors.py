@@ -25,9 +25,10 @@ SwarmError
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
 
+import sys
 import traceback
 
-HIDDEN = {"IPython", "ipykernel", "colab_swarm"}
+HIDDEN = {"IPython", "ipykernel", "colab_swarm", *sys.stdlib_module_names}
 """Packages whose lines a notebook leaves out of a traceback."""
 
 

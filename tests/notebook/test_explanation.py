@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -228,6 +229,18 @@ def test_a_cell_shows_the_sentence_of_our_error_first(
     assert "cs.join(" in "\n".join(shown[1:]) and len(shown) < 9
     assert not [line for line in shown if "site-packages" in line or str(ROOT) in line]
     assert re.match(r"raised in colab_swarm\.\w+, line \d+", shown[-1])
+
+
+def test_lines_of_the_standard_library_are_not_shown(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = cs.NetworkOptions(lan=False)
+    with cs.create("test-run", options=options) as swarm:
+        shell.push({"cs": cs, "options": replace(options, port=swarm.network.node.port)})
+        shell.run_cell("cs.create('other-run', options=options)")
+    shown = capsys.readouterr().out
+    assert shown.startswith("PortError: port ") and "cs.create(" in shown
+    assert "concurrent" not in shown and "contextlib" not in shown
 
 
 def test_an_interrupted_cell_ends_with_one_line(
