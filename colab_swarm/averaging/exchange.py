@@ -306,7 +306,7 @@ class AllReduce:
             logger.warning("this peer contributes nothing more to the round: %s", error)
 
     def sent(self, reducer: int, index: int) -> tuple[str, Buffer]:
-        """Return this peer's contribution to a chunk of a clipped mean, encoded again as when it was sent, and its codec.
+        """Return this peer's contribution to a chunk of a clipped mean, encoded again as it was sent, and its codec.
 
         Raises ValueError if it sent nothing; of a chunk that it did not reach it returns anything.
         """

@@ -198,8 +198,8 @@ def clipped_mean(rows: Floats, weights: npt.NDArray[np.float64], *, out: Floats)
 
     CenteredClip (Karimireddy 2021; BTARD, section 3): each row pulls the mean by at most the median distance, and
     not at all if it is `FAR` times as far off, by its weight: few samples are noisier. The mean of the pulls at one
-    mean gives the next one, until they are equal. Distances follow from the rows' inner products, so the values are read
-    only twice.
+    mean gives the next one, until they are equal. Distances follow from the rows' inner products, so the values are
+    read only twice.
     """
     products = (rows @ rows.T).astype(np.float64)
     squares = norms = products.diagonal()

@@ -175,7 +175,7 @@ class Town:
                 raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
 
     def assert_held(self, *, least_shared: int, loss: bool = True) -> None:
-        """The three shared ``least_shared`` steps with equal lineages; nothing diverged or was raised."""
+        """Equal lineages are equal parameters, ``least_shared`` steps are common to all, and nothing was raised."""
         held: dict[tuple[int, bytes], dict[str, bytes]] = defaultdict(dict)
         for trainer in self.trainers:
             for key, digest in trainer.states.items():

@@ -218,7 +218,7 @@ def loads(shares: Sequence[float]) -> list[float]:
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_equals_whose_lines_are_never_full_do_not_talk_themselves_into_unequal_shares(learns: bool) -> None:
-    """A fast network: rounds take as long as the most loaded peer's processor takes, rates are measured from the bytes carried."""
+    """A fast network: rounds take as long as the most loaded peer's processor takes, rates come from the bytes."""
     strategy = AdaptiveShares()
     rates, taken = [8e6, 8e6, 8e6, 12e6], []
     for _ in range(60):
