@@ -96,9 +96,9 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             plain(self.name, 28),
             f"{short(id_of(self.key))} in {plain(self.run_id.rpartition('-')[0] or self.run_id, 63)}",
             _in_words(self.given),
-            f"vouchers: {count(len(self.vouchers), 'other peer')}",
-            time.strftime("%Y-%m-%d, by its own clock", time.gmtime(self.at)),
-            "Members that credit each other look like members that worked.",
+            f"confirmed by {count(len(self.vouchers), 'peer')}",
+            time.strftime("%Y-%m-%d, dated by this machine", time.gmtime(self.at)),
+            "Counts are reported by other members, who could collude.",
         ]
 
     def __repr__(self) -> str:

@@ -115,8 +115,8 @@ def test_the_card_escapes_names_and_states_its_caveat(tmp_path: Path) -> None:
     card = (tmp_path / "mine.svg").read_text()
     texts = [element.text for element in ElementTree.fromstring(card).iter() if element.text]
     assert "alice & <friends>" in texts and "128 samples, 2 MB averaged for others, 4 work units" in texts
-    assert "vouchers: 2 other peers" in texts
-    assert any("look like members that worked" in text for text in texts)
+    assert "confirmed by 2 peers" in texts
+    assert any("who could collude" in text for text in texts)
     assert "<friends>" not in GOOD._repr_html_()
 
 
@@ -125,7 +125,7 @@ def test_the_largest_sum_and_none_can_be_verified() -> None:
     assert Receipt.parse(found.json()).verify()["samples"] == MAX_AMOUNT
     fresh = receipt()
     assert not any(fresh.verify().values())
-    assert "no contribution" in repr(fresh) and "vouchers: 0 other peers" in fresh.svg()
+    assert "no contribution" in repr(fresh) and "confirmed by 0 peers" in fresh.svg()
 
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
