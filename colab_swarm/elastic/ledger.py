@@ -234,7 +234,8 @@ class Meter:
         self._buckets, self._peers = buckets, peers
         self._variance, self._measured, self._largest = Recent(), Recent(), 0.0
         self._norms = [Recent() for _ in range(peers)]
-        self._totals: dict[int, dict[int, float]] = defaultdict(dict)  # ||g||^2 by step and peer, not counted yet
+        # ||g||^2 by step and peer, not counted yet
+        self._totals: dict[int, dict[int, float]] = defaultdict(dict)
         self._parts: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         self._residuals = [0.0] * peers
         self._views: list[_View] = []

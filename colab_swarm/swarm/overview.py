@@ -205,7 +205,7 @@ class Overview:
         return ({}, {}) if found is None else found[:2]
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
-        """Return the rows of the leaderboard, or what this peer counted in its rounds meanwhile."""
+        """Return the rows of the leaderboard; meanwhile this peer's own counts of its rounds."""
         found = None if self._leaderboard is None else self._leaderboard.look(now)
         book, counted = {one.peer.hex(): one for one in found or ()}, dict(self._counted)
         me, rows = self._services.peers.id.hex(), list[ContributionRow]()

@@ -25,7 +25,7 @@ def served(folder: Path, *announce: str, dashboard: Dashboard = HERE) -> Iterato
 
 
 def asked(backbone: Backbone, path: str, method: str = "GET") -> tuple[int, str, Any]:
-    """Return status, body and headers of what the peer's own port answers."""
+    """Return status, body and headers of an answer of the peer's own port."""
     network = backbone.swarm.network
     assert network is not None
     request = urllib.request.Request(f"http://127.0.0.1:{network.node.port}{path}", method=method)
