@@ -65,7 +65,7 @@ def test_friends_start_and_join_with_the_four_cells(
     for friend in (alice, bob):
         friend.start(2)
     for friend in (alice, bob):
-        friend.wait_output("from 2 peers")
+        friend.wait_output("my-swarm: training, step")
     for friend in (alice, bob):
         friend.interrupt()
         friend.page.wait_for_function(FINISHED, arg=2, timeout=30_000)
