@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (SwarmError, ValueError, OSError) as error:
         sys.exit(f"colab-swarm: {error}")
     except KeyboardInterrupt:
-        if not getattr(options, "json_lines", True):
+        if not getattr(options, "json_lines", False):
             print("colab-swarm: stopped", file=sys.stderr)
         sys.exit(130)
 
