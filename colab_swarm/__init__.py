@@ -2,7 +2,7 @@
 
     import colab_swarm as cs
 
-    swarm = cs.join("swarm://…")                     # or cs.create("my-run"), or cs.simulate(peers=4)
+    swarm = cs.connect()  # a form; in scripts cs.create("my-run"), cs.join("swarm://…") or cs.simulate(peers=4)
     model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
     optimizer = swarm.optimizer(cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2), target_batch_size=256)
     for batch in batches:

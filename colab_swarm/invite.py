@@ -35,7 +35,7 @@ ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
 LOCAL_ONLY = (
     "Only peers in the same local network can use this invitation, because all its addresses are private: to invite "
     "others, open a tunnel (cs.NetworkOptions(tunnel='ngrok')), create the run on a machine with a public address "
-    "(colab-swarm backbone), or start a relay on a machine that has one (colab-swarm relay)."
+    "(colab-swarm create), or start a relay on a machine that has one (colab-swarm relay)."
 )
 OF_A_NOTEBOOK = (
     "this is a link to a notebook, not an invitation: ask the creator of the run for the line that swarm.invite() "

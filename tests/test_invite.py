@@ -204,4 +204,4 @@ def test_any_text_and_any_body_give_an_invitation_or_one_clear_sentence(text: st
 def test_an_invitation_warns_if_all_its_addresses_are_private(addresses: str, local: bool) -> None:
     invite = OPEN.with_entries([Contact(ENTRY.id, tuple(addresses.split()))])
     assert invite.warning == (LOCAL_ONLY if local else "")
-    assert LOCAL_ONLY.count(". ") == 0 and all(way in LOCAL_ONLY for way in ("tunnel", "backbone", "relay"))
+    assert LOCAL_ONLY.count(". ") == 0 and all(way in LOCAL_ONLY for way in ("tunnel", "create", "relay"))

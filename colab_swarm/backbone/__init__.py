@@ -8,8 +8,8 @@ needs no GPU and no PyTorch.
 
 ## How to use it
 
-    colab-swarm backbone my-run --port 4500 --identity backbone.key   # prints the invitation
-    colab-swarm backbone run.toml                              # the same from a file, with dashboard
+    colab-swarm create my-run --port 4500 --identity backbone.key   # prints the invitation
+    colab-swarm create run.toml                                # the same from a file, with dashboard
 
 `--identity` saves its key: after a restart it is the same peer and the same run, and old
 invitations stay valid until they expire. `colab_swarm.backbone.config` shows all keys of the file;

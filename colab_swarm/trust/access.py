@@ -437,7 +437,7 @@ class RunAccess:
         require(
             by_id,
             "nobody could use this invitation: no known peer accepts connections; "
-            "start one on any machine that does: colab-swarm backbone",
+            "start one on any machine that does: colab-swarm create NAME",
             JoinError,
         )
         return tuple(by_id.values())[:ENTRIES]
