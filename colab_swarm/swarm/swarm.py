@@ -152,18 +152,22 @@ class Swarm(AbstractContextManager["Swarm"]):
     def remove_peer(self, peer: PeerId | str) -> None:
         """Remove a peer from the run for good. All others close their links to it in a minute.
 
-        ``peer`` is its id, its first hex digits, or an invitation: all that joined with it. Raises
-        PermissionError without authority over the run, ValueError unless the digits match one peer.
+        ``peer`` is its id, its first hex digits, the name of a peer that trains, or an invitation: all that joined
+        with it. Raises PermissionError without authority over the run, ValueError unless one peer matches.
         """
         network = self._require_network()
         if isinstance(peer, str) and "." in peer:
             peer = Invite.parse(peer, now=0.0).key.id
         elif isinstance(peer, str):
-            known = set(self.services.peers.linked())
+            names = dict.fromkeys(self.services.peers.linked(), "")
             for optimizer in self.optimizers.values():
-                known |= optimizer.collaboration.progress.records.keys()
-            matches = [one for one in known if one.hex().startswith(peer.lower())]
-            require(len(matches) == 1, f"{peer!r} matches {len(matches)} peer ids, expected exactly one")
+                records = optimizer.collaboration.progress.records
+                names |= {one: record.name for one, record in records.items()}
+            matches = [
+                one for one, name in names.items() if peer == name or one.hex().startswith(peer.lower())
+            ]
+            found = f": {', '.join(map(short, matches))}" if matches else ""
+            require(len(matches) == 1, f"{peer!r} matches {len(matches)} peers, expected exactly one{found}")
             peer = matches[0]
         self.runtime.call(on_loop(partial(network.trust.revoke, peer)))
 
