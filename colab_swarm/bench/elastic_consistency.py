@@ -44,7 +44,7 @@ import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, draw, python_command
 from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter, Recent
-from colab_swarm.recipes.classify import classification_job
+from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array
 
@@ -259,10 +259,10 @@ STRESS: dict[Model, Scene] = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, step
 
 
 class ConsistencyTask:
-    """Digits as gradients over one flat vector, the last layer first."""
+    """Images as gradients over one flat vector, the last layer first."""
 
-    def __init__(self, seed: int, model: Model = "mlp") -> None:
-        job = classification_job(model=model)
+    def __init__(self, seed: int, model: Model = "mlp", data: str = "digits") -> None:
+        job = classification_job(data, shape=shape_of(data), model=model)
         self._train, self._test = tensors(job.data()), tensors(job.validation())
         self._model, self._seed = job.with_plan(seed=seed).first_model(), seed
         self._parameters = list(self._model.parameters())[::-1]
@@ -303,14 +303,14 @@ def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
     return Emulation(slow, task.start, task.gradient).run()
 
 
-def accuracies(report: BenchReport, model: Model, seeds: int) -> float:
+def accuracies(report: BenchReport, data: str, model: Model, seeds: int) -> float:
     """Report the final accuracy for each scheduler; return how many points beta 0.8 loses."""
     cases = {"variance": SCHEDULERS["variance"]}
     cases |= {f"beta_{beta:g}": partial(schedulers.NormBounded, beta) for beta in BETAS}
     for case, scheduler in cases.items():
         found = []
         for seed in range(seeds):
-            task = ConsistencyTask(seed, model)
+            task = ConsistencyTask(seed, model, data)
             run = emulate(task, replace(STRESS[model], scheduler=scheduler), seed)
             found += [(task.accuracy(one.parameters), one.meter.measured) for one in run.members]
         accuracy, distance = np.mean(found, axis=0)
@@ -319,8 +319,8 @@ def accuracies(report: BenchReport, model: Model, seeds: int) -> float:
     return report.figures[f"accuracy_{model}_beta_1"] - report.figures[f"accuracy_{model}_beta_0.8"]
 
 
-def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
-    task, found = ConsistencyTask(0), list[float]()
+def ratios(report: BenchReport, steps: int, peers: int = 4, data: str = "digits") -> None:
+    task, found = ConsistencyTask(0, data=data), list[float]()
     for name, scheduler in SCHEDULERS.items():
         crashes = {peers - 1: Crash(steps // 2, frozenset({0}))} if name == "crash_1" else {}
         for codec in CODECS:
@@ -332,10 +332,10 @@ def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
     report.add("max_bound_ratio", max(found), "", "largest measured / bound; <= 1 wanted")
 
 
-def compressions(report: BenchReport, seeds: int) -> None:
+def compressions(report: BenchReport, data: str, seeds: int) -> None:
     topk, found = replace(COMPRESSED, codec="topk:0.01"), []
     for seed in range(seeds):
-        task = ConsistencyTask(seed)
+        task = ConsistencyTask(seed, data=data)
         for like in (COMPRESSED, topk, replace(topk, feedback=False)):
             run = Emulation(replace(like, sizes=task.sizes), task.start, task.gradient).run()
             found.append(np.mean([task.accuracy(one.parameters) for one in run.members]))
@@ -345,14 +345,14 @@ def compressions(report: BenchReport, seeds: int) -> None:
 
 
 @benchmark("elastic")
-def run_emulated(report: BenchReport) -> None:
-    """Run the experiments on virtual time."""
+def run_emulated(report: BenchReport, data: str = "digits") -> None:
+    """Run the experiments on virtual time; ``data`` may be an ``.npz`` file of images: see `classification_job`."""
     seeds, models = (1, list(STRESS)[:1]) if report.quick else (3, list(STRESS))
     torch.set_num_threads(1)  # tensors are tiny
-    drops = [accuracies(report, model, seeds) for model in models]
+    drops = [accuracies(report, data, model, seeds) for model in models]
     report.add("accuracy_drop", max(drops), "points", "of beta 0.8 against 1; <= 1 wanted")
-    ratios(report, steps=20 if report.quick else 150)
-    compressions(report, seeds)
+    ratios(report, steps=20 if report.quick else 150, data=data)
+    compressions(report, data, seeds)
 
 
 def plot(report: BenchReport, path: str) -> None:

@@ -97,6 +97,17 @@ def benchmark(name: str) -> Callable[[Callable[..., None]], Callable[..., BenchR
     return decorate
 
 
+def beside_paper(*rows: tuple[str, str, str, bool, str]) -> str:
+    """Return a table: what was measured, the paper's figure, ours, and a verdict.
+
+    A row ends with whether the figures agree, and the reason if they do not.
+    """
+    shown = [("", "paper", "ours", "verdict")]
+    shown += [(*row[:3], "agrees" if row[3] else f"differs, because {row[4]}") for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
+
+
 Lines: TypeAlias = dict[str, tuple[Iterable[Any], Iterable[Any], str]]
 
 

@@ -60,6 +60,7 @@ from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
+from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.runtime import Runtime
 from colab_swarm.sim import run_virtual
 
@@ -274,6 +275,7 @@ class ConvergenceScene:
     batches: int = 1600
     evaluations: int = 20
     faithful: bool = False
+    data: str = "digits"
 
 
 DELAYS = {"low": (16, 0.1, 0.0), "failures": (16, 0.1, 0.1), "high": (64, 1.0, 0.0)}
@@ -314,9 +316,12 @@ class Experts:
 
 
 class Trunk(nn.Module):
-    def __init__(self, sides: tuple[int, ...]) -> None:
+    def __init__(self, pixels: int, sides: tuple[int, ...]) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(64, DIM), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
+        self.stem, self.head = (
+            nn.Linear(pixels, DIM),
+            nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES)),
+        )
         self.blocks = nn.Sequential(*(FeedForward(DIM, 2 * DIM) for _ in range(0 if sides else LAYERS)))
         self.gates = nn.ModuleList(Gating(DIM, sides) for _ in range(LAYERS if sides else 0))
 
@@ -350,18 +355,27 @@ class Mixing:
         )
 
 
-class ConvergenceEmulation:
-    def __init__(self, scene: ConvergenceScene, seed: int) -> None:
+def _samples(data: str) -> tuple[Tensor, Tensor]:
+    """Return pixels (n, pixels), 0 to 1, and labels (n,); the first `TEST_SAMPLES` are for the test."""
+    if data == "digits":
         from sklearn.datasets import load_digits
 
+        pixels, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # always the same
+        return torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+    job = classification_job(data, shape=shape_of(data))
+    both = zip(job.validation(), job.data(), strict=True)
+    pixels, labels = (np.concatenate([test[:TEST_SAMPLES], train]) for test, train in both)
+    return torch.tensor(pixels).flatten(1) / 255, torch.tensor(labels)
+
+
+class ConvergenceEmulation:
+    def __init__(self, scene: ConvergenceScene, seed: int) -> None:
         torch.manual_seed(seed)
         self._scene, self._rng = scene, random.Random(seed)
         self._chance = torch.Generator().manual_seed(seed)
-        pixels, labels = load_digits(return_X_y=True)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # always the same
-        self._inputs = torch.tensor(pixels, dtype=torch.float32)[order] / 16
-        self._labels = torch.tensor(labels)[order]
-        self._trunk, self._experts = Trunk(scene.sides), math.prod(scene.sides)
+        self._inputs, self._labels = _samples(scene.data)
+        self._trunk, self._experts = Trunk(self._inputs.shape[1], scene.sides), math.prod(scene.sides)
         self._trunk.gates.requires_grad_(not scene.faithful)
         self._layers = [Experts(self._experts) for _ in self._trunk.gates]
         trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
@@ -433,10 +447,11 @@ class ConvergenceEmulation:
 
 
 @benchmark("moe")
-def run_convergence(report: BenchReport, faithful: bool = False) -> None:
+def run_convergence(report: BenchReport, faithful: bool = False, data: str = "digits") -> None:
+    """Report accuracies; ``data`` may be an ``.npz`` file of images, such as MNIST's: see `classification_job`."""
     seeds, batches, evaluations = (1, 240, 6) if report.quick else (3, 1600, 20)
     scenes = {
-        f"{model}_{delay}": ConvergenceScene(sides, *DELAYS[delay], batches, evaluations, faithful)
+        f"{model}_{delay}": ConvergenceScene(sides, *DELAYS[delay], batches, evaluations, faithful, data)
         for delay in DELAYS
         for model, sides in MODELS.items()
         if (model != "e1024" or not report.quick) and (sides or delay != "failures")

@@ -53,6 +53,14 @@ def perceptron(shape: tuple[int, int, int], classes: int) -> nn.Module:
     return nn.Sequential(Pixels(), nn.Flatten(), inner, nn.ReLU(), nn.Linear(HIDDEN, classes))
 
 
+def shape_of(data: str | Path = "digits") -> tuple[int, int, int]:
+    """Return channels, height and width of the images in ``data``: see `classification_job`."""
+    if data == "digits":
+        return 1, 8, 8
+    _, height, width, *channels = np.load(data)["x_train"].shape
+    return channels[0] if channels else 1, height, width
+
+
 def classification_job(
     data: str | Path = "digits",
     *,

@@ -1,13 +1,18 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from colab_swarm.bench import elastic_consistency as elastic
 from colab_swarm.bench.elastic_consistency import ADDRESSES, ConsistencyTask, Scene, add_speed, emulate
 from colab_swarm.bench.harness import BenchReport, Crew
+from colab_swarm.bench.moe import ConvergenceEmulation, ConvergenceScene
+from colab_swarm.bench.vc_asgd import _job
 from colab_swarm.elastic.schedulers import BoundedStaleness
+from colab_swarm.sim import run_virtual
 
 
 @pytest.mark.slow
@@ -21,6 +26,17 @@ def test_a_group_on_a_slow_network_learns_digits() -> None:
 def test_the_model_can_be_a_residual_network() -> None:
     task = ConsistencyTask(seed=1, model="resnet")
     assert sum(task.sizes) == len(task.start) == len(task.gradient(0, 0, task.start))
+
+
+def test_images_come_from_a_file_of_yours(tmp_path: Path) -> None:
+    rng, file = np.random.default_rng(0), tmp_path / "images.npz"
+    images, labels = rng.integers(0, 256, (500, 6, 4, 3), np.uint8), np.arange(500) % 10
+    np.savez(file, x_train=images, y_train=labels, x_test=images, y_test=labels)
+    task = ConsistencyTask(0, "resnet", str(file))
+    assert sum(task.sizes) == len(task.gradient(0, 0, task.start))
+    assert _job(str(file), 0, 0.95, quick=True).first_model()(torch.zeros(2, 3, 6, 4)).shape == (2, 10)
+    emulation = ConvergenceEmulation(ConvergenceScene((), 2, 0.1, 0.1, 6, 1, data=str(file)), 0)
+    assert emulation._trunk.stem.in_features == 72 and len(run_virtual(emulation.run())) == 1
 
 
 @pytest.mark.slow
