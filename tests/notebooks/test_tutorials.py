@@ -24,11 +24,11 @@ VOLATILE = {
 NOT_COMPARED = {
     "01_first_swarm": 5,  # panels, and what is printed where there are none; losses
     "02_joining": 7,  # process ids, models, levels, a map, contributions, the doctor
-    "03_collaborative_albert": 5,  # guesses of a model, a panel, a curve
-    "04_adaptive_averaging": 0,
+    "03_collaborative_albert": 6,  # guesses of a model, a panel, a curve
+    "04_adaptive_averaging": 3,  # plots, an error
     "05_host_experts": 3,  # losses, shares, a panel
     "06_train_with_experts": 4,  # losses, steps, a curve, staleness
-    "07_work_units": 3,  # panels, accuracies
+    "07_work_units": 5,  # panels, accuracies, missed deadlines
     "08_elastic_consistency": 5,  # accuracies and distances, a plot, a panel
     "09_when_things_break": 4,  # panels, a plot
     "10_bring_your_own_model": 4,  # losses, digests
