@@ -56,7 +56,7 @@ class ElasticStep:
 
     ``inconsistency`` is the distance of this peer's parameters from the group's, divided by the
     learning rate: the root mean square over recent steps whose gradients have all arrived. ``bound``
-    is the theory's limit, with M and sigma as estimated so far; None: unknown for this codec.
+    is the theory's limit, from the gradients of the same steps; None: unknown for this codec.
     """
 
     step: int  # from 0, since the group was formed
