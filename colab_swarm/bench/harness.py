@@ -98,7 +98,7 @@ def benchmark(name: str) -> Callable[[Callable[..., None]], Callable[..., BenchR
 
 
 def beside_paper(*rows: tuple[str, str, str, bool, str]) -> str:
-    """Return a table: what was measured, the paper's figure, ours, and a verdict.
+    """Return a table: quantity, the paper's figure, ours, and a verdict.
 
     A row ends with whether the figures agree, and the reason if they do not.
     """
