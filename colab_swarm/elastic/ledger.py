@@ -265,10 +265,13 @@ class Meter:
         distances = [math.sqrt(view.arrived.squared_norm()) / self._peers + view.residual for view in known]
         for distance in distances:
             self._measured.add(distance**2)
-        for step in sorted(step for step in self._totals if step <= closed.step - len(self._views)):
+        self._count_norms(closed.step - len(self._views))
+        return distances
+
+    def _count_norms(self, last: int) -> None:
+        for step in sorted(step for step in self._totals if step <= last):
             for peer, total in self._totals.pop(step).items():
                 self._norms[peer].add(total)
-        return distances
 
     def _add_to_sums(self, closed: Closed) -> None:
         for peer_buckets in closed.arrived.values():

@@ -160,29 +160,32 @@ class IrohEndpoint:
     async def start(self) -> None:
         """Bind the endpoint once; raises `PeerUnreachable` if iroh is not there or its relay does not answer."""
         async with self._starting:
-            if self._endpoint is None:
-                self._iroh = iroh = _load()
-                own = iroh.RelayMode.custom_from_urls([self._relay] if self._relay else [])
-                host = self._settings.host
-                options = iroh.EndpointOptions(
-                    preset=iroh.preset_n0() if self._public else iroh.preset_minimal(),
-                    relay_mode=iroh.RelayMode.default_mode() if self._public else own,
-                    secret_key=self._identity.derive(b"iroh endpoint"),
-                    alpns=[ALPN] if self._settings.iroh else [],
-                    bind_addr=f"{f'[{host}]' if ':' in host else host}:0" if host else None,
-                )
-                try:
-                    self._endpoint = await iroh.Endpoint.bind(options)
-                except iroh.IrohError as error:
-                    raise PeerUnreachable(f"iroh cannot open a port: {error.message()}") from error
-                if self._settings.iroh:
-                    self._spawn(self._accept())
-                if self._public:
-                    self._spawn(self._watch())
-                if self._public or self._relay:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(ONLINE_S):
-                            await self._endpoint.online()
+            if self._endpoint is not None:
+                return
+            self._iroh = _load()
+            try:
+                self._endpoint = await self._iroh.Endpoint.bind(self._options())
+            except self._iroh.IrohError as error:
+                raise PeerUnreachable(f"iroh cannot open a port: {error.message()}") from error
+            if self._settings.iroh:
+                self._spawn(self._accept())
+            if self._public:
+                self._spawn(self._watch())
+            if self._public or self._relay:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ONLINE_S):
+                        await self._endpoint.online()
+
+    def _options(self) -> Any:
+        iroh, host = self._iroh, self._settings.host
+        own = iroh.RelayMode.custom_from_urls([self._relay] if self._relay else [])
+        return iroh.EndpointOptions(
+            preset=iroh.preset_n0() if self._public else iroh.preset_minimal(),
+            relay_mode=iroh.RelayMode.default_mode() if self._public else own,
+            secret_key=self._identity.derive(b"iroh endpoint"),
+            alpns=[ALPN] if self._settings.iroh else [],
+            bind_addr=f"{f'[{host}]' if ':' in host else host}:0" if host else None,
+        )
 
     @property
     def addresses(self) -> tuple[str, ...]:

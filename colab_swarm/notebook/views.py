@@ -83,9 +83,9 @@ def _draw_peers(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
         return (
             _name(peer.name) + f" {peer.id[:4]}" * (same[peer.name] > 1) + " (me)" * peer.me,
             _name(peer.role),
-            f"{peer.step:,}" if peer.step else "–",
-            f"{peer.samples_per_s:,.1f}" if peer.samples_per_s else "–",
-            f"{samples:,.0f}" if samples else "–",
+            _figure(peer.step, ",d"),
+            _figure(peer.samples_per_s, ",.1f"),
+            _figure(samples, ",.0f"),
             size(credit.reduced_bytes) if credit and credit.reduced_bytes else "–",
             milliseconds(peer.rtt_s),
             _way(peer, names),
@@ -93,6 +93,10 @@ def _draw_peers(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
         )
 
     shown.table(COLUMNS, peers, cells, numbers=(2, 3, 4, 5, 6), what="peers")
+
+
+def _figure(value: float, form: str) -> str:
+    return f"{value:{form}}" if value else "–"
 
 
 def _when(snapshot: SwarmSnapshot) -> str:
@@ -301,10 +305,7 @@ def draw_waterfall(
     if not rounds:
         shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return
-    one = rounds[max(len(rounds) - 1 - back, 0)]
-    seconds = one.seconds if 0 < one.seconds < MAX_S else MIN_S  # a recording may hold anything
-    averaging_s = one.averaging_s if 0 <= one.averaging_s < seconds else seconds
-    one = replace(one, seconds=seconds, averaging_s=averaging_s)
+    one = _plausible(rounds[max(len(rounds) - 1 - back, 0)])
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
@@ -330,6 +331,10 @@ def draw_waterfall(
     members = sorted(one.members, key=lambda member: not member.dropped)  # the failed ones first
     columns = ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result")
     shown.table(columns, members, cells, numbers=(2, 3), what="members of the round")
+    _draw_legend(shown)
+
+
+def _draw_legend(shown: theme.Document) -> None:
     swatches = "".join(
         f'<svg width="36" height="9" style="display:inline-block" aria-hidden="true">{_line(0, 36, 4, *look)}</svg> '
         f'<span class="soft">{meaning} &#160; </span>'
@@ -337,6 +342,13 @@ def draw_waterfall(
     )
     key = "  ".join(f"{character} {meaning}" for character, meaning, *_ in TRACKS.values())
     shown.draw(f"<p>{swatches}</p>", f"  {key}")
+
+
+def _plausible(one: RoundFinished) -> RoundFinished:
+    """Return the round with times that can be drawn: a recording may hold anything."""
+    seconds = one.seconds if 0 < one.seconds < MAX_S else MIN_S
+    averaging_s = one.averaging_s if 0 <= one.averaging_s < seconds else seconds
+    return replace(one, seconds=seconds, averaging_s=averaging_s)
 
 
 def _seconds(seconds: float) -> str:

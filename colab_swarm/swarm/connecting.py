@@ -130,21 +130,11 @@ def _join(invitation: str, options: NetworkOptions, say: Say, **how: Any) -> Swa
 
 
 def _start(run: str, options: NetworkOptions, say: Say, **how: Any) -> Swarm:
-    here = platforms.platform()
     platforms.require_terms(how["accept_terms"])
     if (swarm := joining.find_open(run=run, name=how["peer_name"])) is not None:
         return swarm
-    usable = {"iroh"} if find_spec("iroh") else set()
-    usable |= {"cloudflared"} if which("cloudflared") else set()
-    usable |= {"ngrok"} if find_spec("pyngrok") and find_secret("NGROK_AUTHTOKEN") else set()
-    public = not here.alone and any(ip.version == 4 and not is_local(str(ip)) for ip in own_ips())
     given = options.tunnel or options.announce or options.iroh
-    tried = (
-        [Door("the given options")]
-        if given
-        else doors(here, public=public, agreed=how["accept_terms"], usable=usable)
-    )
-    for door in tried:
+    for door in [Door("the given options")] if given else _doors_here(how["accept_terms"]):
         say(f"… trying {door.name}")
         try:
             swarm = joining.create(run, options=replace(options, **door.changes), **how)
@@ -156,3 +146,14 @@ def _start(run: str, options: NetworkOptions, say: Say, **how: Any) -> Swarm:
         say(f"✖ {door.name}: none answered")
         swarm.leave()
     raise JoinError(platforms.ways_out())
+
+
+def _doors_here(agreed: bool) -> list[Door]:
+    here = platforms.platform()
+    found = {
+        "iroh": find_spec("iroh"),
+        "cloudflared": which("cloudflared"),
+        "ngrok": find_spec("pyngrok") and find_secret("NGROK_AUTHTOKEN"),
+    }
+    public = not here.alone and any(ip.version == 4 and not is_local(str(ip)) for ip in own_ips())
+    return doors(here, public=public, agreed=agreed, usable=[name for name, one in found.items() if one])

@@ -156,9 +156,7 @@ class NetworkSession:
             try:
                 await enter(node, entries)
             except JoinError as error:
-                if not only_local(entries) and not await asyncio.to_thread(internet):
-                    advice = platform().internet_help or "check the network and its proxy"
-                    raise JoinError(f"this machine has no internet connection: {advice}. {error}") from error
+                await _blame_the_network(entries, error)
                 if self.access.invitation is not None:
                     raise  # a returning owner whose entries are all gone continues alone
                 node.announce(tuple(self.options.announce) or node.listening())
@@ -374,3 +372,10 @@ async def close(services: PeerServices, network: NetworkSession | None) -> None:
             await services.averager.close()
     finally:  # an interrupt leaves no link open
         await services.peers.close()
+
+
+async def _blame_the_network(entries: Sequence[Contact], error: JoinError) -> None:
+    """Raise `JoinError` if none of ``entries`` answered because this machine has no internet connection."""
+    if not only_local(entries) and not await asyncio.to_thread(internet):
+        advice = platform().internet_help or "check the network and its proxy"
+        raise JoinError(f"this machine has no internet connection: {advice}. {error}") from error
