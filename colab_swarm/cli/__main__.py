@@ -57,10 +57,10 @@ ABOUT = "Train one large model together with others."
 START = """three to start with:
   colab-swarm demo                  see four peers train here, in 2 minutes
   colab-swarm create my-run         start a run; it prints the invitation
-  colab-swarm join 'https://…#…'    join a run with its invitation
+  colab-swarm join 'swarm://…'    join a run with its invitation
 'colab-swarm COMMAND --help' shows a command's options and examples."""
 NEXT = """Next: colab-swarm create my-run         start your own run and send its invitation to a friend,
-      colab-swarm join 'https://…#…'    who trains with you. In a notebook: cs.connect()"""
+      colab-swarm join 'swarm://…'    who trains with you. In a notebook: cs.connect()"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -459,9 +459,9 @@ COMMANDS = (
         "join a run and train, or only reduce for the trainers",
         JOIN,
         (
-            "join 'https://…#…'",
-            "join 'https://…#…' --size large --text notes.txt --compression int8",
-            "join 'https://…#…' --reduce-only --hours 8",
+            "join 'swarm://…'",
+            "join 'swarm://…' --size large --text notes.txt --compression int8",
+            "join 'swarm://…' --reduce-only --hours 8",
         ),
         aliases=("peer",),
     ),
@@ -469,21 +469,21 @@ COMMANDS = (
         _doctor,
         "check whether this machine can take part",
         DOCTOR,
-        ("doctor", "doctor 'https://…#…'", "doctor --size large --target-batch-size 4096"),
+        ("doctor", "doctor 'swarm://…'", "doctor --size large --target-batch-size 4096"),
     ),
     Command(
         _relay,
         "join a run and relay for peers that cannot be dialled",
         RELAY,
-        ("relay 'https://…#…'", "relay 'https://…#…' --gb 50 --mbit-s 20"),
+        ("relay 'swarm://…'", "relay 'swarm://…' --gb 50 --mbit-s 20"),
     ),
     Command(
         _experts,
         "join a run and host experts for the trainers",
         EXPERTS,
         (
-            "experts 'https://…#…' ffn --grid 16x16 --dim 512",
-            "experts 'https://…#…' block --grid 4x4 --dim 512 --heads 8 --count 4 --folder saves",
+            "experts 'swarm://…' ffn --grid 16x16 --dim 512",
+            "experts 'swarm://…' block --grid 4x4 --dim 512 --heads 8 --count 4 --folder saves",
         ),
     ),
     Command(
@@ -500,7 +500,7 @@ COMMANDS = (
         _volunteer,
         "train work units; needs outgoing HTTPS only",
         VOLUNTEER,
-        ("volunteer 'https://…#…'", "volunteer 'https://…#…' --units 2 --device cuda:1 --hours 8"),
+        ("volunteer 'swarm://…'", "volunteer 'swarm://…' --units 2 --device cuda:1 --hours 8"),
     ),
     Command(
         _chaos,

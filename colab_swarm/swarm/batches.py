@@ -23,17 +23,19 @@ def read(
     """See `Swarm.batches`."""
     optimizer.raises_at_end = False
     simulated, step = swarm.network is None, optimizer.global_step
-    live = has_frontend() and not simulated
-    if live:
+    panel = swarm.panel() if has_frontend() and not simulated else None
+    if panel is not None:
         from IPython.display import display
 
-        display(swarm.panel())  # type: ignore[no-untyped-call]
+        display(panel)  # type: ignore[no-untyped-call]
     passes = _endless(swarm, loader, optimizer)
     while not (optimizer.over or optimizer.global_step >= max_steps):
         yield next(passes)
         before, step = step, optimizer.global_step
-        if step > before and not live:
+        if step > before and panel is None:
             print(f"{swarm.name}: " * simulated + _line(optimizer, max_steps))
+    if panel is not None:
+        panel.refresh()
 
 
 def _endless(swarm: "Swarm", loader: Iterable[Any], optimizer: "SwarmOptimizer") -> Iterator[Any]:

@@ -14,6 +14,7 @@ from colab_swarm.invite import Invite
 from colab_swarm.net.addresses import is_local, own_ips
 from colab_swarm.net.iroh import is_at_public_relay
 from colab_swarm.net.peers import short
+from colab_swarm.net.reachability import ReachabilityLevel
 from colab_swarm.notebook import platforms
 from colab_swarm.notebook.connecting import Connection, Say
 from colab_swarm.notebook.platforms import Platform
@@ -116,7 +117,8 @@ def _connect(
     say(f"✔ you are {swarm.name} ({short(swarm.id)}) in {swarm.run}")
     for peer in swarm.services.peers.linked():
         say(f"✔ reached {short(peer)}: {swarm.services.peers.way_to(peer)}")
-    say(f"✔ others reach you: {swarm.reachability}")
+    known = swarm.reachability.level is not ReachabilityLevel.UNVERIFIED
+    say(f"{'✔' if known else '○'} others reach you: {swarm.reachability}")
     return swarm
 
 

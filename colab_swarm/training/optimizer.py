@@ -487,7 +487,7 @@ class SwarmOptimizer(WrappedOptimizer):
             threading.Thread(target=self._save_progress, name="colab-swarm-save", daemon=True).start()
             print(
                 f"Interrupted at step {self.global_step} of the swarm. {self._gathered.samples:g} samples that are "
-                "accumulated here go into the next step: run the cell again to continue, or swarm.leave() to end."
+                "accumulated here go into the next step: run the loop again to continue, or swarm.leave() to end."
             )
             raise
 

@@ -59,7 +59,7 @@ def test_without_a_swarm_the_machine_is_examined() -> None:
 
 @pytest.mark.slow
 def test_a_size_shows_the_memory_it_needs() -> None:
-    assert "For ALBERT-tiny at 64 tokens" in texts(doctor(model="tiny"))["compute"]
+    assert "of ALBERT-tiny at 64 tokens: " in texts(doctor(model="tiny"))["compute"]
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
     found = doctor(swarm, model=net, batches=BATCHES)
     assert found.prediction is not None and found.prediction.target_batch_size == 4000
     assert found.prediction.vector_bytes == 2 * sum(value.numel() for value in net.parameters())
-    assert found.prediction.share == 1.0 and "For Net" in texts(found)["compute"]
+    assert found.prediction.share == 1.0 and "of Net: " in texts(found)["compute"]
 
 
 def test_a_model_is_not_tried_on_a_gpu_that_torch_was_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
