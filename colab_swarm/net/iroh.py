@@ -37,7 +37,7 @@ PUBLIC_RELAYS = (".iroh.link", ".iroh.network")  # domains of the relays that n0
 QUOTA_BYTES = 1e9  # both ways through public relays, in a session
 ONLINE_S = 10.0  # until a relay has answered
 WATCH_S = 2.0
-STREAM_BYTES = 1 << 18
+STREAM_BYTES = 1 << 20  # of one call of iroh, which costs some 0.1 ms
 LINGER_S = 1.0  # for the other end to read the last bytes
 _prepared: dict[Any, bool] = {}  # whether it copies fast
 
@@ -235,6 +235,8 @@ class IrohEndpoint:
     ) -> WebSocket:
         carried, (near, far) = Carried(connection), socket.socketpair()
         near.setblocking(False)
+        for end in (near, far):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BYTES)
         self._carried[carried] = 0
         pumping = self._spawn(carried.pump(stream, near))
         pumping.add_done_callback(lambda _: self._carried.pop(carried))
