@@ -5,6 +5,7 @@ The configuration is that of the page `colab_swarm.backbone`, with other ports, 
 
 import asyncio
 import os
+import random
 import re
 import shutil
 import socket
@@ -61,9 +62,11 @@ LIMIT_S = 60.0  # only a hang reaches it
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a free port below those that the system gives to outgoing links, which could take it meanwhile."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port := random.randint(15_000, 30_000)))
+            return port
 
 
 def write_certificates(folder: Path) -> None:
