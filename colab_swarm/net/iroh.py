@@ -39,6 +39,7 @@ ONLINE_S = 10.0  # until a relay has answered
 WATCH_S = 2.0
 STREAM_BYTES = 1 << 20  # of one call of iroh, which costs some 0.1 ms
 LINGER_S = 1.0  # for the other end to read the last bytes
+NO_RELAY = "no relay of iroh answers: only peers that reach this machine's own addresses can join"
 _prepared: dict[Any, bool] = {}  # whether it copies fast
 
 
@@ -172,9 +173,12 @@ class IrohEndpoint:
             if self._public:
                 self._spawn(self._watch())
             if self._public or self._relay:
-                with suppress(TimeoutError):
+                try:
                     async with asyncio.timeout(ONLINE_S):
                         await self._endpoint.online()
+                except TimeoutError:
+                    logger.warning(NO_RELAY)
+                    self._events.emit(Notice(loop_now(), NO_RELAY))
 
     def _options(self) -> Any:
         iroh, host = self._iroh, self._settings.host

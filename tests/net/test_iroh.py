@@ -83,6 +83,7 @@ async def test_an_own_relay_that_is_dead_leaves_the_direct_addresses(monkeypatch
     monkeypatch.setattr(carrier, "ONLINE_S", 0.2)
     dead = replace(BY_IROH, iroh="https://127.0.0.1:9")
     async with peers("alice", "bob", settings=dead) as (alice, bob), peers("carol") as (carol,):
+        assert [event.text for event in bob.linker.iroh._events.recent(Notice)] == [carrier.NO_RELAY]
         assert bob.linker.iroh.relayed  # nobody has come yet, and it was told to use one
         assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
         assert not bob.linker.iroh.relayed
