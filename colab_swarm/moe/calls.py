@@ -48,6 +48,7 @@ CLOSE_TIMEOUT_S = 5.0
 MIN_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0  # also that of a paused host
 LINK_BUSY_RETRY_S = 1.0
+LONGEST = 4096  # of a sequence: attention takes the square of it
 SHOWN_CHARS = 80
 Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
 Outcome: TypeAlias = Answer | BaseException
@@ -479,10 +480,11 @@ class ExpertServer:
         require(
             len(shape) == len(expert.shape)
             and all(
-                side > 0 and expected in (side, ANY_LENGTH)
+                0 < side <= LONGEST if expected == ANY_LENGTH else side == expected
                 for side, expected in zip(shape, expert.shape, strict=True)
             ),
-            f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}",
+            f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}; a {ANY_LENGTH} stands for "
+            f"1 to {LONGEST}",
             Refusal,
         )
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
+from colab_swarm.markup import plain
 from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.mux import (
     ENCODER,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_TASKS = 2048  # handlers; a cancelled call frees its number before its handler has ended
 MAX_BACKLOG_BYTES = 64 << 20
+MAX_FAILURE_CHARS = 1000  # of a peer's text that people read
 SIMULTANEOUS_S = 10.0
 LEAVE_TIMEOUT_S = 30.0  # a quiet link that only this end leaves is closed then
 _TOKEN = struct.Struct("<d")
@@ -382,7 +384,7 @@ class Link:
             code, text = FAILURE.decode(frame.message)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
-        return code, f"{short(self.peer)}: {text}"
+        return plain(code), f"{short(self.peer)}: {plain(text, MAX_FAILURE_CHARS)}"
 
     def flush_soon(self) -> None:
         """Flush once per turn of the event loop, so that frames queued together travel together."""

@@ -283,7 +283,7 @@ async def _start(
             raise
         node = await _start_node(access, identity, options, options.port, events)
     try:
-        services = assemble(node, access.run_id, events, random.Random(identity.id))
+        services = assemble(node, access.run_id, events, random.SystemRandom())
         network = NetworkSession(node, access, options, services)
         await network.open(store)
     except BaseException:  # an interrupt included: nothing may stay open

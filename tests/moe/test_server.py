@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe import calls as expert_calls
-from colab_swarm.moe.calls import Call, ExpertServer, ForwardExpert, Key, Part, compute
+from colab_swarm.moe.calls import LONGEST, Call, ExpertServer, ForwardExpert, Key, Part, compute
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.membership import OpenAdmission
@@ -216,12 +216,13 @@ async def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_a
 REFUSED: dict[str, tuple[ForwardExpert, str]] = {
     "not hosted": (ForwardExpert("ffn.1", 1, (DIM,), "float32"), "ffn.1 is not hosted here"),
     "10 GB": (ForwardExpert("ffn.0", 312_500_000, (DIM,), "float32"), "split it"),
-    "10 GB a sample": (ForwardExpert("text.0", 1, (1 << 30, DIM), "float32"), "split it"),
+    "10 GB at once": (ForwardExpert("text.0", 1 << 18, (LONGEST, DIM), "float32"), "split it"),
     "shape": (ForwardExpert("ffn.0", 1, (9,), "float32"), r"takes samples of shape \(8,\), not \(9,\)"),
     "more shape": (ForwardExpert("ffn.0", 1, (8,) * 999, "float32"), r"takes samples of shape"),
     "nothing": (ForwardExpert("ffn.0", 0, (DIM,), "float32"), "at least one"),
     "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "at least one"),
     "no length": (ForwardExpert("text.0", 1, (0, DIM), "float32"), "takes samples of shape"),
+    "too long": (ForwardExpert("text.0", 1, (LONGEST + 1, DIM), "float32"), f"for 1 to {LONGEST}"),
     "any length": (ForwardExpert("text.0", 1, (-1, DIM), "float32"), "takes samples of shape"),
     "codec": (expert_calls.BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
 }

@@ -41,7 +41,8 @@ LONG = {Ask("longest"): peers.MAX_MESSAGE_BYTES - 6, Ask("long"): peers.MAX_MESS
 async def answer(peer: PeerId, message: Any) -> Message:
     if message in LONG:
         return Long(bytes(LONG[message]))
-    raise Refusal("not today") if message == Ask("refused") else RuntimeError("a bug")
+    texts = {Ask("refused"): "not today", Ask("control"): "\x1b[31mred\a"}
+    raise Refusal(texts[message]) if message in texts else RuntimeError("a bug")
 
 
 async def ask(alice: Peers, bob: Peers, message: Message = Echo()) -> Message:  # noqa: B008
@@ -66,6 +67,7 @@ async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code(meet: M
         bob.serve(Ask, answer)
         for message, code, text in (
             (Ask("refused"), "refused", "not today"),
+            (Ask("control"), "refused", r"\?\[31mred\?$"),  # its text cannot control a terminal
             (Ask("bug"), "failed", "a bug"),
             (Ask("long"), "failed", str(peers.MAX_MESSAGE_BYTES)),
             (impostor(5), "invalid", "undecodable"),
