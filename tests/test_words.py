@@ -81,9 +81,3 @@ def test_the_files_named_in_the_architecture_exist() -> None:
     named = re.findall(r"`([\w/]+/\w+\.py)`", PAGE.read_text(encoding="utf-8"))
     homes = (ROOT, ROOT / "colab_swarm")
     assert named and not [name for name in named if not any((home / name).exists() for home in homes)]
-
-
-def test_the_tests_that_the_checklist_names_exist() -> None:
-    named = re.findall(r"`([\w/]+)::(\w+)`", (ROOT / "tests" / "CHECKLIST.md").read_text())
-    texts = {file: (ROOT / "tests" / f"{file}.py").read_text() for file in {file for file, _ in named}}
-    assert len(named) > 600 and not [one for one in named if f"def test_{one[1]}(" not in texts[one[0]]]
