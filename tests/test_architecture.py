@@ -35,7 +35,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (684, 52, 84),
-    "averaging": (1883, 38, 210),
+    "averaging": (1921, 39, 217),
     "backbone": (445, 14, 46),
     "bench": (2557, 33, 263),
     "cli": (322, 2, 31),
