@@ -275,6 +275,7 @@ class GroupFormation:
         self._awaited: dict[PeerId, float] = {}  # until when
         self.promised: dict[PeerId, float] = {}  # when to come
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
+        self.joined_at = now  # the last one
 
     def expect(self, peer: PeerId, until: float) -> None:
         if peer not in self._joined:
@@ -308,6 +309,10 @@ class GroupFormation:
         self._awaited.pop(contact.id, None)
         self._joined[contact.id] = (ticket, contact)
         return None
+
+    def absent(self, now: float) -> dict[PeerId, float]:
+        """Return the peers awaited in vain, and for how many seconds after the last one that came."""
+        return {peer: min(until, now) - self.joined_at for peer, until in self._awaited.items()}
 
     def broken_promises(self, now: float) -> set[PeerId]:
         """Return the peers that promised to come, and neither joined nor declined in time."""

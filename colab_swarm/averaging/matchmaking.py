@@ -13,10 +13,9 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from colab_swarm.averaging.group import (
-    MAX_TEXT,
     Group,
     GroupFormation,
     GroupFormationSettings,
@@ -32,17 +31,16 @@ from colab_swarm.averaging.group import (
     rank,
     wrong_numbers,
 )
+from colab_swarm.averaging.router import SKIPPED_S, PrefixRouter
+from colab_swarm.averaging.standing import Standing
 from colab_swarm.averaging.strategy import adaptive_shares, follows
 from colab_swarm.errors import PeerError, require
-from colab_swarm.events import EventLog, PeerSilent
+from colab_swarm.events import PeerSilent
 from colab_swarm.net.peers import (
     Contact,
     LeftOut,
-    Message,
     Patience,
     PeerId,
-    Peers,
-    Refusal,
     Role,
     Stream,
     allowance_s,
@@ -53,12 +51,10 @@ from colab_swarm.runtime import loop_now, wait_until, wake
 
 logger = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[..., Awaitable[Any]]
 Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
 FORMING = Joined()  # an organizer's heartbeat
 
 REFUSALS_S = 60.0  # an honest refusal of one step ends with the round that runs without us
-SKIPPED_S = 1800.0  # how long a peer is left out that was dishonest, or kept refusing
 LATE_S = 10.0  # and a peer, at first, that was silent or came later than it had promised
 LATE_GRACE_S = 0.5  # how long a round waits for a peer whose `LATE_S` is about to end
 BLAMED_S = 0.1  # a silent peer is blamed before the group is formed without it
@@ -69,79 +65,6 @@ AWAKE_S = 1.0  # a timer of a running process is not so late
 KEPT_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
-
-
-class PrefixRouter:
-    """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has."""
-
-    def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
-        self.peers, self.events = peers, events or EventLog()
-        self.dishonest = LeftOut[PeerId](
-            SKIPPED_S, SKIPPED_S
-        )  # organizers and reducers, of all collaborations
-        self._handlers: dict[type[Message], dict[str, Handler]] = {}
-        self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None
-
-    def serve(
-        self,
-        prefix: str,
-        kind: type[Message],
-        handler: Callable[[PeerId, Any], Awaitable[Message]],
-        role: Role,
-    ) -> None:
-        """Answer calls to ``prefix``, if not served yet; the first one's ``role`` counts for all."""
-
-        async def answer(peer: PeerId, message: Any) -> Any:
-            return await self._find(kind, message.prefix)(peer, message)
-
-        if self._register(prefix, kind, handler):
-            self.peers.serve(kind, answer, role=role)
-
-    def serve_stream(
-        self, prefix: str, kind: type[Message], handler: Callable[[Any, Stream], Awaitable[None]], role: Role
-    ) -> None:
-        """Like `serve`, for streams that open with ``kind``."""
-
-        async def converse(opening: Any, stream: Stream) -> None:
-            await self._find(kind, opening.prefix)(opening, stream)
-
-        if self._register(prefix, kind, handler):
-            self.peers.serve_stream(kind, converse, role=role)
-
-    def unserve(self, prefix: str, *kinds: type[Message]) -> None:
-        for kind in kinds:
-            handlers = self._handlers.get(kind, {})
-            handlers.pop(prefix, None)
-            if not handlers and self._handlers.pop(kind, None) is not None:
-                self.peers.unserve(kind)
-
-    def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
-        """Register an assistant for the collaborations that this peer does not serve itself.
-
-        ``enter(prefix)``: an unserved collaboration got a message and may be served; ``leave``:
-        this peer serves it from now on. Raises ValueError if there is an assistant already.
-        """
-        require(self.assistant is None, "this peer assists already: stop() that first")
-        self.assistant = enter, leave
-
-    def _register(self, prefix: str, kind: type[Message], handler: Handler) -> bool:
-        if self.assistant is not None and prefix in self._handlers.get(kind, {}):
-            self.assistant[1](prefix)
-        handlers = self._handlers.setdefault(kind, {})
-        require(
-            len(prefix) <= MAX_TEXT,
-            f"prefix {prefix[:40]!r}… is over {MAX_TEXT} characters: take a shorter one",
-        )
-        require(prefix not in handlers, f"this peer takes part in {prefix!r} already: close that first")
-        handlers[prefix] = handler
-        return len(handlers) == 1
-
-    def _find(self, kind: type[Message], prefix: str) -> Handler:
-        if self.assistant is not None and prefix not in self._handlers.get(kind, {}):
-            self.assistant[0](prefix)
-        if (handler := self._handlers.get(kind, {}).get(prefix)) is None:
-            raise Refusal(f"this peer takes no part in {prefix[:80]!r}")
-        return handler
 
 
 class Matchmaker:
@@ -169,6 +92,7 @@ class Matchmaker:
         self._router, self._peers, self._prefix = router, router.peers, prefix
         self._expected, self._on_called, self._stands = expected, on_called, stands
         self._believed_s = believed_s
+        self.standing = Standing(lambda peer: peer)  # of strangers: peers that are known by a record only
         self.own: Callable[[int, bytes], RoundTerms] | None = None  # else the first caller's terms
         self._strategy = strategy
         self._settings = settings or GroupFormationSettings()
@@ -462,6 +386,7 @@ class Matchmaker:
         if refusal is not None:
             formation.on_declined(peer)
             return refusal
+        formation.joined_at = loop_now()
         self._late.forgive(peer)
         if peer in formation.promised:
             self._lateness.learn(max(0.0, loop_now() - formation.promised[peer]))
@@ -492,7 +417,7 @@ class Matchmaker:
 
     async def _form(self, formation: GroupFormation) -> Organized:
         terms, me = formation.terms, self._peers.id
-        calls: list[asyncio.Task[None]] = []
+        calls, candidates = list[asyncio.Task[None]](), list[PeerId]()
         try:
             candidates = [peer for peer in await self._expected(*terms.key) if peer != me]
             calls = [asyncio.create_task(self._invite(formation, peer)) for peer in candidates]
@@ -510,6 +435,7 @@ class Matchmaker:
             for call in calls:
                 call.cancel()
             if loop_now() - formation.closes_at() < AWAKE_S:
+                self._settle(formation, len(candidates) + 1)
                 for peer in formation.broken_promises(loop_now()) - {me}:
                     logger.info("%s promised to come and did not: no one waits for it now", short(peer))
                     self._late.fail(peer, loop_now())
@@ -525,7 +451,8 @@ class Matchmaker:
         if late_s:  # of a frozen peer nothing comes at all; to one late again, nobody listens for long
             answers = now - self._peers.read_at(peer) < MIN_SILENCE_S
             patience_s = LATE_GRACE_S * (answers and late_s <= LATE_S)
-        formation.expect(peer, now + patience_s + allowance_s(self._peers, peer))
+        until = math.inf if linked else formation.opened_at + self.standing.credit_s(peer)
+        formation.expect(peer, min(now + patience_s + allowance_s(self._peers, peer), until))
         try:
             answer = await self._call(peer, terms)
             if answer.group is not None:
@@ -534,7 +461,9 @@ class Matchmaker:
         except (PeerError, TimeoutError, ValueError) as error:
             formation.on_declined(peer)
             if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
-                formation.expect(peer, formation.opened_at + self._settings.window_s)  # joins by itself
+                formation.expect(
+                    peer, min(formation.opened_at + self._settings.window_s, until)
+                )  # joins by itself
         else:
             if answer.group is not None and answer.group.terms.key == terms.key:
                 formation.elsewhere = answer.group
@@ -549,6 +478,15 @@ class Matchmaker:
             ):  # a silent one is heard again
                 formation.on_coming(peer, answer.ready_in_s, now=loop_now())
         wake(self._changed)
+
+    def _settle(self, formation: GroupFormation, awaited: int) -> None:
+        """Charge the strangers that this peer waited for in vain."""
+        now = loop_now()
+        absent = formation.absent(now)
+        strangers = absent.keys() - self._peers.linked() - formation.promised.keys()
+        charged = self.standing.settle({peer: absent[peer] for peer in strangers}, awaited, now)
+        for peer, seconds in charged.items():
+            self._router.events.emit(PeerSilent(now, peer.hex(), seconds))
 
     def _defers(self, formation: GroupFormation, peer: PeerId) -> bool:
         """Send all that came here on to a better organizer, which has called or answered; return whether it is."""

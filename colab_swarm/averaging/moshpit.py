@@ -42,8 +42,9 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
-from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter
+from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Message, PeerId, short

@@ -34,8 +34,8 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.matchmaking import SKIPPED_S
 from colab_swarm.averaging.reducer import OUTLIER, SpanReducer
+from colab_swarm.averaging.router import SKIPPED_S
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
 from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, allowance_s, short

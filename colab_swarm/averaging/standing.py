@@ -12,7 +12,7 @@ than half are late at once, this peer's own line is the likely cause, and nobody
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from colab_swarm.net.peers import PeerId, remember
 
@@ -49,23 +49,21 @@ class Standing:
         credit_s, since = self._credits.get(self._account(peer), (self.burst_s, now))
         self._set(self._account(peer), min(credit_s + SHARE * (now - since), self.burst_s), now)
 
-    def settle(
-        self, beyond_s: Mapping[PeerId, float], awaited: Collection[PeerId], now: float
-    ) -> dict[PeerId, float]:
-        """Charge one wait for the peers ``awaited``; return who was charged for how many seconds.
+    def settle(self, beyond_s: Mapping[PeerId, float], awaited: int, now: float) -> dict[PeerId, float]:
+        """Charge a wait for ``awaited`` peers, this one included; return who was charged for how many seconds.
 
-        ``beyond_s`` are the seconds beyond the usual of those that came late, or not in time. Leave them out where this
-        peer's own timer was late.
+        ``beyond_s``: seconds beyond the usual, by late peer. Leave them out where this peer's own timer was late.
         """
         late = {peer: seconds for peer, seconds in beyond_s.items() if seconds > 0}
-        if 2 * len(late) > len(awaited):
+        if 2 * len(late) > awaited:
             return {}
         charged = {}
         for account in {self._account(peer) for peer in late}:
             ours = {peer: seconds for peer, seconds in late.items() if self._account(peer) == account}
             peer, seconds = max(ours.items(), key=lambda one: one[1])  # they were awaited at the same time
             credit_s, since = self._credits.get(account, (self.burst_s, now))
-            charged[peer] = min(seconds, credit_s)
+            if credit_s > 0:
+                charged[peer] = min(seconds, credit_s)
             self._set(account, max(0.0, credit_s - seconds), since)
         return charged
 

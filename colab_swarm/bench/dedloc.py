@@ -41,9 +41,9 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
-from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitResult, RoundMeter
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
+from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.strategy import adaptive_shares, plan_round
 from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw
 from colab_swarm.dht.service import DHT, DHTSettings

@@ -21,6 +21,7 @@ from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult, contributed
+from colab_swarm.averaging.standing import Standing
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import MismatchError, PeerError, StateError, require
@@ -105,7 +106,7 @@ class Collaboration:
             strategy=self._shares,
             settings=GroupFormationSettings(patience_s, patience_s, heaviest=HEAVIEST),
         )
-        self._matchmaker.own = self._terms
+        self._matchmaker.own, self._matchmaker.standing = self._terms, Standing(self.progress.voucher_of)
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._throughput = ThroughputEstimator(loop_now())
         self._called: tuple[int, bytes] | None = None
@@ -349,6 +350,8 @@ class Collaboration:
         samples = {member.id: member.samples for member in members if member.id in result.contributors}
         everyone = [member.id for member in members]
         self.progress.on_round(everyone, step, lineage, samples=samples, now=loop_now())
+        for peer in samples:
+            self._matchmaker.standing.earn(peer, loop_now())
         counted = sum(samples.values())
         self.services.events.emit(StepFinished(loop_now(), step, counted, self.progress.own.loss))
         if self.services.events.detailed:

@@ -344,6 +344,10 @@ class Progress:
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
         return Branch(step, lineage, frozenset(on_it))
 
+    def voucher_of(self, peer: PeerId) -> bytes:
+        """Return who vouches for a peer, by its record; its own id where it has none."""
+        return self._standing[peer].voucher if peer in self._standing else peer
+
     def _votes(self, voters: Iterable[PeerId]) -> dict[PeerId, float]:
         """Return the weight of each vote: one for each peer that this one averaged with, if there are any.
 
@@ -351,8 +355,8 @@ class Progress:
         Those that take part have equal votes: after a partition both sides would follow themselves, and with one
         vote for a whole class its founder's old record would call all others back.
         """
-        known, roles = self._known(voters), self._standing
-        vouchers = {peer: roles[peer].voucher if peer in roles else peer for peer in voters}
+        known = self._known(voters)
+        vouchers = {peer: self.voucher_of(peer) for peer in voters}
         sizes, counted = Counter(vouchers.values()), known and known | {self.me}
         return {peer: (peer in counted) + TIE / sizes[one] / len(sizes) for peer, one in vouchers.items()}
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group
-from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.strategy import encoded_bytes
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import require

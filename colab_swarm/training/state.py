@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from colab_swarm.averaging.matchmaking import PrefixRouter
+from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, decoded, remember, short
 from colab_swarm.tensors.chunks import (

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections import defaultdict
 from contextlib import suppress
 
@@ -10,8 +11,16 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import Group, GroupMember, Joined, JoinRound, RoundTerms, Ticket
+from colab_swarm.averaging.standing import SHARE
+from colab_swarm.dht.records import Record, Stored, StoreRecord
+from colab_swarm.dht.service import key_id
 from colab_swarm.errors import PeerError
+from colab_swarm.events import PeerSilent
+from colab_swarm.invite import Invite
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import PeerId, Stream
+from colab_swarm.training.progress import ProgressRecord, progress_key
 from tests.attacks.town import Mallory, Town, town
 
 LONGEST_WAIT_S = 12.0  # seconds; the bound is 10, and 2 in a LAN
@@ -165,6 +174,42 @@ def test_a_record_that_syncs_for_ever_holds_up_nobody_for_long(caplog: pytest.Lo
             honest.stop()
     assert called >= 10 and mallory.broken_promises(caplog) == 0
     honest.assert_held(least_shared=20)
+
+
+def ghost_record(honest: Town, key: bytes) -> tuple[PeerId, Record]:
+    """Return an identity that no peer ever meets, made offline from an invitation, and its record: it always syncs."""
+    ghost, now = Identity(), time.time()
+    invite = Invite.parse(str(honest.swarms["alice"].invite()))
+    assert invite.grant is not None
+    shown = Membership.by_invitation(invite.grant, invite.key, key=ghost.public_key, now=now)
+    progress = msgspec.msgpack.encode(ProgressRecord(0, b"", 0.0, 0.0, True, False, ""))
+    bare = Record(progress, now + 80_000, int(now * 1e6), 80_000.0, ghost.public_key, shown.encode())
+    return ghost.id, msgspec.structs.replace(bare, signature=ghost.sign(bare.signed_bytes(key)))
+
+
+def test_a_record_of_a_peer_that_nobody_meets_costs_its_credit_and_no_more() -> None:
+    with town() as honest:
+        honest.train()
+        burst_s, key = 1.0, key_id(progress_key(honest.prefix))
+        for trainer in honest.trainers:
+            trainer.optimizer.collaboration._matchmaker.standing.burst_s = burst_s
+        ghost, record = ghost_record(honest, key)
+        node = honest.join("mallory").services.peers
+        message = StoreRecord(key, (record,), node.contact)
+        for swarm in honest.swarms.values():
+            stored = honest.swarms["alice"].runtime.call(node.call(swarm.id, message, Stored, timeout_s=20))
+            assert stored.refusals == ("",)
+        known = [trainer.optimizer.collaboration.progress for trainer in honest.trainers]
+        honest.wait(lambda: all(ghost in progress.records for progress in known), "the record")
+        began = time.monotonic()
+        honest.go_on(40)
+        took_s = time.monotonic() - began
+        honest.stop()
+    silences = [one for swarm in honest.swarms.values() for one in swarm.events.recent(PeerSilent)]
+    cost_s = sum(one.seconds for one in silences if one.peer == ghost.hex())
+    # each of the three organizes some rounds
+    assert burst_s < cost_s <= 3 * (burst_s + SHARE * took_s)
+    honest.assert_held(least_shared=40)
 
 
 BAD_TICKETS = {

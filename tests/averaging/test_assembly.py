@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Group, JoinEta, RoundRefused, RoundTerms
-from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.moshpit import QUICK, WINDOW_S, Assembly, WaitingPeer
+from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.net.peers import PeerId, Peers, Role
 from colab_swarm.sim import LAN, SimNetwork, run_virtual

@@ -16,10 +16,10 @@ from colab_swarm.averaging.matchmaking import (
     REMEMBERED_S,
     SKIPPED_S,
     Matchmaker,
-    PrefixRouter,
     check_group,
     holds_ticket,
 )
+from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.runtime import loop_now

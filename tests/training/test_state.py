@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.matchmaking import PrefixRouter
+from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
