@@ -384,7 +384,8 @@ class Link:
             code, text = FAILURE.decode(frame.message)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
-        return plain(code), f"{short(self.peer)}: {plain(text, MAX_FAILURE_CHARS)}"
+        lines = (plain(line) for line in text[:MAX_FAILURE_CHARS].split("\n"))
+        return plain(code), f"{short(self.peer)}: " + "\n".join(lines)
 
     def flush_soon(self) -> None:
         """Flush once per turn of the event loop, so that frames queued together travel together."""
