@@ -435,7 +435,7 @@ class Matchmaker:
             for call in calls:
                 call.cancel()
             if loop_now() - formation.closes_at() < AWAKE_S:
-                self._settle(formation, len(candidates) + 1)
+                self._settle(formation, [me, *candidates])
                 for peer in formation.broken_promises(loop_now()) - {me}:
                     logger.info("%s promised to come and did not: no one waits for it now", short(peer))
                     self._late.fail(peer, loop_now())
@@ -461,9 +461,8 @@ class Matchmaker:
         except (PeerError, TimeoutError, ValueError) as error:
             formation.on_declined(peer)
             if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
-                formation.expect(
-                    peer, min(formation.opened_at + self._settings.window_s, until)
-                )  # joins by itself
+                # It joins by itself.
+                formation.expect(peer, min(formation.opened_at + self._settings.window_s, until))
         else:
             if answer.group is not None and answer.group.terms.key == terms.key:
                 formation.elsewhere = answer.group
@@ -479,7 +478,7 @@ class Matchmaker:
                 formation.on_coming(peer, answer.ready_in_s, now=loop_now())
         wake(self._changed)
 
-    def _settle(self, formation: GroupFormation, awaited: int) -> None:
+    def _settle(self, formation: GroupFormation, awaited: Sequence[PeerId]) -> None:
         """Charge the strangers that this peer waited for in vain."""
         now = loop_now()
         absent = formation.absent(now)

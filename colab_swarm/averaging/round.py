@@ -186,9 +186,7 @@ class RoundResult:
     group: Group  # the planned members
     contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
     spans_lost: tuple[Span, ...]  # their reducer was lost before all of its means arrived
-    kept_local: tuple[
-        Span, ...
-    ]  # values for which no mean arrived and that are still its own; an assistant has none
+    kept_local: tuple[Span, ...]  # values without a mean, still the peer's own; an assistant has none
     sent_bytes: int  # payload
     received_bytes: int
     seconds: float

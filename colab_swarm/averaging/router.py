@@ -17,9 +17,7 @@ class PrefixRouter:
 
     def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
         self.peers, self.events = peers, events or EventLog()
-        self.dishonest = LeftOut[PeerId](
-            SKIPPED_S, SKIPPED_S
-        )  # organizers and reducers, of all collaborations
+        self.dishonest = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers and reducers of all rounds
         self._handlers: dict[type[Message], dict[str, Handler]] = {}
         self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None
 

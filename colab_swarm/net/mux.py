@@ -193,9 +193,7 @@ class ServiceTable:
 class Flow:
     """Flow control of one stream, in bytes; which END has passed."""
 
-    credit: int = (
-        STREAM_WINDOW_BYTES  # bytes that this end may still send; negative when the last item overdrew it
-    )
+    credit: int = STREAM_WINDOW_BYTES  # bytes this end may still send; negative if the last item overdrew
     window: int = STREAM_WINDOW_BYTES  # bytes that the peer may still send
     consumed: int = 0  # taken by the application but not yet granted again
     sent_end: bool = False

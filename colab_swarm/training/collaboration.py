@@ -106,7 +106,7 @@ class Collaboration:
             strategy=self._shares,
             settings=GroupFormationSettings(patience_s, patience_s, heaviest=HEAVIEST),
         )
-        self._matchmaker.own, self._matchmaker.standing = self._terms, Standing(self.progress.voucher_of)
+        self._matchmaker.own, self._matchmaker.standing = self._terms, Standing(self.progress.account_of)
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._throughput = ThroughputEstimator(loop_now())
         self._called: tuple[int, bytes] | None = None

@@ -167,7 +167,7 @@ class Progress:
         self._mute: frozenset[PeerId] = frozenset()  # silent, and nothing came from them since
         self._no_vote: Set[PeerId] = frozenset()  # both at the last reading
         self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
-        self._standing: Mapping[PeerId, Found] = {}  # roles and vouchers
+        self._found: Mapping[PeerId, Found] = {}  # roles and vouchers
         self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
         self._step_at: dict[PeerId, tuple[int, float]] = {}  # a peer's step, and when it was not there yet
         self._kept: dict[PeerId, float] = {}  # the part of its announced samples that a peer contributed
@@ -179,7 +179,7 @@ class Progress:
 
     async def refresh(self, dht: DHT, peers: Peers, mute: Iterable[PeerId] = ()) -> None:
         """Read all records; raises `PeerError` if they cannot be read now."""
-        records, assistants, self._standing = await read_participants(dht, self.prefix)
+        records, assistants, self._found = await read_participants(dht, self.prefix)
         self.on_records(records, linked=peers.linked(), mute=mute, now=loop_now())
         lost = self._lost_assistants
         alive = {
@@ -344,9 +344,12 @@ class Progress:
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
         return Branch(step, lineage, frozenset(on_it))
 
-    def voucher_of(self, peer: PeerId) -> bytes:
-        """Return who vouches for a peer, by its record; its own id where it has none."""
-        return self._standing[peer].voucher if peer in self._standing else peer
+    def account_of(self, peer: PeerId) -> bytes:
+        """Return the account that bears the waits for a peer: its own once it is known, else its voucher's."""
+        return peer if peer == self.me or self._known([peer]) else b"voucher " + self._voucher_of(peer)
+
+    def _voucher_of(self, peer: PeerId) -> bytes:
+        return self._found[peer].voucher if peer in self._found else peer
 
     def _votes(self, voters: Iterable[PeerId]) -> dict[PeerId, float]:
         """Return the weight of each vote: one for each peer that this one averaged with, if there are any.
@@ -356,7 +359,7 @@ class Progress:
         vote for a whole class its founder's old record would call all others back.
         """
         known = self._known(voters)
-        vouchers = {peer: self.voucher_of(peer) for peer in voters}
+        vouchers = {peer: self._voucher_of(peer) for peer in voters}
         sizes, counted = Counter(vouchers.values()), known and known | {self.me}
         return {peer: (peer in counted) + TIE / sizes[one] / len(sizes) for peer, one in vouchers.items()}
 
@@ -377,7 +380,7 @@ class Progress:
         voters = {peer: r for peer, r in self._others.items() if r.sketch and peer not in self._no_vote}
         votes = self._votes(voters)
         for peer in voters:
-            if peer in self._standing and self._standing[peer].role >= Role.AUTHORITY:
+            if peer in self._found and self._found[peer].role >= Role.AUTHORITY:
                 votes[peer] += len(voters)
         return {peer: r.sketch for peer, r in voters.items() if r.sketch}, votes
 

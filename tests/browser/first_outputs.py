@@ -6,14 +6,13 @@ The invitation is blotted out, for it is a key.
 import base64
 import io
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
-from tests.browser.chromium import CHROMIUM, QUIET, Window
-from tests.browser.lab import CELL, Lab, Notebook
+from tests.browser.friends import connect
+from tests.browser.lab import CELL, Notebook, in_jupyterlab
 from tests.notebooks.kernel import NOTEBOOKS
 from tests.notebooks.regenerate import METADATA
 
@@ -26,35 +25,14 @@ BLOT = """() => document.querySelectorAll('.cs-view code').forEach(one => {
 
 
 def main() -> None:
-    from playwright.sync_api import sync_playwright
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Lab(Path(folder)) as lab,
-        sync_playwright() as playwright,
-    ):
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
-        window = Window(browser, Path(folder))
+    with in_jupyterlab() as (lab, window):
         alice, bob = (lab.open_ours(window, PATH) for _ in range(2))
-        outputs = train(alice, bob)
-        window.close()
-        browser.close()
-    store(outputs)
+        store(train(alice, bob, lab.notebooks))
 
 
-def train(alice: Notebook, bob: Notebook) -> list[Any]:
+def train(alice: Notebook, bob: Notebook, artifacts: Path) -> list[Any]:
     """Return the outputs of alice's four cells."""
-    for friend in (alice, bob):
-        friend.run(0)
-        friend.run(1)
-    alice.fill("Your name", "alice")
-    alice.click("Start / Join")
-    alice.wait_output("others reach you")
-    line = alice.page.locator(".cs-view code", has_text="swarm://").inner_text().strip()
-    bob.fill("Your name", "bob")
-    bob.fill("Invitation", line)
-    bob.click("Start / Join")
-    bob.wait_output("reached")
+    connect(alice, bob, artifacts)
     for friend in (alice, bob):
         friend.start(2)
     seen = alice.page.locator(".jp-OutputArea-output", has_text=re.compile(f"step {STEPS}"))
@@ -65,7 +43,7 @@ def train(alice: Notebook, bob: Notebook) -> list[Any]:
         friend.interrupt()
         friend.finish(2)
         friend.run(3)
-    alice.page.wait_for_timeout(500)
+    alice.page.locator(f"{CELL} >> nth=3 >> .jp-OutputArea-output").first.wait_for()
     return [None, *pictures, picture(alice, 3)]
 
 

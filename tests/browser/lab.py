@@ -11,13 +11,15 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import nbformat
 
 from colab_swarm.bench.overhead import filled_in
-from tests.browser.chromium import Window
+from tests.browser.chromium import CHROMIUM, QUIET, Window
 
 OPTIONS = (
     "--no-browser",
@@ -134,6 +136,19 @@ class Lab(Server):
         self._wait_kernel(f"{name}.ipynb")
         opened.wait_idle()
         return opened
+
+
+@contextmanager
+def in_jupyterlab(**look: Any) -> Iterator[tuple[Lab, Window]]:
+    """A JupyterLab and a window on it, outside of tests; ``look`` is for Playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
+        window = Window(browser, Path(folder), **look)
+        yield lab, window
+        window.close()
+        browser.close()
 
 
 def _settings(folder: Path) -> dict[str, str]:

@@ -5,12 +5,10 @@ The PNG holds the digest of the panel that it shows, so that a test notices when
 
 import hashlib
 import io
-import tempfile
 from pathlib import Path
 
 from colab_swarm.notebook import panel, theme, views
-from tests.browser.chromium import CHROMIUM, QUIET, Window
-from tests.browser.lab import CELL, Lab
+from tests.browser.lab import CELL, in_jupyterlab
 from tests.notebook.test_rounds import TOLD
 
 PICTURE = Path(__file__).parents[2] / "tutorials" / "images" / "panel.png"
@@ -55,15 +53,8 @@ def digest() -> str:
 
 def main() -> None:
     from PIL import Image, PngImagePlugin
-    from playwright.sync_api import sync_playwright
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Lab(Path(folder)) as lab,
-        sync_playwright() as playwright,
-    ):
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
-        window = Window(browser, Path(folder), device_scale_factor=2)
+    with in_jupyterlab(device_scale_factor=2) as (lab, window):
         notebook = lab.open(window, "picture", [TRAINED.replace("CRASH", str(CRASH))])
         notebook.page.set_viewport_size({"width": 1240, "height": 2000})
         print(notebook.run(0).splitlines()[0])
@@ -72,8 +63,6 @@ def main() -> None:
         notebook.click("rounds")
         notebook.page.locator('.cs-view[aria-label="averaging rounds"]').wait_for()
         parts.append(Image.open(io.BytesIO(shown.screenshot())))
-        window.close()
-        browser.close()
     width, height = max(part.width for part in parts), sum(part.height for part in parts)
     picture, top = Image.new("RGB", (width, height), "white"), 0
     for part in parts:

@@ -8,6 +8,7 @@ import pytest
 from colab_swarm.bench.overhead import code_cells
 from tests.browser.chromium import Window, needs
 from tests.browser.classic import ENVIRONMENT, FINISHED, Classic
+from tests.browser.friends import connect
 from tests.notebooks.kernel import NOTEBOOKS
 
 absent = not (ENVIRONMENT / "installed").exists()
@@ -50,18 +51,7 @@ def test_friends_start_and_join_with_the_four_cells(
 ) -> None:
     cells = list(code_cells(NOTEBOOKS / "swarm.ipynb"))
     alice, bob = (classic.open(window, f"swarm-{name}", cells) for name in ("alice", "bob"))
-    for friend in (alice, bob):
-        friend.run(0)
-        friend.run(1)
-    alice.fill("Your name", "alice")
-    alice.click("Start / Join")
-    alice.wait_output("others reach you")
-    line = alice.page.locator(".widget-html code", has_text="swarm:").inner_text().strip()
-    bob.fill("Invitation", f"  {line[:40]} {line[40:]} ")
-    bob.fill("Your name", "bob")
-    bob.click("Start / Join")
-    bob.wait_output("reached")
-    alice.page.screenshot(path=artifacts / "started.png")
+    connect(alice, bob, artifacts)
     for friend in (alice, bob):
         friend.start(2)
     for friend in (alice, bob):

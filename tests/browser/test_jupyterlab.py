@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.browser.chromium import Window, needs
+from tests.browser.friends import connect
 from tests.browser.lab import CELL, Lab
 from tests.notebooks.kernel import NOTEBOOKS
 
@@ -102,19 +103,7 @@ def test_two_friends_start_and_join_with_the_same_four_cells(
     lab: Lab, window: Window, artifacts: Path
 ) -> None:
     alice, bob = (lab.open_ours(window, NOTEBOOKS / "swarm.ipynb") for _ in range(2))
-    for friend in (alice, bob):
-        friend.run(0)
-        friend.run(1)
-    alice.fill("Your name", "alice")
-    alice.page.screenshot(path=artifacts / "connect.png")
-    alice.click("Start / Join")
-    alice.wait_output("others reach you")
-    line = alice.page.locator(".widget-html code", has_text="swarm:").inner_text().strip()
-    bob.fill("Invitation", f'  "{line[:40]}\n{line[40:]}" ')  # as a chat program breaks it
-    bob.fill("Your name", "bob")
-    bob.click("Start / Join")
-    bob.wait_output("reached")
-    alice.page.screenshot(path=artifacts / "started.png")
+    connect(alice, bob, artifacts)
     began = time.monotonic()
     alice.start(2)
     bob.start(2)

@@ -1,4 +1,3 @@
-import asyncio
 import dataclasses
 import io
 import itertools
@@ -16,6 +15,7 @@ from colab_swarm.notebook.panel import SWARM, Page, Panel, update_button
 from colab_swarm.notebook.theme import Document
 from colab_swarm.notebook.views import draw, draw_map, draw_rounds, summary
 from colab_swarm.snapshot import SwarmSnapshot
+from tests.net.swarm import until
 from tests.notebook.test_views import SNAPSHOT
 
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -77,18 +77,17 @@ async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_
     clock, switched = control(panel, "Play"), list[bool]()
     clock.observe(lambda change: switched.append(change["new"]), names="playing")
     assert clock.playing and panel.widget() is panel.widget() is panel._box and not switched
-    await asyncio.sleep(0.01)
+    await until(lambda: len(switched) >= 4)
     assert switched[:4] == [False, True, False, True] and clock.playing  # a page hears it, once it is there
     clock.value += 1  # it runs
     panel._keep_clock()
     clock.playing = False  # by the user
     told = len(switched)
-    await asyncio.sleep(0.01)
+    panel._keep_clock()
     assert switched[told:] == []
     now = LEFT
     panel.refresh()
-    await asyncio.sleep(0.01)
-    assert panel._beat is None
+    await until(lambda: panel._beat is None)
 
 
 def test_a_panel_without_a_front_end_or_a_loop_has_no_clock_to_start() -> None:
