@@ -1,5 +1,6 @@
 """`cs.connect`: which door it opens, by a form and by arguments."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import InviteError, JoinError, TermsError
+from colab_swarm.net.membership import SLACK_S
 from colab_swarm.notebook import platforms
 from colab_swarm.notebook.connecting import Connection
 from colab_swarm.notebook.platforms import COLAB, JUPYTER, KAGGLE
@@ -96,7 +98,7 @@ class Clicked(Connection):
         self._button.click()
 
 
-def test_the_form_tells_what_is_wrong_and_can_be_used_again() -> None:
+def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     alice = cs.connect("", name="alice", run="ours")
     act: Any = connecting.partial(
         connecting._connect, run="mine", options=cs.NetworkOptions(), state_dir=None
@@ -106,6 +108,11 @@ def test_the_form_tells_what_is_wrong_and_can_be_used_again() -> None:
         form.invite()
     form.press(invitation="hello")
     assert "✖" in form._log.value and form._button.description == "Try again" and form.is_open
+    ended, later = str(alice.invite(hours=1)), time.time() + 3600 + 2 * SLACK_S
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: later)
+        form.press(invitation=ended)
+    assert "✖" in form._log.value and "expired" in form._log.value and form.is_open
     form.press(invitation=str(alice.invite()))
     assert form.name == "bob" and form.run == "ours" and form.swarm.run_id == alice.run_id
     assert form._invitation.value == "" and "reached" in form._log.value and "✖" not in form._log.value
