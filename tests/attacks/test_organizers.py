@@ -151,12 +151,11 @@ def test_a_promise_that_is_broken_is_waited_for_rarely_and_one_beyond_belief_nev
         honest.train()
         with Mallory(honest.join("mallory", options=unlisted), honest.prefix) as mallory:
             mallory.ready_in_s = promise_s
-            honest.wait(lambda: mallory.fired["calls"] > 0, "attack")
+            # On a busy machine its record often lags behind the honest, and then nobody calls it.
+            honest.wait(lambda: mallory.fired["calls"] >= 3, "attack")
             honest.go_on(30)
-            called = mallory.fired["calls"]
             honest.stop()
     broken = mallory.broken_promises(caplog)
-    assert called >= 3
     assert broken == 0 if promise_s == 1e9 else 0 < broken <= 9
     honest.assert_held(least_shared=20)
 
