@@ -32,10 +32,11 @@ class PeerLeft(Event):
 
 
 @dataclass(frozen=True)
-class PeerSilent(Event):
-    """A round waits for ``peer``, which has been silent for ``seconds``; it may still answer."""
+class Waited(Event):
+    """This peer waited for ``peer``, and for ``what`` it should have done, ``seconds`` beyond the usual."""
 
     peer: str
+    what: str
     seconds: float
 
 

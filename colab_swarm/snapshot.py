@@ -111,7 +111,7 @@ def _round(event: events.RoundFinished) -> str:
 LINES: Mapping[type[events.Event], str] = {
     events.PeerJoined: "{0.peer:.8} is linked",
     events.PeerLeft: "{0.peer:.8} is gone: {0.reason}",
-    events.PeerSilent: "the round waits for {0.peer:.8}, silent for {0.seconds:.0f} s",
+    events.Waited: "waited {0.seconds:.1f} s for {0.peer:.8}: {0.what}",
     events.ReachabilityChanged: "peers connect to you: {0.how}",
     events.StepFinished: "step {0.step}: {0.samples:g} samples",
     events.BatchDropped: "batch dropped: {0.reason}",

@@ -20,7 +20,7 @@ BOB = "b0b00000" * 8
         (StateReceived(1.0, 7, (BOB,), 3_200_000, 0.5), "state of step 7: 3.2 MB from 1 donor"),
         (BatchDropped(1.0, "not finite"), "batch dropped: not finite"),
         (Fault(1.0, "progress", "ValueError"), "fault in progress: ValueError"),
-        (events.PeerSilent(1.0, BOB, 2.5), "the round waits for b0b00000, silent for 2 s"),
+        (events.Waited(1.0, BOB, "its mean", 2.5), "waited 2.5 s for b0b00000: its mean"),
         (events.ReachabilityChanged(1.0, "direct"), "peers connect to you: direct"),
         (events.Notice(1.0, "it is off"), "it is off"),
         (events.ExpertHosted(1.0, "ffn.0", 3, False), "hosting ffn.0"),

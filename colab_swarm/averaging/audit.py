@@ -69,7 +69,7 @@ async def _shown(round_: AllReduce, member: int, reducer: int, index: int) -> tu
         if member == round_.me:
             return round_.sent(reducer, index)
         async with (
-            asyncio.timeout(settings.patience_s),
+            asyncio.timeout(round_.limit_s(member)),
             await round_.peers.stream(peer, opening, timeout_s=settings.dial_timeout_s) as stream,
         ):
             message, payload = await stream.receive(Chunk)

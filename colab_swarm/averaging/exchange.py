@@ -8,15 +8,16 @@ import logging
 import math
 import secrets
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
+from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
-from colab_swarm.events import EventLog, MemberTrace, PeerSilent
+from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import Message, PeerId, Peers, Role, Stream, StreamEnded, allowance_s, short
 from colab_swarm.runtime import loop_now, wake
 from colab_swarm.tensors.codecs import Buffer, ErrorFeedback, Floats, Precision, codec_of
@@ -27,9 +28,8 @@ class AveragingSettings:
     """Timeouts of a round."""
 
     round_timeout_s: float = 120.0  # bound on the whole round, recovery included
-    patience_s: float = 10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer
-    usual_s: float = 10.0  # silence of its line as well, if that is less
-    probe_s: float = 0.5  # how often to look for silent and absent members
+    patience_s: float = 10.0  # silence of a member before anything is known about the usual time
+    silence_s: float = 1.0  # of a line; a busy notebook stalls its peer
     dial_timeout_s: float = 3.0  # for reaching a member
 
 
@@ -88,6 +88,15 @@ class Trace:
     def on_dropped(self, member: int, reason: str) -> None:
         self._dropped.setdefault(member, reason[:200])
 
+    def ended_s(self) -> list[float]:
+        """Return when each other member's contribution had arrived; where none did, its means."""
+        for kind in ("received", "means"):
+            if ended := [
+                times[1] for (one, m), times in self._times.items() if one == kind and m not in self._dropped
+            ]:
+                return ended
+        return []
+
     def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
         """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
         total = sum(member.share for member in self._group.members) or 1.0
@@ -109,9 +118,9 @@ logger = logging.getLogger(__name__)
 
 DIGEST_BYTES, CHECKED = 16, 4  # one of CHECKED chunks is audited
 NO_DIGEST = bytes(DIGEST_BYTES)
-REDUCER_PATIENCE = 2.5  # a reducer may wait ``patience_s`` for two silent senders in turn
+REDUCER_PATIENCE = 2.0  # a reducer may wait for a contributor that this peer knows nothing of
 LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
-SILENT_S = 3.0  # after this an event names the silent member that the round waits for
+TICK_S, AWAKE_S = 0.1, 1.0  # between two looks for late members; a timer of a running process is not so late
 
 
 def digest_of(payload: Buffer) -> bytes:
@@ -164,6 +173,15 @@ class RoundPing(Message, frozen=True):
     round_id: bytes
 
 
+@dataclass(frozen=True)
+class Usual:
+    """What is known from the rounds before."""
+
+    round_s: float = math.inf  # until a member's contribution has come; infinite: not known yet
+    most_rms: float = math.inf  # in a chunk of any contribution, unless this peer's is as large
+    standing: Standing = field(default_factory=lambda: Standing(PeerId(b"")))
+
+
 class AllReduce:
     """One round at one member, whose ``values`` become the means; an assistant only reduces.
 
@@ -179,13 +197,16 @@ class AllReduce:
         *,
         encoding: UploadEncoding | None = None,
         collects: bool = True,
-        most_rms: float = math.inf,
+        usual: Usual | None = None,
     ) -> None:
         me, now = group.index_of(peers.id), loop_now()
         if me is None:
             raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
         self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
+        self.usual = usual = usual or Usual()
+        self.late_s: dict[int, float] = {}  # beyond the usual, by member
+        self._since, self._own_at = now, math.inf  # the begin, and when the own span was averaged
         self.told: dict[tuple[int, int], bytes] = {}  # by reducer and chunk: digests of all contributions
         self._first_checked = secrets.randbelow(CHECKED)
         self.accusers: set[PeerId] = set()  # of reducers; each is heard once
@@ -197,10 +218,9 @@ class AllReduce:
         memory = np.empty(room, np.float32) if collects else values[span.start : span.stop]
         sums, self._contribution = memory[: span.numel], memory[span.numel :]
         self.collects, self._released = collects, False
-        self.most_rms = most_rms  # in a chunk of any contribution, unless this peer's is as large
         chunks, clip = self.ledger.chunks[me], group.terms.clip
         own = [values[chunk.start : chunk.stop] for chunk in chunks if weights[me]]
-        self.reducer = SpanReducer(chunks, weights, sums, most_rms, own=own, clip=clip)
+        self.reducer = SpanReducer(chunks, weights, sums, usual.most_rms, own=own, clip=clip)
         # per reducer: all means that it, or that any member, could give have arrived
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
@@ -223,8 +243,6 @@ class AllReduce:
         self._streaming: set[int] = set()
         self._heard_at = dict.fromkeys(range(len(weights)), now)
         self._limits: dict[int, asyncio.Timeout] = {}
-        self._reported: set[int] = set()  # as silent
-        self._away: set[int] = set()  # members that answer no ping for this round
         self._publish(self.reducer.finished())
         if not collects:
             for settled in self.settled[:me] + self.settled[me + 1 :]:
@@ -338,7 +356,7 @@ class AllReduce:
                 numel = self.ledger.chunk(reducer, message.index).numel
                 codec = codec_of(message.codec or self.group.terms.mean_codec)
                 mean = codec.decode(payload, numel, scratch=self._scratch)
-                if not (rms := root_mean_square(mean)) < LARGEST_MEAN * self.most_rms:  # NaN, too
+                if not (rms := root_mean_square(mean)) < LARGEST_MEAN * self.usual.most_rms:  # NaN, too
                     text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
                     raise ValueError(text)  # the others recover the span
                 if self.group.terms.clip:
@@ -450,60 +468,72 @@ class AllReduce:
             self._means.append((Chunk(index, True, missing, name, digests), payload))
         wake(self._more_means)
         if not self.reducer.unfinished:
+            self._own_at = loop_now()
             self.settled[self.me].set()
             self.final[self.me].set()
 
-    async def watch(self, events: EventLog) -> None:
-        """Drop and ping members that make no progress; emit `PeerSilent` once for each."""
+    async def watch(self) -> None:
+        """Go on without each member that is later than usual by more than it has earned."""
+        sleep_s = TICK_S
         while True:
-            await asyncio.sleep(self.settings.probe_s)
+            slept_at = loop_now()
+            await asyncio.sleep(sleep_s)
             wake(self._paced)  # a stream may have stalled
-            now = loop_now()
-            # A reducer may be silent because it waits for a contributor, which is then the one to name.
-            for member in self._awaited_others() or list(self._limits):
-                if member not in self._reported and now - self._heard_at[member] > SILENT_S:
-                    self._reported.add(member)
-                    events.emit(PeerSilent(now, self.member(member).id.hex(), now - self._heard_at[member]))
-            stalled = {member for member in self._awaited_others() if self._stalled(member, now, 1.0)}
-            for member in stalled:
-                self.drop(member, f"too slow: nothing came for {now - self._heard_at[member]:.1f} s")
-            for reducer, limit in self._limits.items():  # a peer that sends nothing does not reduce either
-                if reducer in stalled | self._away or self._stalled(reducer, now, REDUCER_PATIENCE):
+            now, sleep_s = loop_now(), TICK_S
+            if now - slept_at > sleep_s + AWAKE_S:  # this process was stopped: the others are not late
+                self._since += now - slept_at
+                self._heard_at = dict.fromkeys(self._heard_at, now)
+            for member in self._awaited_others():
+                left_s = self.patience_s(member, now) - self._lateness_s(member, now, self._since)
+                if left_s <= 0:
+                    self.drop(member, f"too slow: nothing came for {now - self._heard_at[member]:.1f} s")
+                    silent = member not in self._streaming or self._line_silence_s(member, now) > 0
+                    if silent and member in self._limits:
+                        self._limits[member].reschedule(now)  # it does not reduce either
+                sleep_s = min(sleep_s, max(left_s, TICK_S / 10))
+            for reducer, limit in self._limits.items():
+                # It may wait for the same contributor as this peer.
+                late_s = self._lateness_s(reducer, now, self._own_at) if self._own_at <= now else 0.0
+                left_s = REDUCER_PATIENCE * self.patience_s(reducer, now) - late_s
+                if late_s and left_s <= 0:
                     limit.reschedule(now)
-            linked = self.peers.linked()
-            late = [m for m in self._awaited_others() if m not in self._streaming]
-            late = [m for m in late if self.member(m).id not in linked or self._overdue(m, now)]
-            await asyncio.gather(*(self._probe(m) for m in late if self.member(m).addresses))
+                sleep_s = min(sleep_s, max(left_s, TICK_S / 10))
+
+    def patience_s(self, member: int, now: float) -> float:
+        """Return how long to wait for a member beyond the usual: not at all if it is gone."""
+        peer = self.member(member).id
+        gone = member in self.lost and member not in self._streaming and peer not in self.peers.linked()
+        return 0.0 if gone else self.usual.standing.patience_s(peer, now)
+
+    def limit_s(self, member: int) -> float:
+        """Return how long to wait for what a member gives in a recovery."""
+        usual_s = min(self.usual.round_s, self.settings.patience_s)
+        slow_s = allowance_s(self.peers, self.member(member).id)
+        return usual_s + slow_s + REDUCER_PATIENCE * self.patience_s(member, loop_now())
+
+    def _lateness_s(self, member: int, now: float, since: float) -> float:
+        """Return, and note, for how long the round has waited for a member beyond the usual."""
+        round_s = now - max(since, self._since + self.usual.round_s)
+        if self.usual.round_s == math.inf:
+            round_s = now - max(since, self._heard_at[member]) - self.settings.patience_s
+        silent_s = min(self._line_silence_s(member, now), now - since)
+        late_s = max(round_s, silent_s, 0.0)
+        self.late_s[member] = max(self.late_s.get(member, 0.0), late_s)
+        return late_s
+
+    def _line_silence_s(self, member: int, now: float) -> float:
+        """Return how much longer than a slow line explains nothing came of a member.
+
+        One that did not begin has more time: the group may come to it over anybody's slow line.
+        """
+        slow = [member] if member in self._streaming else range(len(self.group.members))
+        allowed_s = self.settings.silence_s + max(
+            allowance_s(self.peers, self.member(one).id) for one in slow
+        )
+        return now - max(self._heard_at[member], self.peers.read_at(self.member(member).id)) - allowed_s
 
     def _awaited_others(self) -> list[int]:
         return [member for member in self.reducer.awaited() if member != self.me]
-
-    async def _probe(self, member: int) -> None:
-        """Drop a member that cannot be reached, or was restarted and does not know the round."""
-        ping, peer = RoundPing(self.group.round_id), self.member(member).id
-        try:
-            answer = await self.peers.call(peer, ping, RoundPing, timeout_s=self.settings.dial_timeout_s)
-            overdue = self._overdue(member, loop_now())
-            require(answer == ping or not overdue, "it takes no part in the round", PeerError)
-        except PeerError as error:
-            self._away.add(member)
-            self.drop(member, str(error))
-
-    def _overdue(self, member: int, now: float) -> bool:
-        """Return True if a member is later than slow lines explain."""
-        allowance = max(allowance_s(self.peers, one.id) for one in self.group.members)
-        return now - self._heard_at[member] > REDUCER_PATIENCE * self.settings.usual_s + allowance
-
-    def _stalled(self, member: int, now: float, patience: float) -> bool:
-        """Return True if nothing of a member came for long; a slow line on which bytes arrive has more time.
-
-        So has a member that did not begin: the group may come to it over anybody's slow line.
-        """
-        peer, settings = self.member(member).id, self.settings
-        slow = [peer] if member in self._streaming else [one.id for one in self.group.members]
-        usual_s = patience * settings.usual_s + max(allowance_s(self.peers, one) for one in slow)
-        line_s = now - max(self._heard_at[member], self.peers.read_at(peer))
-        return line_s > usual_s or now - self._heard_at[member] > patience * settings.patience_s
 
     def on_lost(self, peer: PeerId) -> None:
         """Drop a peer whose link is lost if it cannot be dialled and has opened no stream."""

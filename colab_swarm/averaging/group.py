@@ -179,12 +179,17 @@ class JoinRound(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """The organizer's answer: the group, another organizer, or the reason for a refusal; none yet if empty."""
+    """The organizer's answer: the group, another organizer, or the reason for a refusal; else a heartbeat."""
 
     group: Group | None = None
     organizer: Contact | None = None
     reason: RefusalReason | None = None
     text: str = ""
+    waits_for: PeerId | None = None  # with a heartbeat: a candidate
+
+    @property
+    def forming(self) -> bool:
+        return self.group is None and self.organizer is None and self.reason is None
 
 
 class JoinEta(Message, frozen=True):
@@ -192,6 +197,7 @@ class JoinEta(Message, frozen=True):
 
     ready_in_s: float | None = None
     group: Group | None = None
+    waits_for: PeerId | None = None  # an organizer that the called peer has asked
 
 
 @dataclass(frozen=True)
@@ -273,17 +279,24 @@ class GroupFormation:
         self.terms, self.settings, self.opened_at = terms, settings, now
         self.elsewhere: Group | Contact | None = None  # formed by others, or a better organizer
         self._awaited: dict[PeerId, float] = {}  # until when
+        self._due: dict[PeerId, float] = {}  # when a candidate that takes its usual time has come
         self.promised: dict[PeerId, float] = {}  # when to come
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
-        self.joined_at = now  # the last one
+        self._joined_at = now  # the last one
+        self._late_s: dict[PeerId, float] = {}
+        self.told: dict[PeerId, PeerId | None] = {}  # for whom a candidate waits itself
+        self.answers_s, self.after_s = list[float](), list[float]()  # to calls, and after promises
 
-    def expect(self, peer: PeerId, until: float) -> None:
+    def expect(self, peer: PeerId, *, due: float, until: float) -> None:
         if peer not in self._joined:
-            self._awaited[peer] = until
+            self._due[peer], self._awaited[peer] = due, until
 
     def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
+        """Wait until a candidate comes as it promised, and as long as for its answer at least."""
         self.promised[peer] = now + max(0.0, ready_in_s)
-        self.expect(peer, self.promised[peer] + self.settings.slack_s)
+        until = self.promised[peer] + self.settings.slack_s
+        due = self._due.get(peer, now) + max(0.0, ready_in_s) + self.settings.slack_s
+        self.expect(peer, due=due, until=max(until, self._awaited.get(peer, until)))
 
     def on_declined(self, peer: PeerId) -> None:
         """Stop waiting for a candidate that declined or is unreachable; if it has joined, it stays."""
@@ -293,7 +306,7 @@ class GroupFormation:
         self._awaited.pop(peer, None)
         self._joined.pop(peer, None)
 
-    def on_join(self, ticket: Ticket, contact: Contact) -> Joined | None:
+    def on_join(self, ticket: Ticket, contact: Contact, *, now: float) -> Joined | None:
         """Add a peer; returns the answer if it is refused."""
         mine, theirs = self.terms, ticket.terms
         if why := wrong_numbers(ticket):
@@ -307,16 +320,22 @@ class GroupFormation:
             text = f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
             return Joined(reason="invalid", text=text)
         self._awaited.pop(contact.id, None)
+        if contact.id in self.promised:
+            self.after_s.append(max(0.0, now - self.promised[contact.id]))
+        if contact.id not in self._joined:
+            self._late_s[contact.id] = now - max(self._due.get(contact.id, now), self._joined_at)
+            self._joined_at = now
         self._joined[contact.id] = (ticket, contact)
         return None
 
-    def absent(self, now: float) -> dict[PeerId, float]:
-        """Return the peers awaited in vain, and for how many seconds after the last one that came."""
-        return {peer: min(until, now) - self.joined_at for peer, until in self._awaited.items()}
+    @property
+    def waits_for(self) -> PeerId | None:
+        return max(self._awaited, key=lambda peer: self._awaited[peer], default=None)
 
-    def broken_promises(self, now: float) -> set[PeerId]:
-        """Return the peers that promised to come, and neither joined nor declined in time."""
-        return {peer for peer in self.promised if self._awaited.get(peer, math.inf) <= now}
+    def late_s(self, now: float) -> dict[PeerId, float]:
+        """Return for how long each peer alone was awaited: in vain, or beyond its usual time."""
+        absent = {peer: min(until, now) - self._joined_at for peer, until in self._awaited.items()}
+        return {peer: seconds for peer, seconds in (self._late_s | absent).items() if seconds > 0}
 
     def closes_at(self) -> float:
         """Return when to close the group if nothing else happens; a past time means now."""

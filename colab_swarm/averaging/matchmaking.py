@@ -7,14 +7,15 @@ round is over and the swarm did not follow it.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+import statistics
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from colab_swarm.averaging.exchange import AWAKE_S
 from colab_swarm.averaging.group import (
     Group,
     GroupFormation,
@@ -31,14 +32,12 @@ from colab_swarm.averaging.group import (
     rank,
     wrong_numbers,
 )
-from colab_swarm.averaging.router import SKIPPED_S, PrefixRouter
-from colab_swarm.averaging.standing import Standing
+from colab_swarm.averaging.router import PrefixRouter
+from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import adaptive_shares, follows
 from colab_swarm.errors import PeerError, require
-from colab_swarm.events import PeerSilent
 from colab_swarm.net.peers import (
     Contact,
-    LeftOut,
     Patience,
     PeerId,
     Role,
@@ -52,16 +51,11 @@ from colab_swarm.runtime import loop_now, wait_until, wake
 logger = logging.getLogger(__name__)
 
 Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
-FORMING = Joined()  # an organizer's heartbeat
 
-REFUSALS_S = 60.0  # an honest refusal of one step ends with the round that runs without us
-LATE_S = 10.0  # and a peer, at first, that was silent or came later than it had promised
-LATE_GRACE_S = 0.5  # how long a round waits for a peer whose `LATE_S` is about to end
-BLAMED_S = 0.1  # a silent peer is blamed before the group is formed without it
 HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
-HURRIED_S = 0.75  # heartbeat timeout once another organizer has called
-MIN_SILENCE_S, FIRST_SILENCE_S = 2.0, 4.0  # of a peer that is left out: at least, and before any answered
-AWAKE_S = 1.0  # a timer of a running process is not so late
+LEAST_USUAL_S, FIRST_USUAL_S = 0.1, 1.0  # of an answer to a call, and after a promise; before any is known
+IN_VAIN_S = 0.25  # what an answer without a group costs: the records are read, and peers called, once more
+PASSED_S = 10.0  # an honest refusal of one step ends with the round that runs without us
 KEPT_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
@@ -73,7 +67,7 @@ class Matchmaker:
     Args:
         expected: ``expected(step, lineage)``: peers believed to take part, with or without this one.
         on_called: ``on_called(terms, peer)``: seconds until this peer joins the caller, or None. Returns at once.
-        believed_s: ``believed_s()``: the longest ETA accepted; a peer that needs longer is not waited for.
+        believed_s: ``believed_s(peer)``: how long a peer may take until it can join a round.
         stands: ``stands(step, lineage)``: whether the swarm still follows the group that this peer had.
     """
 
@@ -84,7 +78,7 @@ class Matchmaker:
         *,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
         on_called: Callable[[RoundTerms, PeerId], float | None],
-        believed_s: Callable[[], float] = lambda: math.inf,
+        believed_s: Callable[[PeerId], float] = lambda peer: math.inf,
         stands: Callable[[int, bytes], bool] = lambda step, lineage: True,
         strategy: Strategy = adaptive_shares,
         settings: GroupFormationSettings | None = None,
@@ -92,7 +86,7 @@ class Matchmaker:
         self._router, self._peers, self._prefix = router, router.peers, prefix
         self._expected, self._on_called, self._stands = expected, on_called, stands
         self._believed_s = believed_s
-        self.standing = Standing(lambda peer: peer)  # of strangers: peers that are known by a record only
+        self.standing = Standing(self._peers.id, heard_at=self._peers.read_at, events=router.events)
         self.own: Callable[[int, bytes], RoundTerms] | None = None  # else the first caller's terms
         self._strategy = strategy
         self._settings = settings or GroupFormationSettings()
@@ -101,18 +95,19 @@ class Matchmaker:
         self._changed = asyncio.Event()  # when a formation has changed
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
         self._left_out = router.dishonest
-        self._late = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nobody waits for them
-        self._silent = LeftOut[PeerId](LATE_S, SKIPPED_S)  # nor lets them organize
         call_s, slack_s = self._settings.call_timeout_s, self._settings.slack_s
-        self._answers, self._heartbeats = (Patience(MIN_SILENCE_S, call_s, FIRST_SILENCE_S) for _ in range(2))
-        self._dials, self._blamed_at = Patience(MIN_SILENCE_S, call_s), dict[PeerId, float]()  # when last
-        self._lateness = Patience(min(slack_s, max(MIN_SILENCE_S, 0.4 * slack_s)), slack_s)  # after a promise
-        self._alone: tuple[int, bytes] | None = None  # the step for which a group of one was refused
-        self._ready: tuple[object, set[PeerId]] = (None, set())  # a step, and who said to come to it
-        self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
-        self._asked: dict[PeerId, tuple[int, bytes]] = {}  # in vain for this step
+        self._answers = Patience(LEAST_USUAL_S, call_s, FIRST_USUAL_S)  # to calls of linked peers
+        self._lateness = Patience(LEAST_USUAL_S, slack_s, FIRST_USUAL_S)  # after a promise
+        self._calls = set[asyncio.Task[None]]()  # they go on when the group is formed: a dial takes its time
+        self._expected_now: Collection[PeerId] = ()
+        self._step: tuple[int, bytes] | None = None  # for which this peer looks for a group
+        self._passed: dict[PeerId, float] = {}  # organizers that it asked in vain for it, until when
+        self._refusers = set[PeerId]()  # that refused once
+        self._promised = set[PeerId]()  # that said to come to it
+        self._few = False  # and whether its own group of a minority was refused
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._asks: tuple[PeerId | None, float] = None, 0.0  # an organizer, and when it is given up
+        self._told: PeerId | None = None  # for whom it waits, by its last heartbeat
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.serve_stream(prefix, JoinRound, self._serve_join, Role.REDUCER)
         router.serve(prefix, RoundTerms, self._serve_call, Role.REDUCER)
@@ -120,7 +115,7 @@ class Matchmaker:
     def close(self) -> None:
         self._stop_listening()
         self._router.unserve(self._prefix, JoinRound, RoundTerms)
-        for _, task in self._forming.values():
+        for task in (*self._calls, *(forming for _, forming in self._forming.values())):
             task.cancel()
 
     async def join(
@@ -133,48 +128,51 @@ class Matchmaker:
     ) -> Group:
         """Return the group of the ticket's step by ``deadline`` (loop time); all get the same.
 
-        ``candidates`` are believed live. A group of one is refused once while ``awaited`` peers are
-        linked. Raises RoundRefused if this peer cannot join.
+        ``candidates`` are believed live; a group without most of the ``awaited`` ones among them, which
+        compute for this step, is refused once. Raises RoundRefused if this peer cannot join.
         """
         if why := wrong_numbers(ticket):
             raise RoundRefused("invalid", why)
-        step = ticket.terms.step
-        self.forget(*ticket.terms.key)  # a second call needs another group
-        began, slack_s = loop_now(), self._settings.slack_s
-        limit_s = min(self._settings.max_window_s, self._believed_s() + slack_s)
+        key = ticket.terms.key
+        self.forget(*key)  # a second call needs another group
+        if self._step != key:
+            self._step, self._passed, self._few = key, {}, False
+            self._refusers, self._promised = set(), set()
+        self._expected_now, began = candidates, loop_now()
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
                     alone = loop_now() - max(began, self._answered_at) > self._settings.window_s
-                    for asked in self._rank(step, candidates, alone=alone):
-                        if (found := await self._ask(asked, ticket, limit_s)) is None:
-                            continue
-                        group, organizer = found
-                        if len(group.members) == 1 and awaited and self._alone != ticket.terms.key:
-                            # Alone this peer would leave the swarm: first it reads the records again.
-                            self.forget(*ticket.terms.key)
-                            if organizer == self._peers.id:
-                                self._alone = ticket.terms.key
-                            else:
-                                self._silent.fail(organizer, loop_now())
-                            raise RoundRefused("unreachable", f"{len(awaited)} trainers did not come")
-                        self._remember(group)
-                        return group
+                    for asked in self._rank(ticket.terms.step, candidates, alone=alone):
+                        if (found := await self._ask(asked, ticket)) is not None:
+                            self._check_quorum(*found, awaited)
+                            self._remember(found[0])
+                            return found[0]
                     if self._answered_at > began and loop_now() - began > self._settings.window_s:
                         # The peers are at another step, or none can reduce: the caller reads the records again.
-                        raise RoundRefused("unreachable", f"no group for step {step} can be formed now")
+                        raise RoundRefused("unreachable", f"no group for step {key[0]} can be formed now")
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            raise RoundRefused("unreachable", f"no organizer of step {step} answered in time") from None
+            raise RoundRefused("unreachable", f"no organizer of step {key[0]} answered in time") from None
+
+    def _check_quorum(self, group: Group, organizer: PeerId, awaited: Collection[PeerId]) -> None:
+        """Refuse, once a step, a group without most of the live peers."""
+        alive = {self._peers.id, *awaited} - self.standing.suspects(loop_now())
+        here = alive & {member.id for member in group.members}
+        mine = organizer == self._peers.id
+        if 2 * len(here) > len(alive) or (mine and self._few):
+            return
+        self.forget(*group.terms.key)
+        if mine:
+            self._few = True
+        else:
+            self._pass_over(organizer, BURST_S / PART)
+        missing = len(alive) - len(here)
+        raise RoundRefused("unreachable", f"{missing} of {len(alive)} trainers are not in the group")
 
     def forget(self, step: int, lineage: bytes) -> None:
         """Forget the group of a step: this peer came back without the mean, and needs another."""
         self._groups.pop((step, lineage), None)
-
-    def mute(self) -> set[PeerId]:
-        """Return the peers that were silent, and from which nothing has come since: frozen or cut off."""
-        known = self._peers.linked() | self._blamed_at.keys()
-        return {peer for peer in known if self._peers.read_at(peer) < self._blamed_at.get(peer, 0.0)}
 
     def likely(self, step: int, lineage: bytes) -> set[PeerId]:
         """Return linked callers of this round and members of the one before: records may be late."""
@@ -184,120 +182,114 @@ class Matchmaker:
 
     def _rank(self, step: int, candidates: Sequence[PeerId], *, alone: bool) -> list[PeerId]:
         me = self._peers.contact
-        others = [peer for peer in candidates if peer != me.id and not self._skipped(peer)]
+        others = [peer for peer in candidates if peer != me.id and self._may_organize(peer)]
         reachable = [peer for peer in others if self._peers.contact_of(peer).addresses]
         last = [me.id] if not me.addresses and (alone or not reachable) else []
         return [*rank(self._prefix, step, [*reachable, me.id] if me.addresses else reachable), *last]
 
-    async def _answer_of(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Joined | None:
+    def _may_organize(self, peer: PeerId) -> bool:
+        now, others = loop_now(), {*self._expected_now, peer} - {self._peers.id}
+        if now < self._passed.get(peer, now) or self._left_out.holds(peer, now):
+            return False
+        return peer in self.standing.trusted(others, now)
+
+    def _pass_over(self, organizer: PeerId, cost_s: float = IN_VAIN_S) -> None:
+        """Do not ask it again for this step, and charge it for the lost time."""
+        if organizer != self._peers.id:
+            self._passed[organizer] = loop_now() + PASSED_S
+        self._charge(organizer, cost_s)
+
+    def _charge(self, organizer: PeerId, cost_s: float) -> None:
+        if organizer != self._peers.id:
+            awaited, told = {self._peers.id, organizer, *self._expected_now}, {organizer: self._told}
+            self.standing.settle("to organize a round", {organizer: cost_s}, awaited, loop_now(), told)
+
+    async def _answer_of(self, organizer: PeerId, ticket: Ticket) -> Joined | None:
+        asked_at, step, self._told = loop_now(), ticket.terms.step, None
+        believed_s = max(map(self._believed_s, self._expected_now), default=math.inf)
+        usual_s = min(believed_s + self._lateness.seconds, self._settings.max_window_s)
+        usual_s += self._answers.seconds
+        patience_s = self.standing.patience_s(organizer, asked_at)
         try:
-            joined = await self._join_at(organizer, ticket, limit_s)
+            async with asyncio.timeout(usual_s + patience_s):
+                joined = await self._join_at(organizer, ticket, patience_s)
             if joined.group is not None:
                 check_group(joined.group, self._settings.heaviest)
-                self._late.forgive(organizer)
-                self._silent.forgive(organizer)
+                self._charge(organizer, loop_now() - asked_at - usual_s)
+            return joined
         except TimeoutError:
-            logger.info("%s organizes step %d and is silent", short(organizer), ticket.terms.step)
-            remember(self._asked, organizer, ticket.terms.key, 256)
-            return None
+            logger.info("%s organizes step %d and is silent", short(organizer), step)
+            cost_s = loop_now() - asked_at
+            self._pass_over(organizer, cost_s if cost_s < usual_s + patience_s + AWAKE_S else 0.0)
         except ValueError as error:
             logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
             self._left_out.fail(organizer, loop_now())
-            return None
         except PeerError as error:
-            logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.terms.step, error)
-            self._doubt(organizer, ticket.terms)
-            return None
+            logger.debug("organizer %s of step %d failed: %s", short(organizer), step, error)
+            self._pass_over(organizer)
         finally:
             self._asks = None, 0.0
-        return joined
+        return None
 
-    async def _ask(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> tuple[Group, PeerId] | None:
+    async def _ask(self, organizer: PeerId, ticket: Ticket) -> tuple[Group, PeerId] | None:
         """Return a group and who formed it: the organizer may have sent this peer on."""
-        if (joined := await self._answer_of(organizer, ticket, limit_s)) is None:
+        if (joined := await self._answer_of(organizer, ticket)) is None:
             return None
         if organizer != self._peers.id or joined.reason is not None:
             self._answered_at = loop_now()
         if refusal := self._refusal(joined, ticket):
-            if organizer != self._peers.id and self._keeps_refusing(organizer, ticket.terms.step):
-                return None
+            if organizer in self._refusers:
+                self._pass_over(organizer)
+            self._refusers.add(organizer)
             raise RoundRefused(refusal.reason, f"{short(organizer)}: {refusal}")
         other = joined.organizer
         if joined.group is not None:
             return joined.group, organizer
         if other is None or other.id == self._peers.id:
-            if ticket.reduces:  # otherwise it may be right that no peer can
-                self._doubt(organizer, ticket.terms)
+            if ticket.reduces and organizer in self._promised:  # a client may hear that nobody can reduce
+                self._pass_over(organizer)
             return None
         if rank(self._prefix, ticket.terms.step, [other.id, organizer])[0] == organizer:
-            self._silent.fail(organizer, loop_now())  # it would send all round in circles
-        elif not self._skipped(other.id):
+            self._pass_over(organizer)  # it would send all round in circles
+        elif self._may_organize(other.id):
             self._peers.learn(other)
-            return await self._ask(other.id, ticket, limit_s)
+            return await self._ask(other.id, ticket)
         return None
 
-    def _doubt(self, organizer: PeerId, terms: RoundTerms) -> None:
-        """Do not wait for a peer that said to come to a step, and then organizes nothing; no redirect to it either."""
-        if self._ready[0] == terms.key and organizer in self._ready[1]:
-            self._silent.fail(organizer, loop_now())
-
-    async def _join_at(self, organizer: PeerId, ticket: Ticket, limit_s: float) -> Joined:
-        """Join and wait, while there are heartbeats, for ``limit_s`` and as long as dialling may take."""
-        message = JoinRound(ticket, self._peers.contact)
+    async def _join_at(self, organizer: PeerId, ticket: Ticket, patience_s: float) -> Joined:
+        """Join and wait while there are heartbeats."""
+        message, key = JoinRound(ticket, self._peers.contact), ticket.terms.key
         if organizer == self._peers.id:
             joined = await self._join_here(organizer, message)
             for _ in range(3):  # the others are told first: this peer's part of the round keeps a core busy
                 await asyncio.sleep(0)
             return joined
         if organizer not in self._peers.linked():
-            answer = await self._call(organizer, ticket.terms)
+            async with asyncio.timeout(patience_s):
+                answer = await self._call(organizer, ticket.terms)
             if answer.ready_in_s is None:
                 return Joined(answer.group)
-        async with (
-            self._within(organizer, limit_s + self._dials.seconds),
-            await self._peers.stream(organizer, message, timeout_s=self._settings.call_timeout_s) as stream,
-        ):
+        slow_s = 2 * HEARTBEAT_S + allowance_s(self._peers, organizer)
+        async with await self._peers.stream(
+            organizer, message, timeout_s=self._settings.call_timeout_s
+        ) as stream:
             require(self._peers.role_of(organizer) >= Role.REDUCER, "its role does not let it organize")
-            while True:
-                again = self._asked.get(organizer) == ticket.terms.key  # its silence is no accident
-                hurried = not again and self._callers.get(ticket.terms.key, set()) - {organizer}
-                asked_at, silence_s = loop_now(), HURRIED_S if hurried else self._heartbeats.seconds
-                self._asks = organizer, asked_at + silence_s
-                async with self._within(organizer, silence_s):
+            joined = Joined()
+            while joined.forming:
+                hurried = self._callers.get(key, set()) - {organizer}  # it was silent to them as well
+                silence_s = slow_s + (0.0 if hurried else patience_s)
+                self._asks = organizer, loop_now() + silence_s
+                async with asyncio.timeout(silence_s):
                     joined, _ = await stream.receive(Joined)
-                self._heartbeats.learn(loop_now() - asked_at)
-                if joined != FORMING:
-                    return joined
+                self._told = joined.waits_for or self._told
+            return joined
 
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
-        """Ask a peer whether it comes; TimeoutError if it is silent."""
-        asked_at, patience = loop_now(), self._answers if peer in self._peers.linked() else self._dials
-        async with self._within(peer, patience.seconds):
-            answer = await self._peers.call(peer, terms, JoinEta, timeout_s=2 * self._settings.call_timeout_s)
-        patience.learn(loop_now() - asked_at)
-        if answer.ready_in_s is not None:
-            if self._ready[0] != terms.key:
-                self._ready = terms.key, set()
-            self._ready[1].add(peer)
+        """Ask a peer whether it comes."""
+        answer = await self._peers.call(peer, terms, JoinEta, timeout_s=self._settings.call_timeout_s)
+        if answer.ready_in_s is not None and terms.key == self._step:
+            self._promised.add(peer)
         return answer
-
-    @contextlib.asynccontextmanager
-    async def _within(self, peer: PeerId, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after ``seconds`` of silence, and do not wait for the peer for a while.
-
-        In a hurry nobody is blamed, nor by a process that was itself stopped meanwhile, as its late timer shows.
-        """
-        began, limit_s = loop_now(), seconds + allowance_s(self._peers, peer)
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                yield
-        except TimeoutError:
-            if seconds >= MIN_SILENCE_S and limit.expired() and loop_now() - began < limit_s + AWAKE_S:
-                self._silent.fail(peer, loop_now())
-                remember(self._blamed_at, peer, loop_now(), 256)
-                if peer in self._peers.linked():  # a lost link has an event of its own
-                    self._router.events.emit(PeerSilent(loop_now(), peer.hex(), limit_s))
-            raise
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
         group, step = joined.group, ticket.terms.step
@@ -311,20 +303,6 @@ class Matchmaker:
         if group.terms != ticket.terms:
             return RoundRefused("resync", f"the group of step {step} is of another lineage")
         return None
-
-    def _skipped(self, peer: PeerId) -> bool:
-        return self._left_out.holds(peer, loop_now()) or self._silent.holds(peer, loop_now())
-
-    def _keeps_refusing(self, organizer: PeerId, step: int) -> bool:
-        now = loop_now()
-        if self._refused.get(organizer, (None, now))[0] != step:
-            remember(self._refused, organizer, (step, now), 256)
-        if now - self._refused[organizer][1] < REFUSALS_S:
-            return False
-        logger.warning("%s keeps refusing step %d and is left out", short(organizer), step)
-        del self._refused[organizer]
-        self._left_out.fail(organizer, now)
-        return True
 
     def _remember(self, group: Group) -> None:
         if group.index_of(self._peers.id) is not None:  # only its members know whether it still stands
@@ -344,7 +322,9 @@ class Matchmaker:
 
     async def _serve_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
         group = self._remembered(terms)
-        return JoinEta(None, group) if group else JoinEta(self._ready_in_s(terms, peer))
+        if group is not None:
+            return JoinEta(None, group)
+        return JoinEta(self._ready_in_s(terms, peer), waits_for=self._asks[0])
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         if (ready_in_s := self._on_called(terms, caller)) is not None:
@@ -352,7 +332,8 @@ class Matchmaker:
             if terms.key in self._forming:  # this peer organizes, as it did not know the caller yet
                 self._defers(self._forming[terms.key][0], caller)
             asked, until = self._asks
-            return max(ready_in_s, min(until - loop_now(), self._believed_s()) if asked != caller else 0.0)
+            busy_s = min(until - loop_now(), self._believed_s(self._peers.id)) if asked != caller else 0.0
+            return max(ready_in_s, busy_s)
         return None
 
     async def _serve_join(self, message: JoinRound, stream: Stream) -> None:
@@ -360,7 +341,8 @@ class Matchmaker:
         try:
             async with stream:
                 while not (await asyncio.wait([joining], timeout=wait_s))[0]:
-                    await stream.send(FORMING)
+                    forming = self._forming.get(message.ticket.terms.key)
+                    await stream.send(Joined(waits_for=forming[0].waits_for if forming else None))
                     wait_s = HEARTBEAT_S
                 await stream.send(joining.result())
                 await stream.end()
@@ -381,15 +363,11 @@ class Matchmaker:
         if isinstance(own, Joined):
             return own
         formation, task = own
-        refusal = formation.on_join(ticket, contact)
+        refusal = formation.on_join(ticket, contact, now=loop_now())
         wake(self._changed)
         if refusal is not None:
             formation.on_declined(peer)
             return refusal
-        formation.joined_at = loop_now()
-        self._late.forgive(peer)
-        if peer in formation.promised:
-            self._lateness.learn(max(0.0, loop_now() - formation.promised[peer]))
         try:
             organized = await asyncio.shield(task)
         except asyncio.CancelledError:  # the caller gave up
@@ -416,11 +394,13 @@ class Matchmaker:
         return formation, task
 
     async def _form(self, formation: GroupFormation) -> Organized:
-        terms, me = formation.terms, self._peers.id
-        calls, candidates = list[asyncio.Task[None]](), list[PeerId]()
+        terms, me, candidates = formation.terms, self._peers.id, list[PeerId]()
         try:
             candidates = [peer for peer in await self._expected(*terms.key) if peer != me]
-            calls = [asyncio.create_task(self._invite(formation, peer)) for peer in candidates]
+            for peer in candidates:
+                call = asyncio.create_task(self._invite(formation, peer))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
             await asyncio.sleep(0)  # the calls begin, so every called peer is awaited
             while formation.elsewhere is None and (closes_at := formation.closes_at()) > loop_now():
                 await wait_until(closes_at, self._changed)
@@ -432,13 +412,16 @@ class Matchmaker:
             logger.info("no group for step %d: %s", terms.step, error)
             return None
         finally:
-            for call in calls:
-                call.cancel()
-            if loop_now() - formation.closes_at() < AWAKE_S:
-                self._settle(formation, [me, *candidates])
-                for peer in formation.broken_promises(loop_now()) - {me}:
-                    logger.info("%s promised to come and did not: no one waits for it now", short(peer))
-                    self._late.fail(peer, loop_now())
+            if (now := loop_now()) - formation.closes_at() < AWAKE_S and formation.elsewhere is None:
+                late_s = {peer: seconds for peer, seconds in formation.late_s(now).items() if peer != me}
+                self.standing.settle("to join a round", late_s, [me, *candidates], now, formation.told)
+                # The median peer's, of each round: a few liars do not set what is usual.
+                for usual, took_s in (
+                    (self._answers, formation.answers_s),
+                    (self._lateness, formation.after_s),
+                ):
+                    if took_s:
+                        usual.learn(statistics.median_low(took_s))
             del self._forming[terms.key]
         if isinstance(organized, Group):
             self._remember(organized)
@@ -446,51 +429,38 @@ class Matchmaker:
 
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
         terms, now, linked = formation.terms, loop_now(), peer in self._peers.linked()
-        patience_s = (self._answers if linked else self._dials).seconds + BLAMED_S
-        late_s = max(one.ends(now).get(peer, now) for one in (self._late, self._silent, self._left_out)) - now
-        if late_s:  # of a frozen peer nothing comes at all; to one late again, nobody listens for long
-            answers = now - self._peers.read_at(peer) < MIN_SILENCE_S
-            patience_s = LATE_GRACE_S * (answers and late_s <= LATE_S)
-        until = math.inf if linked else formation.opened_at + self.standing.credit_s(peer)
-        formation.expect(peer, min(now + patience_s + allowance_s(self._peers, peer), until))
+        usual_s, patience_s = allowance_s(self._peers, peer), self.standing.patience_s(peer, now)
+        if linked and not self.standing.suspected(peer, now):
+            usual_s += self._answers.seconds
+        formation.expect(peer, due=now + usual_s, until=now + usual_s + patience_s)
         try:
             answer = await self._call(peer, terms)
+            if linked:
+                formation.answers_s.append(loop_now() - now)
             if answer.group is not None:
                 # It would be passed on, and peers would leave this organizer out.
                 check_group(answer.group, self._settings.heaviest)
-        except (PeerError, TimeoutError, ValueError) as error:
-            formation.on_declined(peer)
-            if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
-                # It joins by itself.
-                formation.expect(peer, min(formation.opened_at + self._settings.window_s, until))
+        except (PeerError, ValueError) as error:
+            if isinstance(error, ValueError) or self._peers.contact_of(peer).addresses:
+                formation.on_declined(peer)  # else it may join by itself
         else:
+            ready_in_s, formation.told[peer] = answer.ready_in_s, answer.waits_for
             if answer.group is not None and answer.group.terms.key == terms.key:
                 formation.elsewhere = answer.group
             elif (
-                answer.ready_in_s is None
-                or answer.ready_in_s > self._believed_s()
+                ready_in_s is None
+                or ready_in_s > usual_s + self.standing.credit_s(peer)
                 or self._left_out.holds(peer, loop_now())
             ):
                 formation.on_declined(peer)
-            elif not (
-                self._defers(formation, peer) or self._late.holds(peer, now)
-            ):  # a silent one is heard again
-                formation.on_coming(peer, answer.ready_in_s, now=loop_now())
+            elif not self._defers(formation, peer):
+                formation.on_coming(peer, ready_in_s, now=loop_now())
         wake(self._changed)
-
-    def _settle(self, formation: GroupFormation, awaited: Sequence[PeerId]) -> None:
-        """Charge the strangers that this peer waited for in vain."""
-        now = loop_now()
-        absent = formation.absent(now)
-        strangers = absent.keys() - self._peers.linked() - formation.promised.keys()
-        charged = self.standing.settle({peer: absent[peer] for peer in strangers}, awaited, now)
-        for peer, seconds in charged.items():
-            self._router.events.emit(PeerSilent(now, peer.hex(), seconds))
 
     def _defers(self, formation: GroupFormation, peer: PeerId) -> bool:
         """Send all that came here on to a better organizer, which has called or answered; return whether it is."""
         contact, step = self._peers.contact_of(peer), formation.terms.step
-        usable = not self._skipped(peer) and bool(contact.addresses)
+        usable = self._may_organize(peer) and bool(contact.addresses)
         if better := usable and rank(self._prefix, step, [peer, self._peers.id])[0] == peer:
             formation.elsewhere = contact
             wake(self._changed)
@@ -509,6 +479,7 @@ def check_group(group: Group, heaviest: float = math.inf) -> None:
     trainers = sum(not member.assists for member in group.members)
     tickets = [Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members]
     shares = [member.share for member in group.members]
+    require(trainers > 1 or len(shares) == 1, "a trainer that is alone needs no assistant")
     require(trainers < 2 or follows(tickets, shares), "its shares do not follow from its tickets")
 
 

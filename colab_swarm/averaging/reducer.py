@@ -79,6 +79,10 @@ class SpanLedger:
         """Return the members that are missing in at least one mean."""
         return {member for _, missing in self._placed.values() for member in missing}
 
+    def waited(self) -> dict[int, int]:
+        """Return a member that is missing in a reducer's means, by reducer: it may have waited for that one."""
+        return {reducer: missing[0] for (reducer, _), (has_mean, missing) in self._placed.items() if missing}
+
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
         """Return the chunks whose values lack members, and which: all, where there is no mean."""
         chunks = ((cut, *self.result(r, i)) for r, own in enumerate(self.chunks) for i, cut in enumerate(own))

@@ -15,16 +15,15 @@ import logging
 import math
 import random
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from colab_swarm.averaging.audit import Accusation, lies
 from colab_swarm.averaging.exchange import (
-    REDUCER_PATIENCE,
     AllReduce,
     AveragingSettings,
     Chunk,
@@ -32,13 +31,16 @@ from colab_swarm.averaging.exchange import (
     ReduceSpan,
     RoundPing,
     UploadEncoding,
+    Usual,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
 from colab_swarm.averaging.reducer import OUTLIER, SpanReducer
 from colab_swarm.averaging.router import SKIPPED_S
+from colab_swarm.averaging.standing import BURST_S, PART, Standing
+from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
-from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, allowance_s, short
+from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -137,7 +139,9 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
     chunk = round_.ledger.chunk(reducer, index)
     weights, sums = [member.weight for member in round_.group.members], np.empty(chunk.numel, np.float32)
     own = round_.ledger.values[chunk.start : chunk.stop]
-    again = SpanReducer([chunk], weights, sums, round_.most_rms, own=[own], clip=round_.group.terms.clip)
+    again = SpanReducer(
+        [chunk], weights, sums, round_.usual.most_rms, own=[own], clip=round_.group.terms.clip
+    )
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
     contributions[round_.me] = own
     for member, values in sorted(contributions.items()):
@@ -159,10 +163,14 @@ async def _recall(
 
 
 async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> tuple[Chunk, Floats | None]:
-    async with asyncio.timeout(
-        REDUCER_PATIENCE * (round_.settings.usual_s + allowance_s(round_.peers, stream.peer))
-    ):
-        message, payload = await stream.receive(Chunk)
+    began, member = loop_now(), round_.group.index_of(stream.peer)
+    assert member is not None
+    try:
+        async with asyncio.timeout(round_.limit_s(member)):
+            message, payload = await stream.receive(Chunk)
+    except TimeoutError:
+        round_.late_s[member] = round_.late_s.get(member, 0.0) + loop_now() - began
+        raise
     round_.received_bytes += len(payload)
     require(message.index == index, f"received chunk {message.index}, expected {index}")
     if not len(payload):
@@ -176,7 +184,8 @@ __all__ = ["Averager", "AveragingSettings", "RoundResult"]
 
 DRAIN_S = 5.0
 NORMS = 8  # rounds that say what is usual
-MIN_PATIENCE_S = 2.0  # a busy notebook stalls its peer
+MIN_USUAL_S = 0.1
+PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,10 @@ class Averager:
         self._rounds: dict[bytes, AllReduce] = {}
         self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
-        self._usual: dict[str, Patience] = {}  # how long an exchange takes, by prefix
+        self._took: dict[str, Patience] = {}  # how long the members' contributions take, by prefix
+        self.standings = defaultdict[str, Standing](
+            lambda: Standing(peers.id, heard_at=peers.read_at, events=self._events)
+        )  # by prefix
         self._norms: dict[str, deque[float]] = {}  # `SpanReducer.usual_rms` of the last rounds, by prefix
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
@@ -357,21 +369,16 @@ class Averager:
     ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
-        prefix, patience = group.terms.prefix, Patience(MIN_PATIENCE_S, self._settings.patience_s)
-        norms, usual = (
-            self._norms.setdefault(prefix, deque(maxlen=NORMS)),
-            self._usual.setdefault(prefix, patience),
-        )
+        prefix = group.terms.prefix
+        bounded = bounded and not group.terms.clip
         exchange = self._rounds[group.round_id] = AllReduce(
             self._peers,
             group,
             values,
-            replace(self._settings, usual_s=usual.seconds),
+            self._settings,
             encoding=encoding,
             collects=collects,
-            most_rms=OUTLIER * statistics.median(norms)
-            if bounded and norms and not group.terms.clip
-            else math.inf,
+            usual=self._usual_in(group, bounded=bounded),
         )
         wake(self._begun)
         try:
@@ -397,13 +404,30 @@ class Averager:
             members=exchange.trace.members(incomplete),
             gaps=exchange.ledger.gaps(),
         )
-        if len(group.members) > 1:
-            usual.learn(result.exchange_s)
-        if usual_rms := exchange.reducer.usual_rms:
-            norms.append(usual_rms)
+        self._learn(exchange)
         logger.info("%s", result)
         self.on_round(result)
         return result
+
+    def _usual_in(self, group: Group, *, bounded: bool) -> Usual:
+        prefix = group.terms.prefix
+        took, norms = self._took.get(prefix), self._norms.get(prefix)
+        round_s = max(took.seconds, PREDICTED * forecast_s(group)) if took else math.inf
+        most_rms = OUTLIER * statistics.median(norms) if bounded and norms else math.inf
+        return Usual(round_s, most_rms, self.standings[prefix])
+
+    def _learn(self, exchange: AllReduce) -> None:
+        """Charge the members that this round waited for; what the median one did is usual."""
+        members, prefix = exchange.group.members, exchange.group.terms.prefix
+        late_s = {members[one].id: seconds for one, seconds in exchange.late_s.items()}
+        told = {members[reducer].id: members[other].id for reducer, other in exchange.ledger.waited().items()}
+        everyone, standing = [one.id for one in members], exchange.usual.standing
+        standing.settle("its part of a round", late_s, everyone, loop_now(), told)
+        if ended_s := exchange.trace.ended_s():
+            took = self._took.setdefault(prefix, Patience(MIN_USUAL_S, self._settings.round_timeout_s))
+            took.learn(statistics.median_low(ended_s))
+        if usual_rms := exchange.reducer.usual_rms:
+            self._norms.setdefault(prefix, deque(maxlen=NORMS)).append(usual_rms)
 
     async def _run(self, exchange: AllReduce) -> None:
         stop_listening = self._peers.on_lost(exchange.on_lost)
@@ -411,7 +435,7 @@ class Averager:
         awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(exchange.watch(self._events))
+                watch = tasks.create_task(exchange.watch())
                 if exchange.collects:
                     tasks.create_task(exchange.contribute_own())
                     count = len(exchange.group.members)
@@ -434,7 +458,7 @@ class Averager:
 
     @asynccontextmanager
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
-        deadline = loop_now() + self._settings.patience_s  # this peer may begin later
+        deadline = loop_now() + self._settings.silence_s + BURST_S / PART  # this peer may begin later
         while round_id not in self._rounds:
             require(loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)

@@ -1,24 +1,35 @@
 """Patience is earned: how long this peer waits for others beyond the usual, and what that has cost it.
 
-Each *account* holds a credit, in seconds that this peer may lose by it. It begins with `BURST_S` and
-earns `SHARE` of the time, but only while samples of it are counted. A wait lasts for the usual time and
-as long as the account bears, and is charged for the part beyond the usual. Without credit a peer still
-has the usual time, and still counts if it comes by then.
+Each *account* holds a credit: seconds that this peer may lose by it. It begins with a burst, `BURST_S` or the
+longest usual wait, and earns `SHARE` of the time, but only while samples of it are counted. A wait lasts for the
+usual time and, beyond it, for one `PART` of the credit, and is charged for the lost time. A promise to come is
+believed as far as the credit goes. Without credit a peer
+still has the usual time, and still counts if it comes by then. So the loss is bounded by arithmetic, whatever
+an attacker delays and at whatever wait: in T seconds, A accounts cost this peer at most A * (burst + SHARE * T)
+seconds beyond the usual, if at most half of the accounts of each wait are hostile.
 
-So the loss is bounded by arithmetic, whatever an attacker delays: in T seconds, A accounts cost this peer
-at most A * (BURST_S + SHARE * T) seconds beyond the usual, if at most half of the accounts of each wait
-are hostile. Where more than half are late at once, this peer's own line is the likely cause, and nobody
-is charged. Accounts count here and not peers, of which an invitation admits any number.
+A late peer may tell for whom it waits itself. That one is charged then, as far as its credit goes, and the teller
+for a `TELLERS` part only: else honest peers would soon have no credit at each other.
 
-Today an organizer's wait for strangers, known by a record only, is such a wait; their usual time is none.
+Where more than half are late at once, this peer's own line is the likely cause, and nobody is charged. Accounts
+count here and not peers, of which an invitation admits any number.
+
+A peer that was charged for a wait in which nothing came of it, and since, is *suspected*: frozen, or cut off.
+Nobody waits for it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping
 
+from colab_swarm.events import EventLog, Waited
 from colab_swarm.net.peers import PeerId, remember
 
-SHARE = 0.02  # of the time that an account may cost this peer in the long run
-BURST_S = 10.0
+SHARE = 0.01  # of the time that an account may cost this peer in the long run
+BURST_S = 5.0
+PART = 2  # a single wait may take half of the credit: 2.5 s at first, then less and less
+TELLERS = 0.25
+SILENT_S, SUSPECTED_S = 1.0, 60.0  # least silence of a suspect, and how long it is one at most
 MAX_ACCOUNTS = 4096
 
 
@@ -26,42 +37,93 @@ class Standing:
     """What each account has earned and cost; ``now`` is monotonic seconds.
 
     Args:
+        me: this peer, which is not charged.
         account_of: ``account_of(peer)``: its own if it is known from rounds, else one for all of its invitation.
+        heard_at: ``heard_at(peer)``: when its last bytes came.
+        events: gets a `Waited` for each charge.
+        longest_s: ``longest_s()``: the longest wait for what a peer has promised.
     """
 
-    def __init__(self, account_of: Callable[[PeerId], bytes]) -> None:
-        self._account_of = account_of
-        self._credits: dict[bytes, tuple[float, float]] = {}  # seconds, and when it last earned
+    def __init__(
+        self,
+        me: PeerId,
+        account_of: Callable[[PeerId], bytes] = bytes,
+        heard_at: Callable[[PeerId], float] = lambda peer: math.inf,
+        events: EventLog | None = None,
+        longest_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._me, self._account_of, self._heard_at = me, account_of, heard_at
+        self._events, self._longest_s = events or EventLog(), longest_s
+        self._spent: dict[bytes, tuple[float, float]] = {}  # seconds, and when the account last earned
+        self._silent_at: dict[PeerId, float] = {}  # when last charged
 
     def credit_s(self, peer: PeerId) -> float:
-        """Return the seconds beyond the usual that this peer would still wait for ``peer``."""
-        return self._credits.get(self._account_of(peer), (BURST_S, 0.0))[0]
+        """Return the seconds beyond the usual that ``peer`` may still cost."""
+        spent_s, _ = self._spent.get(self._account_of(peer), (0.0, 0.0))
+        return max(0.0, max(BURST_S, self._longest_s()) - spent_s)
+
+    def patience_s(self, peer: PeerId, now: float) -> float:
+        """Return how long to wait for a silent ``peer`` beyond the usual."""
+        return 0.0 if self.suspected(peer, now) else min(self.credit_s(peer), BURST_S) / PART
+
+    def suspected(self, peer: PeerId, now: float) -> bool:
+        since = self._silent_at.get(peer, -math.inf)
+        return self._heard_at(peer) < since and now < since + SUSPECTED_S
+
+    def suspects(self, now: float) -> set[PeerId]:
+        return {peer for peer in self._silent_at if self.suspected(peer, now)}
+
+    def trusted(self, peers: Collection[PeerId], now: float) -> set[PeerId]:
+        """Return those that may organize a round: not suspected, with half of the median credit at least.
+
+        The median, as a busy machine makes all peers late.
+        """
+        alive = [peer for peer in peers if not self.suspected(peer, now)]
+        credits_s = {self._account_of(peer): self.credit_s(peer) for peer in alive}
+        enough_s = statistics.median(credits_s.values()) / 2 if credits_s else 0.0
+        return {peer for peer in alive if self.credit_s(peer) >= enough_s}
 
     def earn(self, peer: PeerId, now: float) -> None:
         """Give the account of ``peer`` its share of the time: a round counted its samples."""
         account = self._account_of(peer)
-        credit_s, since = self._credits.get(account, (BURST_S, now))
-        earned_s = min(credit_s + SHARE * (now - since), BURST_S)
-        remember(self._credits, account, (earned_s, now), MAX_ACCOUNTS)
+        spent_s, since = self._spent.get(account, (0.0, now))
+        remember(self._spent, account, (max(0.0, spent_s - SHARE * (now - since)), now), MAX_ACCOUNTS)
 
     def settle(
-        self, beyond_s: Mapping[PeerId, float], awaited: Iterable[PeerId], now: float
+        self,
+        what: str,
+        beyond_s: Mapping[PeerId, float],
+        awaited: Collection[PeerId],
+        now: float,
+        told: Mapping[PeerId, PeerId | None] | None = None,
     ) -> dict[PeerId, float]:
         """Charge a wait for the peers ``awaited``, this one included; return who was charged, and how much.
 
         ``beyond_s``: seconds beyond the usual, by late peer. Leave them out where the own timer was late.
+        ``told``: of the awaited ones for whom a late peer waits, by its own account.
         """
-        costs: dict[bytes, tuple[float, PeerId]] = {}
+        late: dict[PeerId, float] = {}
+        tellers: dict[PeerId, float] = {}
         for peer, seconds in beyond_s.items():
-            if seconds > 0:  # peers of one account were awaited at the same time
-                account = self._account_of(peer)
-                costs[account] = max(costs.get(account, (0.0, peer)), (seconds, peer))
-        if 2 * len(costs) > len(set(map(self._account_of, awaited))):
+            other = (told or {}).get(peer)
+            if other is not None and other in awaited and other not in (peer, self._me):
+                tellers[peer], peer = TELLERS * seconds, other
+            if seconds > 0:
+                late[peer] = max(late.get(peer, 0.0), seconds)
+        if 2 * len(set(map(self._account_of, late))) > len(set(map(self._account_of, awaited))):
             return {}
+        costs: dict[bytes, tuple[float, PeerId]] = {}
+        for peer, seconds in (*late.items(), *tellers.items()):  # those of one account were awaited together
+            account = self._account_of(peer)
+            costs[account] = max(costs.get(account, (0.0, peer)), (seconds, peer))
+        for peer, seconds in late.items():
+            if seconds >= SILENT_S and self._heard_at(peer) < now - seconds:
+                remember(self._silent_at, peer, now, MAX_ACCOUNTS)
         charged = {}
         for account, (seconds, peer) in costs.items():
-            credit_s, since = self._credits.get(account, (BURST_S, now))
-            if credit_s > 0:
-                charged[peer] = min(seconds, credit_s)
-                remember(self._credits, account, (credit_s - charged[peer], since), MAX_ACCOUNTS)
+            if (cost_s := min(seconds, self.credit_s(peer))) > 0:
+                spent_s, since = self._spent.get(account, (0.0, now))
+                remember(self._spent, account, (spent_s + cost_s, since), MAX_ACCOUNTS)
+                self._events.emit(Waited(now, peer.hex(), what, cost_s))
+                charged[peer] = cost_s
         return charged

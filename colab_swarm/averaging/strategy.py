@@ -19,12 +19,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.averaging.group import SharePlan, Ticket, equal_shares, reducing
+from colab_swarm.averaging.group import Group, SharePlan, Ticket, equal_shares, offer_of, reducing
 from colab_swarm.tensors.codecs import Precision
 
 Array = npt.NDArray[np.float64]
 
-CLAIM_CAP = 16.0  # medians that a claim counts for at most: a liar slows a round by no more
+CLAIM_CAP = (
+    16.0  # medians that a claim counts for at most, and one part at least: a liar slows a round by no more
+)
 SMALL = 0.3  # of an equal share; a smaller share is given only to save time
 LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
 PRECISION = 1e-7
@@ -127,14 +129,16 @@ def _completed(rates_bps: Sequence[float | None]) -> list[float]:
 
 
 def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
-    """Bound claimed rates to `CLAIM_CAP` medians; a claim under 1 bit per second is ignored.
+    """Bound claimed rates to `CLAIM_CAP` medians and from below; one under 1 bit per second is ignored.
 
     The median is the lower one of two, so that one liar among two peers does not set it.
     """
     claims = [claim if claim is not None and 1 <= claim < math.inf else None for claim in claims_bps]
     known = [claim for claim in claims if claim is not None]
-    most = CLAIM_CAP * statistics.median_low(known) if known else 0.0
-    return [None if claim is None else min(claim, most) for claim in claims]
+    usual = statistics.median_low(known) if known else 0.0
+    return [
+        None if claim is None else min(max(claim, usual / CLAIM_CAP), CLAIM_CAP * usual) for claim in claims
+    ]
 
 
 def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> SharePlan:
@@ -161,6 +165,12 @@ def follows(tickets: Sequence[Ticket], shares: Sequence[float]) -> bool:
         return True
     trusted = _trusted_tickets(tickets)
     return trusted is not None and np.allclose(given, plan_round(trusted).shares, atol=0.01)
+
+
+def forecast_s(group: Group) -> float:
+    """Return how long a round of a group takes by its members' bandwidths, as far as they are believed."""
+    tickets = _trusted_tickets([Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members])
+    return plan_round(tickets, [one.share for one in group.members]).averaging_s if tickets else 0.0
 
 
 def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:

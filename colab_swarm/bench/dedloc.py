@@ -55,7 +55,7 @@ from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.tensors.codecs import Floats
 
 T = TypeVar("T")
-PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
+PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0, silence_s=60.0)
 RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 
 
@@ -92,7 +92,7 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
     tickets = {peer.id: one for peer, one in zip(peers, offers, strict=True)}
     formation = GroupFormation(offers[0].terms, now=0.0, settings=GroupFormationSettings())
     for peer, brought in tickets.items():
-        formation.on_join(brought, Contact(peer, (f"sim://{peer.hex()}",)))
+        formation.on_join(brought, Contact(peer, (f"sim://{peer.hex()}",)), now=0.0)
     group = formation.form(bytes(16), strategy)
 
     async def take_part(peer: SimPeers) -> RoundResult:

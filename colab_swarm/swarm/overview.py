@@ -18,9 +18,9 @@ from colab_swarm.events import (
     Event,
     Notice,
     PeerLeft,
-    PeerSilent,
     RoundFinished,
     StepFinished,
+    Waited,
 )
 from colab_swarm.markup import duration, plain
 from colab_swarm.net.peers import PeerId, Peers, short
@@ -85,7 +85,7 @@ class Overview:
         self._rounds: tuple[RoundFinished, ...] = ()
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
         self._counted = Counter[str]()  # samples of the rounds that this peer was in, by hex id
-        self._silent: PeerSilent | None = None  # the round waits for it
+        self._silent: Waited | None = None  # the round waits for it
         self._bottlenecks = set[frozenset[str]]()  # of the averaging, each told once
         self._names: dict[str, str] = {}  # by short id
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
@@ -106,8 +106,8 @@ class Overview:
             known = [one for one in self._events if isinstance(one, PeerLeft) and one.peer == event.peer]
             if any(event.at - one.at < SAME_LOSS_S for one in known):
                 return
-        if isinstance(event, RoundFinished | PeerSilent):
-            self._silent = event if isinstance(event, PeerSilent) else None
+        if isinstance(event, RoundFinished | Waited):
+            self._silent = event if isinstance(event, Waited) else None
         if isinstance(event, RoundFinished):
             self._on_round(event)
             if not (event.spans_lost or event.kept_local or any(member.dropped for member in event.members)):
@@ -136,7 +136,7 @@ class Overview:
         if (late := self._silent) is None:
             return ""
         name = self._names.get(late.peer[:8], f"peer-{late.peer[:8]}")
-        return f"{name}, silent for {duration(late.seconds + now - late.at)}"
+        return f"{name}, for {duration(late.seconds + now - late.at)}"
 
     def _tell(self, event: Event) -> None:
         self._events = (*self._events[1 - LOG_LINES :], event)

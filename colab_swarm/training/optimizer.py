@@ -29,7 +29,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.agreement import agreement_of
-from colab_swarm.training.collaboration import CaughtUp, Collaboration, Due
+from colab_swarm.training.catch_up import CaughtUp
+from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.progress import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of, uninterrupted

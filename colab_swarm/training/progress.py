@@ -43,7 +43,8 @@ RECENT_S = 600.0  # a peer with a vote and no common round in this time has left
 TIE = 0.01  # weight of all votes that decide ties only
 LAST_RECORD_S = 10.0  # newer records within 10 s of a lost link predate it
 READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
-MIN_PROMISE_S, SLOWER = 2.0, 8.0  # a peer may take SLOWER times the median time
+FIRST_PROMISE_S, MIN_PROMISE_S = 2.0, 0.25  # before any micro-batch is known, and at least
+SLOWER = 8.0  # times the median time, or speed, that is believed
 LATE_BATCHES = 3.0  # micro-batches of silence after which a trainer joins no round soon
 MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
 IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
@@ -412,9 +413,17 @@ class Progress:
             0.0 if own.syncing else own.samples,
         )
 
-    def believed_s(self) -> float:
-        """Return the longest ETA accepted: `SLOWER` times the median time of a micro-batch."""
-        return max(MIN_PROMISE_S, SLOWER * self._usual_batch_s)
+    def longest_s(self) -> float:
+        """Return how long the slowest peers that are believed take for a micro-batch."""
+        return SLOWER * self._usual_batch_s
+
+    def believed_s(self, peer: PeerId) -> float:
+        """Return how long a round may wait for a peer: two of its micro-batches, at most `SLOWER` median ones."""
+        if not self._usual_batch_s:
+            return FIRST_PROMISE_S
+        record = self.records.get(peer)
+        own_s = 2 * record.batch_s if record else 0.0
+        return max(MIN_PROMISE_S, min(own_s or math.inf, self.longest_s()))
 
     def _believed_samples(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
         """Return a peer's samples now: as it says, but no more than it could compute since its last step."""

@@ -15,7 +15,6 @@ from colab_swarm.averaging.group import Group, GroupMember, Joined, JoinRound, R
 from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import key_id
 from colab_swarm.errors import PeerError
-from colab_swarm.events import PeerSilent
 from colab_swarm.invite import Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
@@ -64,7 +63,8 @@ def test_an_organizer_that_never_answers_costs_each_peer_one_wait_and_is_not_ask
             asked = mallory.fired["joins"]
             honest.stop()
     assert max(waits) <= LONGEST_WAIT_S
-    assert 0 < asked <= 12  # of 90 tickets
+    assert 0 < asked <= 20  # of 90 tickets
+    assert honest.waited_for(mallory.peers.id) < 3 * 1.2 * standing.BURST_S
     honest.assert_held(least_shared=20)
 
 
@@ -141,11 +141,8 @@ def test_an_organizer_that_sends_all_round_in_circles_is_asked_once() -> None:
     honest.assert_held(least_shared=20)
 
 
-@pytest.mark.parametrize("promise_s", [1e9, 1.5])
-def test_a_promise_that_is_broken_is_waited_for_rarely_and_one_beyond_belief_never(
-    promise_s: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "colab_swarm.averaging.matchmaking")
+@pytest.mark.parametrize("promise_s", [1e9, 0.2])
+def test_a_promise_that_is_broken_costs_one_credit_and_one_beyond_belief_nothing(promise_s: float) -> None:
     unlisted = cs.NetworkOptions(lan=False, listen=False)  # so it cannot organize
     with town() as honest:
         honest.train()
@@ -155,13 +152,12 @@ def test_a_promise_that_is_broken_is_waited_for_rarely_and_one_beyond_belief_nev
             honest.wait(lambda: mallory.fired["calls"] >= 3, "attack")
             honest.go_on(30)
             honest.stop()
-    broken = mallory.broken_promises(caplog)
-    assert broken == 0 if promise_s == 1e9 else 0 < broken <= 9
+    cost_s = honest.waited_for(mallory.peers.id)
+    assert cost_s < standing.BURST_S if promise_s == 1e9 else 0 < cost_s < 3 * 1.2 * standing.BURST_S
     honest.assert_held(least_shared=20)
 
 
-def test_a_record_that_syncs_for_ever_holds_up_nobody_for_long(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "colab_swarm.averaging.matchmaking")
+def test_a_record_that_syncs_for_ever_holds_up_nobody_for_long() -> None:
     with town() as honest:
         honest.train()
         with Mallory(honest.join("mallory"), honest.prefix) as mallory:
@@ -171,7 +167,7 @@ def test_a_record_that_syncs_for_ever_holds_up_nobody_for_long(caplog: pytest.Lo
             honest.go_on(30)
             called = mallory.fired["calls"]
             honest.stop()
-    assert called >= 10 and mallory.broken_promises(caplog) == 0
+    assert called >= 10 and honest.waited_for(mallory.peers.id) < 2 * standing.BURST_S
     honest.assert_held(least_shared=20)
 
 
@@ -207,9 +203,7 @@ def test_records_of_peers_that_nobody_meets_cost_one_credit_and_no_more(
         honest.go_on(40)
         took_s = time.monotonic() - began
         honest.stop()
-    names = {ghost.hex() for ghost in ghosts}
-    silences = [one for swarm in honest.swarms.values() for one in swarm.events.recent(PeerSilent)]
-    cost_s = sum(one.seconds for one in silences if one.peer in names)
+    cost_s = honest.waited_for(*ghosts)
     # each of the three organizes some rounds
     assert burst_s <= cost_s <= 3 * (burst_s + standing.SHARE * took_s)
     honest.assert_held(least_shared=40)
@@ -226,11 +220,8 @@ BAD_TICKETS = {
 
 
 @pytest.mark.parametrize("kind", BAD_TICKETS)
-def test_a_ticket_that_is_refused_costs_the_others_no_time(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_ticket_that_is_refused_costs_the_others_no_time(kind: str) -> None:
     """It comes to each step's organizer, which has called its sender and got a promise."""
-    caplog.set_level("INFO", "colab_swarm.averaging.matchmaking")
     answers: list[Joined] = []
 
     async def come(peer: PeerId, terms: RoundTerms) -> None:
@@ -238,18 +229,18 @@ def test_a_ticket_that_is_refused_costs_the_others_no_time(
         opening = JoinRound(ticket, mallory.peers.contact)
         with suppress(PeerError):
             async with await mallory.peers.stream(peer, opening, timeout_s=5) as stream:
-                while (joined := (await stream.receive(Joined))[0]) == Joined():
+                while (joined := (await stream.receive(Joined))[0]).forming:
                     pass
                 answers.append(joined)
 
     with town() as honest:
         honest.train()
         with Mallory(honest.join("mallory"), honest.prefix) as mallory:
-            mallory.on_call, mallory.ready_in_s = come, 1.9
+            mallory.on_call, mallory.ready_in_s = come, 0.2
             honest.wait(lambda: len(answers) > 0, "attack")
             honest.go_on(25)
             honest.stop()
     assert sum(one.reason == "invalid" for one in answers) >= 3
     assert all(one.group is None or one.group.index_of(mallory.peers.id) is None for one in answers)
-    assert mallory.broken_promises(caplog) <= 3
+    assert honest.waited_for(mallory.peers.id) < 3 * standing.BURST_S
     honest.assert_held(least_shared=15)

@@ -15,8 +15,8 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
 from colab_swarm.averaging.round import RoundResult
-from colab_swarm.events import Fault, RoundFinished
-from colab_swarm.net.peers import PeerId, Refusal, Role, Stream, short
+from colab_swarm.events import Fault, RoundFinished, Waited
+from colab_swarm.net.peers import PeerId, Refusal, Role, Stream
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Manifest, Snapshot, send_chunks
 from colab_swarm.training.progress import ProgressRecord, progress_key
@@ -189,6 +189,11 @@ class Town:
         shared = sum(digests.keys() >= {*HONEST} for digests in held.values())
         assert shared >= least_shared, f"only {shared} steps were shared by all"
 
+    def waited_for(self, *peers: PeerId) -> float:
+        """The seconds that the honest were told to have waited for these, all together."""
+        names, events = {peer.hex() for peer in peers}, [swarm.events for swarm in self.swarms.values()]
+        return sum(one.seconds for log in events for one in log.recent(Waited) if one.peer in names)
+
     def rounds(self) -> list[RoundFinished]:
         return [e for trainer in self.trainers for e in trainer.swarm.events.recent(RoundFinished)]
 
@@ -269,11 +274,6 @@ class Mallory:
         if self.on_join is None:
             raise Refusal("no")
         await self.on_join(opening, stream)
-
-    def broken_promises(self, logged: pytest.LogCaptureFixture) -> int:
-        """As the honest peers have logged them, who were to be asked for these lines."""
-        mine = f"{short(self.peers.id)} promised to come and did not"
-        return sum(record.getMessage().startswith(mine) for record in logged.records)
 
     async def serve_state(self, held: Snapshot) -> None:
         """Give this state to those that ask."""

@@ -16,7 +16,8 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.collaboration import ATTEMPTS, CatchUp, Collaboration
+from colab_swarm.training.catch_up import ATTEMPTS, CatchUp
+from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.state import DonorsSilent

@@ -1,0 +1,125 @@
+"""Catching up: a peer downloads the swarm's state, and follows the rounds meanwhile."""
+
+import asyncio
+import math
+from typing import Protocol, TypeAlias
+
+from colab_swarm.errors import StateError, require
+from colab_swarm.events import Notice
+from colab_swarm.markup import count
+from colab_swarm.net.peers import PeerId
+from colab_swarm.runtime import loop_now
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.progress import Branch, Progress, next_lineage
+from colab_swarm.training.settings import PeerServices
+from colab_swarm.training.state import DonorsSilent
+
+ATTEMPTS, BRANCHES = 5, 4  # downloads per branch, and branches: of trainers that died together
+PAUSE_S, SLOW_S = 1.0, 5.0  # between two attempts; an attempt that takes longer is told of
+PATIENCE_S = 30.0  # donors may fail for this long, or `ATTEMPTS` times, before others are tried
+
+CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]  # a state, and the means since, in order
+
+
+class Follower(Protocol):
+    """A trainer without the swarm's state: a `Collaboration`."""
+
+    progress: Progress
+    services: PeerServices
+
+    async def refresh(self) -> Branch: ...
+    async def download(self, donors: list[PeerId]) -> Snapshot: ...
+    async def wait_called(self) -> None: ...
+    async def follow_round(self) -> dict[tuple[int, bytes], Floats]: ...
+    async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None: ...
+
+
+class CatchUp:
+    """One attempt to get the swarm's state; ``capacity`` means fit in memory.
+
+    A peer that ``has_state`` can continue with its own if no other peer can give a better one.
+    """
+
+    def __init__(self, collaboration: Follower, *, capacity: int, has_state: bool) -> None:
+        self._collaboration = collaboration
+        self._capacity, self._has_state = capacity, has_state
+        self._means: dict[tuple[int, bytes], Floats] = {}  # by the step and lineage that they are applied to
+        self._between_rounds = asyncio.Lock()
+
+    async def run(self) -> CaughtUp | None:
+        follower = asyncio.create_task(self._follow(), name="follow rounds")
+        try:
+            return await self._run()
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+    async def _run(self) -> CaughtUp | None:
+        collaboration, progress = self._collaboration, self._collaboration.progress
+        reasons: dict[str, None] = {}
+        outdated = b""  # the last root
+        attempts, failures, since = 0, 0, math.inf  # the latter of one branch's donors
+        while attempts < BRANCHES * ATTEMPTS:
+            branch, root, silent = await collaboration.refresh(), b"", False
+            if not (donors := sorted(branch.peers - {progress.me})):
+                if self._has_state or not reasons:
+                    return None
+                if not progress.donors_remain:
+                    break
+                progress.trust_all()  # they were silent, and may answer again
+                await asyncio.sleep(PAUSE_S)
+                continue
+            since = min(since, loop_now())
+            try:
+                snapshot = await self._download(branch.step, donors)
+                root = snapshot.manifest.root
+                async with self._between_rounds:
+                    return await self._complete(snapshot)
+            except StateError as error:
+                reasons[str(error)] = None
+                silent = isinstance(error, DonorsSilent) and not self._has_state
+            if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
+                failures += 1
+                if silent or failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:
+                    # A false claim, such as step 10^9, or a frozen peer must not hide the others forever.
+                    progress.distrust(donors, now=loop_now())
+                    failures, since = 0, math.inf
+            outdated = root or outdated
+            await asyncio.sleep(PAUSE_S * (attempts % ATTEMPTS))
+            attempts += not silent
+        raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:
+        text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
+        telling = asyncio.get_running_loop().call_later(
+            SLOW_S, lambda: self._collaboration.services.events.emit(Notice(loop_now(), text))
+        )
+        try:
+            return await self._collaboration.download(donors)
+        finally:
+            telling.cancel()
+
+    async def _complete(self, snapshot: Snapshot) -> CaughtUp:
+        step, lineage = snapshot.manifest.step, snapshot.manifest.subject
+        means: list[Floats] = []
+        while (mean := self._means.get((step, lineage))) is not None:
+            means.append(mean)
+            step, lineage = step + 1, next_lineage(lineage, mean)
+        branch = await self._collaboration.refresh()
+        missed = branch.step > step or any(followed > step for followed, _ in self._means)
+        require(
+            not missed and (branch.step != step or branch.lineage == lineage),
+            "the swarm moved on during the download",
+            StateError,
+        )
+        await self._collaboration.adopt(step, lineage)
+        return snapshot, means
+
+    async def _follow(self) -> None:
+        while True:
+            await self._collaboration.wait_called()
+            async with self._between_rounds:
+                self._means |= await self._collaboration.follow_round()
+            while len(self._means) > self._capacity:
+                del self._means[min(self._means)]
