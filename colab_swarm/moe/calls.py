@@ -7,9 +7,6 @@ answer is one tensor of the same shape, a part that says the host is busy, or a 
 The host merges calls of any trainers into batches. The event loop receives and sends parts; the
 device thread decodes, checks, computes and encodes. Between them are `Batching`, under a lock, and
 one short task per call: it computes the next batch, whichever call that contains.
-
-The key whose oldest call waited longest comes first, and its oldest calls. A caller may hold as
-much as is still free (Choudhury and Hahne, 1998): one alone gets half, two get a third each.
 """
 
 import asyncio
@@ -20,38 +17,41 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError, PeerLost, require
-from colab_swarm.events import EventLog, Fault
+from colab_swarm.events import EventLog, Fault, Notice
+from colab_swarm.moe.batching import (
+    LONGEST_RETRY_S,
+    Answer,
+    Batching,
+    Call,
+    Key,
+    Outcome,
+    compute,
+    encoded,
+    spans,
+)
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, end_tasks, short
 from colab_swarm.runtime import DeviceThread, PauseGate, Runner, loop_now
-from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
+from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
-PART_BYTES = 120 << 10
 MAX_RETRY_S = 60.0
 DECAY = 0.99  # of an expert's share, per batch without it
 FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 LAST = 200  # calls of an expert that are remembered
 CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
-MIN_RETRY_S = 0.05
-LONGEST_RETRY_S = 10.0  # also that of a paused host
 LINK_BUSY_RETRY_S = 1.0
 LONGEST = 4096  # of a sequence: attention takes the square of it
 SHOWN_CHARS = 80
-Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
-Outcome: TypeAlias = Answer | BaseException
 
 
 class ForwardExpert(Message, frozen=True):
@@ -71,18 +71,6 @@ class Part(Message, frozen=True):
     """Consecutive values of a tensor, in the payload; or, if busy: call again in ``busy_s`` seconds."""
 
     busy_s: float | None = None
-
-
-def spans(numel: int, codec: Codec) -> Iterator[slice]:
-    """Yield the values of each part of a tensor: whole codec blocks, at most `MAX_BLOCKS` and `PART_BYTES`."""
-    step = min(PART_BYTES // codec.encoded_bytes(BLOCK_VALUES), MAX_BLOCKS) * BLOCK_VALUES
-    return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
-
-
-def encoded(values: Floats, codec: Codec) -> Iterator[Buffer]:
-    """Yield the encoded parts of a tensor; they may share its memory."""
-    flat = values.reshape(-1)
-    return (codec.encode(flat[span]) for span in spans(flat.size, codec))
 
 
 @dataclass(frozen=True)
@@ -224,148 +212,6 @@ class ExpertCalls:
         return values
 
 
-class Key(NamedTuple):
-    """What calls must have in common to be merged."""
-
-    uid: str
-    backward: bool
-    shape: tuple[int, ...]
-
-
-@dataclass(eq=False)
-class Call:
-    """A call of some samples and the future that its handler awaits."""
-
-    key: Key
-    caller: bytes
-    samples: int
-    size_bytes: int  # of the samples
-    arrived_at: float  # monotonic seconds
-    codec: Codec
-    answer: asyncio.Future[Answer]
-    parts: list[memoryview] = field(default_factory=list)  # as received
-
-    def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts and free them; raise `ValueError` for one that is no tensor or not finite."""
-        parts = iter(self.parts)
-        for tensor in tensors:
-            flat = tensor.reshape(-1)
-            for span in spans(flat.size, self.codec):
-                flat[span] = self.codec.decode(next(parts), span.stop - span.start)
-                require(all_finite(flat[span]), "your tensors hold values that are not finite")
-        self.parts.clear()
-
-
-class Batching:
-    """The calls at one device: a queue of waiting ones per `Key`, and the memory of all."""
-
-    def __init__(self, limits: BatchLimits) -> None:
-        self.limits = limits
-        self._queues: dict[Key, deque[Call]] = {}
-        self._inside: dict[Call, None] = {}
-        self._held = Counter[bytes]()  # bytes by caller
-        self._byte_s = 1e-9  # to compute a byte of a call, mean of the last batches; the first is a guess
-
-    def admit(self, call: Call) -> float | None:
-        """Reserve memory for a call; return None, or the seconds to wait before a retry.
-
-        Raises `ValueError` if the call is empty, or has more bytes than any batch.
-        """
-        limits, caller = self.limits, call.caller
-        require(call.samples >= 1, f"a call of {call.samples} samples: send at least one")
-        mine, most = call.size_bytes / 2**20, limits.max_batch_bytes / 2**20
-        require(mine <= most, f"a call of {mine:.4g} MiB: this host takes {most:.4g} MiB at once; split it")
-        free = limits.max_held_bytes - self._held.total() - call.size_bytes
-        if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
-            return min(max(MIN_RETRY_S, self._held.total() * self._byte_s), LONGEST_RETRY_S)
-        self._inside[call] = None
-        self._held[caller] += call.size_bytes
-        return None
-
-    def enqueue(self, call: Call) -> None:
-        """Queue an admitted call that was received completely."""
-        self._queues.setdefault(call.key, deque()).append(call)
-
-    def leave(self, call: Call) -> None:
-        """Free the memory of a call that is answered or cancelled. Idempotent."""
-        if call not in self._inside:
-            return
-        del self._inside[call]
-        self._held -= Counter({call.caller: call.size_bytes})
-        if call in (queue := self._queues.get(call.key, deque())):
-            queue.remove(call)
-            if not queue:
-                del self._queues[call.key]
-
-    def take(self) -> list[Call]:
-        """Return the next batch; empty if no call waits."""
-        if not self._queues:
-            return []
-        key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
-        queue = self._queues[key]
-        batch = [queue.popleft()]
-        samples, size_bytes = batch[0].samples, batch[0].size_bytes
-        while queue:
-            samples, size_bytes = samples + queue[0].samples, size_bytes + queue[0].size_bytes
-            if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:
-                break
-            batch.append(queue.popleft())
-        if not queue:
-            del self._queues[key]
-        return batch
-
-    def measured(self, size_bytes: int, seconds: float) -> None:
-        self._byte_s += 0.2 * (seconds / size_bytes - self._byte_s)
-
-    def queued(self, uid: str) -> int:
-        return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
-
-
-def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
-    """Compute calls of one key as one batch; return the answer or the error of each."""
-    samples = sum(call.samples for call in calls)
-    key, row = calls[0].key, 0
-    stacks = [np.empty((samples, *key.shape), np.float32) for _ in range(1 + key.backward)]
-    answers: list[tuple[Call, Outcome]] = []
-    valid: list[Call] = []
-    for call in calls:
-        try:
-            call.decode_into([stack[row : row + call.samples] for stack in stacks])
-        except ValueError as error:
-            answers.append((call, Refusal(str(error))))
-        else:
-            valid.append(call)
-            row += call.samples
-    if valid:
-        tensors = [torch.from_numpy(stack[:row]) for stack in stacks]
-        function = expert.backward if key.backward else expert.forward
-        answers += zip(valid, _outcomes(function, valid, tensors), strict=True)
-    return answers
-
-
-def _outcomes(
-    function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
-) -> list[Outcome]:
-    """Return answers in order; a backward that failed otherwise may have stepped: not retried."""
-    sizes = [call.samples for call in calls]
-    try:
-        outputs = function(*tensors)
-    except Exception as error:  # the user's module may raise anything: the server reports it
-        bad_data = isinstance(error, FloatingPointError)
-        if len(calls) == 1 or not (bad_data or len(tensors) == 1):
-            return [Refusal(str(error)) if bad_data else error] * len(calls)
-        parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
-        return [outcome for call, *own in parts for outcome in _outcomes(function, [call], own)]
-    return list(map(_encoded, calls, torch.split(outputs, sizes)))
-
-
-def _encoded(call: Call, outputs: Tensor) -> Outcome:
-    try:
-        return list(encoded(outputs.numpy(), call.codec))
-    except ValueError as error:  # not finite: some codecs cannot represent it
-        return Refusal(f"{call.key.uid} answers with {error}")
-
-
 @dataclass(frozen=True)
 class ExpertStatistics:
     """Counters of one expert since this peer hosts it, and rates of its last `LAST` calls."""
@@ -426,7 +272,7 @@ class ExpertServer:
         self._served: dict[str, _Served] = {}
         self._lock = threading.Lock()  # of the batching, which loop and thread share
         self._batching = Batching(limits or BatchLimits())
-        peers.serve_stream(ForwardExpert, self._serve)
+        peers.serve_stream(ForwardExpert, self._serve, role=Role.WORKER)
         peers.serve_stream(BackwardExpert, self._serve, role=Role.WORKER)
 
     def add(self, expert: Expert) -> None:
@@ -458,14 +304,20 @@ class ExpertServer:
         try:
             with self._lock:
                 retry_s = LONGEST_RETRY_S if self._gate.closed else self._batching.admit(call)
-            if retry_s is not None:
-                await stream.send(Part(busy_s=retry_s))
-                return
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._receive(call, stream)
+                if retry_s is None:
+                    retry_s = await self._receive(call, stream)
+                if retry_s is not None:
+                    await stream.send(Part(busy_s=retry_s))
+                    return
                 for part in await self._answered(call, stream):
                     await stream.send(Part(), part)
         except TimeoutError as error:
+            if not call.received:
+                text = (
+                    f"{short(call.caller)} sent {call.held_bytes:,} bytes of a call in {CALL_TIMEOUT_S:g} s"
+                )
+                self._events.emit(Notice(loop_now(), f"{text}; its memory is free again"))
             raise Refusal(f"the call took over {CALL_TIMEOUT_S:g} s") from error
         except ValueError as error:
             raise Refusal(str(error)) from error
@@ -493,9 +345,11 @@ class ExpertServer:
             raise Refusal(str(error)) from error
         loop, key = asyncio.get_running_loop(), Key(uid, isinstance(opening, BackwardExpert), shape)
         size_bytes = (1 + key.backward) * opening.samples * math.prod(shape) * 4
-        return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec, loop.create_future())
+        who, answer = (stream.peer, stream.voucher), loop.create_future()
+        return Call(key, *who, opening.samples, size_bytes, loop.time(), codec, answer)
 
-    async def _receive(self, call: Call, stream: Stream) -> None:
+    async def _receive(self, call: Call, stream: Stream) -> float | None:
+        """Receive a call's tensors; return None, or the seconds to wait before a retry if memory ran out."""
         numel = call.samples * math.prod(call.key.shape)
         for _ in range(1 + call.key.backward):
             for span in spans(numel, call.codec):
@@ -509,7 +363,13 @@ class ExpertServer:
                     f"received a part of {len(payload)} bytes, expected {expected}",
                     Refusal,
                 )
+                with self._lock:
+                    retry_s = self._batching.hold(call, len(payload))
+                if retry_s is not None:
+                    return retry_s
                 call.parts.append(payload)
+        call.received = True
+        return None
 
     async def _answered(self, call: Call, stream: Stream) -> Answer:
         if call.key.uid not in self._served:

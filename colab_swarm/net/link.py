@@ -13,6 +13,7 @@ from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, Pr
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.markup import plain
 from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
+from colab_swarm.net.membership import voucher_of
 from colab_swarm.net.mux import (
     ENCODER,
     FAILURE,
@@ -109,6 +110,11 @@ class Link:
     def leaving(self) -> bool:
         """Whether the link takes no new calls or streams."""
         return self.lost is not None or self.mux.leaving or self.mux.peer_leaving
+
+    @property
+    def voucher(self) -> bytes:
+        """Who vouches for the peer, by the membership that it showed last (`voucher_of`)."""
+        return voucher_of(self.remote.public_key, self.remote.membership)
 
     @property
     def rtt_s(self) -> float | None:

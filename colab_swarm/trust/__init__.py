@@ -33,7 +33,7 @@ what follows the ``#``.
 | guest | request a membership from the authority, for a minute; nothing else |
 | viewer | look things up, watch, download the model |
 | reducer | store records, join rounds without contributing values, relay |
-| worker | contribute gradients, host experts, volunteer |
+| worker | contribute gradients, call and host experts, volunteer |
 | authority | admit others |
 
 ## Times
@@ -82,6 +82,7 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | a back-dated membership | an ended invitation needs a fresh signature | `attacks/test_members` |
 | strangers' connections, garbage | by address; the oldest half-open goes first | `attacks/test_strangers` |
 | victims dialled through peers | only where the caller was seen; by target | `attacks/test_strangers` |
+| calls of experts that are never sent | only received bytes count; by voucher | `moe/test_server`, `moe/test_batching` |
 | records without end | one for each owner and key; bytes by owner | `attacks/test_strangers` |
 | mutated messages, huge manifests | refused; nothing grows | `attacks/test_messages` |
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.moe.calls import LONGEST_RETRY_S, MIN_RETRY_S, Answer, Batching, Call, Key
+from colab_swarm.moe.batching import LONGEST_RETRY_S, MIN_RETRY_S, Answer, Batching, Call, Key
 from colab_swarm.moe.expert import BatchLimits
+from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import CODECS
 
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
@@ -21,18 +22,36 @@ FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
 def check_batching(batching: Batching) -> None:
     """Assert that the sums are right and every waiting call was admitted."""
     inside, held = batching._inside, batching._held
-    assert sum(one.size_bytes for one in inside) <= batching.limits.max_held_bytes
-    assert held == Counter({c: sum(one.size_bytes for one in inside if one.caller == c) for c in held})
+    assert held.total() == sum(one.held_bytes for one in inside) <= batching.limits.max_held_bytes
+    assert held == Counter({c: sum(one.held_bytes for one in inside if one.caller == c) for c in held})
+    assert batching._kin == Counter(
+        {v: sum(one.held_bytes for one in inside if one.voucher == v) for v in batching._kin}
+    )
     waiting = [one for queue in batching._queues.values() for one in queue]
     assert all(batching._queues.values()) and set(waiting) <= inside.keys()
     assert len(set(waiting)) == len(waiting)
 
 
 def pending(
-    caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
+    caller: str = "alice",
+    samples: int = 1,
+    *,
+    key: Key = FORWARD,
+    size_bytes: int = 1,
+    at: float = 0.0,
+    voucher: str = "",
 ) -> Call:
     answer = cast(asyncio.Future[Answer], None)
-    return Call(key, caller.encode(), samples, size_bytes, at, CODECS["float32"], answer)
+    return Call(
+        key,
+        PeerId(caller.encode()),
+        (voucher or caller).encode(),
+        samples,
+        size_bytes,
+        at,
+        CODECS["float32"],
+        answer,
+    )
 
 
 @pytest.fixture
@@ -42,9 +61,16 @@ def batching() -> Iterator[Batching]:
     check_batching(batching)
 
 
+def receive(batching: Batching, call: Call) -> float | None:
+    """Let a call in and receive it at once; if it is refused, return its delay."""
+    if (retry_s := batching.admit(call)) is None:
+        retry_s = batching.hold(call, call.size_bytes)
+    return retry_s
+
+
 def enqueue(batching: Batching, *calls: Call) -> None:
     for one in calls:
-        assert batching.admit(one) is None
+        assert receive(batching, one) is None
         batching.enqueue(one)
 
 
@@ -129,7 +155,7 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
         if verb < 4:
             key = BACKWARD if backward else FORWARD
             new = pending(caller, samples, size_bytes=size_bytes, key=key, at=at)
-            if batching.admit(new) is None:
+            if receive(batching, new) is None:
                 batching.enqueue(new)
                 waiting.append(new)
         elif verb == 4 and waiting:
@@ -148,3 +174,18 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
             batching.leave(one)
         check_batching(batching)
     assert not waiting and batching.admit(pending(size_bytes=80)) is None
+
+
+def test_announced_calls_hold_nothing_and_peers_of_one_voucher_leave_others_a_quarter(
+    batching: Batching,
+) -> None:
+    sybils = [pending(f"sybil {i}", size_bytes=60, voucher="mallory") for i in range(10)]
+    assert all(batching.admit(one) is None for one in sybils), "announced bytes are counted"
+    refused = [batching.hold(one, 10) for _ in range(6) for one in sybils]
+    held = sum(one.held_bytes for one in sybils)
+    assert any(refused) and held == 90, "the attack must fire and take its three quarters"
+    enqueue(batching, pending("bob", size_bytes=10), pending("carol", size_bytes=10))
+    assert receive(batching, pending("erin", size_bytes=10, voucher="mallory")) is not None
+    for one in sybils:
+        batching.leave(one)
+    enqueue(batching, pending("bob", size_bytes=40))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog
 from colab_swarm.moe import calls as expert_calls
+from colab_swarm.moe.batching import PART_BYTES, spans
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Contact, Message, Stream
@@ -171,10 +172,10 @@ NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]
 @given(st.sampled_from(NAMES), st.integers(0, 1_000_000))
 def test_spans_tile_a_tensor_and_fit_into_a_part(name: str, numel: int) -> None:
     codec = codec_of(name)
-    found = list(expert_calls.spans(numel, codec))
+    found = list(spans(numel, codec))
     assert [span.start for span in found] == [0, *(span.stop for span in found)][: len(found)]
     assert not found or found[-1].stop == numel
-    assert all(0 < codec.encoded_bytes(span.stop - span.start) <= expert_calls.PART_BYTES for span in found)
+    assert all(0 < codec.encoded_bytes(span.stop - span.start) <= PART_BYTES for span in found)
 
 
 async def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
-from colab_swarm.events import EventLog, Fault
+from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.moe import calls as expert_calls
-from colab_swarm.moe.calls import LONGEST, Call, ExpertServer, ForwardExpert, Key, Part, compute
+from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, Key, compute
+from colab_swarm.moe.calls import LONGEST, ExpertServer, ForwardExpert, Part
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Refusal, Role, Stream
+from colab_swarm.net.peers import PeerId, Refusal, Role, Stream, short
 from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
 from tests.moe.local import Function, calls_of
@@ -280,6 +281,26 @@ async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
         await scene.calls.forward(info(scene.bob), samples(2))
 
 
+async def test_calls_that_are_announced_and_never_sent_take_no_memory_and_their_callers_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expert_calls, "CALL_TIMEOUT_S", 1.0)
+    events, limits = EventLog(), BatchLimits(max_batch_bytes=64, max_held_bytes=64)
+    async with (
+        hosting(limits=limits, events=events) as scene,
+        peers(*(f"sybil {i}" for i in range(5))) as all5,
+    ):
+        for sybil in all5:
+            sybil.learn(scene.bob.contact)
+            await sybil.stream(scene.bob.id, ForwardExpert("ffn.0", 2, (DIM,), "float32"), timeout_s=5)
+        await until(lambda: len(scene.server._batching._inside) == 5)  # each of all the memory
+        for _ in range(20):
+            await scene.calls.attempt(ForwardExpert, info(scene.bob), [samples(2)])
+        await until(lambda: len(events.recent(Notice)) == 5)
+        texts = "".join(str(event) for event in events.recent(Notice))
+        assert all(short(sybil.id) in texts for sybil in all5) and short(scene.alice.id) not in texts
+
+
 async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
     gate = Gate()
     async with hosting(expert("gate.0", gate), expert()) as scene:
@@ -329,7 +350,7 @@ async def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones()
             await calls.forward(info(bob), samples(1))
 
 
-async def test_only_workers_may_teach_an_expert() -> None:
+async def test_only_workers_may_call_and_teach_an_expert() -> None:
     class Watching(OpenAdmission):
         def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
             return Role.VIEWER
@@ -340,9 +361,9 @@ async def test_only_workers_may_teach_an_expert() -> None:
     server.add(one)
     async with peers("alice") as (alice,):
         calls = calls_of(alice)
-        await calls.forward(info(bob), samples(1))
-        with pytest.raises(ExpertError, match="needs the role worker"):
-            await calls.backward(info(bob), samples(1), samples(1))
+        for refused in (calls.forward(info(bob), samples(1)), calls.backward(info(bob), *[samples(1)] * 2)):
+            with pytest.raises(ExpertError, match="needs the role worker"):
+                await refused
         assert one.step == 0
     await server.close()
     await bob.close()
@@ -358,7 +379,7 @@ def small_expert() -> Expert:
 
 def received_call(parts: list[bytes], codec: str, *, backward: bool) -> Call:
     key, views = Key("ffn.0", backward, (SMALL,)), [memoryview(part) for part in parts]
-    return Call(key, b"alice", 1, 16, 0.0, codec_of(codec), cast(Any, None), views)
+    return Call(key, PeerId(b"alice"), b"", 1, 16, 0.0, codec_of(codec), cast(Any, None), views)
 
 
 @given(
@@ -423,7 +444,7 @@ async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards
         await stream.send(Part(), samples(2).tobytes())
         with pytest.raises(ExpertError) as caught:
             await calls.attempt(ForwardExpert, info(bob), [samples(3)])
-        assert caught.value.retry_s == expert_calls.LONGEST_RETRY_S
+        assert caught.value.retry_s == LONGEST_RETRY_S
         await until(lambda: next(iter(server._batching._inside)).parts != [])
         await asyncio.sleep(0)
         assert server.statistics()["ffn.0"].calls == 0

@@ -1,0 +1,205 @@
+"""The calls that wait at a host of experts: their memory, their merging into batches, their computation.
+
+The key whose oldest call waited longest comes first, and its oldest calls. The memory of a call is that
+of the parts received so far. A caller may hold as much as is still free (Choudhury and Hahne, 1998):
+one alone gets half, two get a third each. Peers of one voucher may together hold `KIN_SHARE` times as
+much as they leave free: three quarters. A call that exceeds either, also midway, is answered as busy.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colab_swarm.errors import require
+from colab_swarm.moe.expert import BatchLimits, Expert
+from colab_swarm.net.peers import PeerId, Refusal
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite
+
+PART_BYTES = 120 << 10
+MIN_RETRY_S = 0.05
+LONGEST_RETRY_S = 10.0  # also that of a paused host
+KIN_SHARE = 3
+Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
+Outcome: TypeAlias = Answer | BaseException
+
+
+def spans(numel: int, codec: Codec) -> Iterator[slice]:
+    """Yield the values of each part of a tensor: whole codec blocks, at most `MAX_BLOCKS` and `PART_BYTES`."""
+    step = min(PART_BYTES // codec.encoded_bytes(BLOCK_VALUES), MAX_BLOCKS) * BLOCK_VALUES
+    return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
+
+
+def encoded(values: Floats, codec: Codec) -> Iterator[Buffer]:
+    """Yield the encoded parts of a tensor; they may share its memory."""
+    flat = values.reshape(-1)
+    return (codec.encode(flat[span]) for span in spans(flat.size, codec))
+
+
+class Key(NamedTuple):
+    """What calls must have in common to be merged."""
+
+    uid: str
+    backward: bool
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of some samples and the future that its handler awaits."""
+
+    key: Key
+    caller: PeerId
+    voucher: bytes  # who vouches for the caller
+    samples: int
+    size_bytes: int  # of the samples, decoded
+    arrived_at: float  # monotonic seconds
+    codec: Codec
+    answer: asyncio.Future[Answer]
+    parts: list[memoryview] = field(default_factory=list)  # as received
+    held_bytes: int = 0  # received; kept until the answer, of about the same size, is sent
+    received: bool = False  # completely
+
+    def decode_into(self, tensors: Sequence[Floats]) -> None:
+        """Decode the parts and free them; raise `ValueError` for one that is no tensor or not finite."""
+        parts = iter(self.parts)
+        for tensor in tensors:
+            flat = tensor.reshape(-1)
+            for span in spans(flat.size, self.codec):
+                flat[span] = self.codec.decode(next(parts), span.stop - span.start)
+                require(all_finite(flat[span]), "your tensors hold values that are not finite")
+        self.parts.clear()
+
+
+class Batching:
+    """The calls at one device: a queue of waiting ones per `Key`, and the memory of all."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._queues: dict[Key, deque[Call]] = {}
+        self._inside: dict[Call, None] = {}
+        self._held, self._kin = Counter[bytes](), Counter[bytes]()  # bytes by caller, by voucher
+        self._byte_s = 1e-9  # to compute a byte of a call, mean of the last batches; the first is a guess
+
+    def admit(self, call: Call) -> float | None:
+        """Let a call in; return None, or the seconds to wait before a retry if there is no room for it now.
+
+        Raises `ValueError` if the call is empty, or has more bytes than any batch.
+        """
+        limits = self.limits
+        require(call.samples >= 1, f"a call of {call.samples} samples: send at least one")
+        mine, most = call.size_bytes / 2**20, limits.max_batch_bytes / 2**20
+        require(mine <= most, f"a call of {mine:.4g} MiB: this host takes {most:.4g} MiB at once; split it")
+        if (retry_s := self._busy_s(call, call.size_bytes)) is None:
+            self._inside[call] = None
+        return retry_s
+
+    def hold(self, call: Call, more_bytes: int) -> float | None:
+        """Take memory for a part that a call received; return None, or the seconds to wait before a retry."""
+        if (retry_s := self._busy_s(call, more_bytes)) is None:
+            self._count(call, more_bytes)
+        return retry_s
+
+    def _busy_s(self, call: Call, more_bytes: int) -> float | None:
+        held, after = self._held.total(), call.held_bytes + more_bytes
+        own, kin = self._held[call.caller] - call.held_bytes, self._kin[call.voucher] - call.held_bytes
+        free = self.limits.max_held_bytes - held - more_bytes
+        # a caller's or voucher's only call may fill what is free: it may be as large as a batch
+        if free >= 0 and (not own or own + after <= free) and (not kin or kin + after <= KIN_SHARE * free):
+            return None
+        return min(max(MIN_RETRY_S, held * self._byte_s), LONGEST_RETRY_S)
+
+    def _count(self, call: Call, more_bytes: int) -> None:
+        call.held_bytes += more_bytes
+        for held, whose in ((self._held, call.caller), (self._kin, call.voucher)):
+            held[whose] += more_bytes
+            if not held[whose]:
+                del held[whose]
+
+    def enqueue(self, call: Call) -> None:
+        """Queue an admitted call that was received completely."""
+        self._queues.setdefault(call.key, deque()).append(call)
+
+    def leave(self, call: Call) -> None:
+        """Free the memory of a call that is answered or cancelled. Idempotent."""
+        if call not in self._inside:
+            return
+        del self._inside[call]
+        self._count(call, -call.held_bytes)
+        if call in (queue := self._queues.get(call.key, deque())):
+            queue.remove(call)
+            if not queue:
+                del self._queues[call.key]
+
+    def take(self) -> list[Call]:
+        """Return the next batch; empty if no call waits."""
+        if not self._queues:
+            return []
+        key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
+        queue = self._queues[key]
+        batch = [queue.popleft()]
+        samples, size_bytes = batch[0].samples, batch[0].size_bytes
+        while queue:
+            samples, size_bytes = samples + queue[0].samples, size_bytes + queue[0].size_bytes
+            if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:
+                break
+            batch.append(queue.popleft())
+        if not queue:
+            del self._queues[key]
+        return batch
+
+    def measured(self, size_bytes: int, seconds: float) -> None:
+        self._byte_s += 0.2 * (seconds / size_bytes - self._byte_s)
+
+    def queued(self, uid: str) -> int:
+        return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
+
+
+def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
+    """Compute calls of one key as one batch; return the answer or the error of each."""
+    samples = sum(call.samples for call in calls)
+    key, row = calls[0].key, 0
+    stacks = [np.empty((samples, *key.shape), np.float32) for _ in range(1 + key.backward)]
+    answers: list[tuple[Call, Outcome]] = []
+    valid: list[Call] = []
+    for call in calls:
+        try:
+            call.decode_into([stack[row : row + call.samples] for stack in stacks])
+        except ValueError as error:
+            answers.append((call, Refusal(str(error))))
+        else:
+            valid.append(call)
+            row += call.samples
+    if valid:
+        tensors = [torch.from_numpy(stack[:row]) for stack in stacks]
+        function = expert.backward if key.backward else expert.forward
+        answers += zip(valid, _outcomes(function, valid, tensors), strict=True)
+    return answers
+
+
+def _outcomes(
+    function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
+) -> list[Outcome]:
+    """Return answers in order; a backward that failed otherwise may have stepped: not retried."""
+    sizes = [call.samples for call in calls]
+    try:
+        outputs = function(*tensors)
+    except Exception as error:  # the user's module may raise anything: the server reports it
+        bad_data = isinstance(error, FloatingPointError)
+        if len(calls) == 1 or not (bad_data or len(tensors) == 1):
+            return [Refusal(str(error)) if bad_data else error] * len(calls)
+        parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
+        return [outcome for call, *own in parts for outcome in _outcomes(function, [call], own)]
+    return list(map(_encoded, calls, torch.split(outputs, sizes)))
+
+
+def _encoded(call: Call, outputs: Tensor) -> Outcome:
+    try:
+        return list(encoded(outputs.numpy(), call.codec))
+    except ValueError as error:  # not finite: some codecs cannot represent it
+        return Refusal(f"{call.key.uid} answers with {error}")
