@@ -4,13 +4,14 @@ import asyncio
 import logging
 import statistics
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
-from colab_swarm.events import EventLog, Fault
+from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.markup import plain
 from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.membership import voucher_of
@@ -31,6 +32,7 @@ from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     UNDECODABLE,
     Buffer,
+    LeftOut,
     M,
     Message,
     PeerId,
@@ -49,6 +51,8 @@ MAX_BACKLOG_BYTES = 64 << 20
 MAX_FAILURE_CHARS = 1000  # of a peer's text that people read
 SIMULTANEOUS_S = 10.0
 LEAVE_TIMEOUT_S = 30.0  # a quiet link that only this end leaves is closed then
+PEER_UNREAD_BYTES, UNREAD_BYTES = 16 << 20, 256 << 20  # of one peer; of all
+RECOUNT_BYTES = 1 << 20
 _TOKEN = struct.Struct("<d")
 
 
@@ -59,12 +63,57 @@ def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
         waiting.exception()  # counts as seen
 
 
+class Unread:
+    """Bounds what all streams of a node hold unread: `PEER_UNREAD_BYTES` of a peer, `UNREAD_BYTES` in all.
+
+    Beyond it the fullest stream of that peer, or of the voucher that holds the most, is reset as busy. So
+    peers of other vouchers keep theirs. It counts again after each `RECOUNT_BYTES`, when new handlers have
+    begun; a stream with a reader that waits is about to be empty.
+    """
+
+    def __init__(self, events: EventLog) -> None:
+        self._events, self._since_bytes, self._loop = events, 0, asyncio.get_running_loop()
+        self._streams: WeakKeyDictionary[Stream, None] = WeakKeyDictionary()  # in order, the oldest first
+        self._named = LeftOut[PeerId](60.0, 3600.0)
+
+    def add(self, stream: Stream, more_bytes: int) -> None:
+        """Count bytes that a stream received."""
+        stream.held_bytes += more_bytes
+        self._streams[stream] = None
+        self._since_bytes += more_bytes
+        if self._since_bytes >= RECOUNT_BYTES:
+            self._since_bytes = 0
+            self._loop.call_soon(self._bound)
+
+    def _bound(self) -> None:
+        while fullest := self._beyond():
+            text = f"{short(fullest.peer)} sent {fullest.held_bytes / 2**20:.1f} MiB that nobody takes"
+            fullest.reset("too much is unread", "busy")
+            if self._named.fail(fullest.peer, now := self._loop.time()) is not None:
+                self._events.emit(Notice(now, f"{text}: its stream was reset"))
+
+    def _beyond(self) -> Stream | None:
+        """Return the stream to reset; None if all are within the bounds."""
+        streams = [stream for stream in self._streams if stream.held_bytes]
+        self._streams = WeakKeyDictionary(dict.fromkeys(streams))
+        by_peer, by_voucher = Counter[bytes](), Counter[bytes]()
+        for stream in filter(Stream.unread, streams):
+            by_peer[stream.peer] += stream.held_bytes
+            by_voucher[stream.voucher] += stream.held_bytes
+        if by_voucher.total() > UNREAD_BYTES:
+            most = max(by_voucher, key=lambda voucher: by_voucher[voucher])
+            beyond = (stream for stream in streams if stream.voucher == most)
+        else:
+            beyond = (stream for stream in streams if by_peer[stream.peer] > PEER_UNREAD_BYTES)
+        return max(filter(Stream.unread, beyond), key=lambda stream: stream.held_bytes, default=None)
+
+
 class Link:
     """One link, from the end of the handshake until ``on_lost``; ``dialled`` if this end opened it.
 
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
     The two ``services`` are of calls and of streams; ``traffic`` counts what is sent and received. The
-    ``events`` get a `Fault` when a handler fails.
+    ``events`` get a `Fault` when a handler fails. ``unread`` is the node's.
     """
 
     def __init__(
@@ -77,6 +126,7 @@ class Link:
         traffic: tuple[Traffic, Traffic],
         settings: NodeSettings,
         events: EventLog,
+        unread: Unread,
     ) -> None:
         self.remote, self.dialled = remote, dialled
         self.peer: PeerId = remote.contact.id
@@ -85,7 +135,7 @@ class Link:
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
         self.carrier, self._keys, self._events = carrier, remote.keys, events
         self._sent, self._received = traffic
-        self._services = services
+        self._services, self._unread = services, unread
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.used_at = self._loop.time()
         self.unanswered_at = 0.0  # when a call last timed out
@@ -172,9 +222,11 @@ class Link:
         self.mux.send(id, message, payload)
         self._flush()
 
-    def consumed(self, id: int, message: memoryview, payload: memoryview) -> None:
+    def consumed(self, stream: Stream, message: memoryview, payload: memoryview) -> None:
         """Grant credit for an item that the application took."""
-        self.mux.consumed(id, item_cost(message, payload))
+        cost = item_cost(message, payload)
+        stream.held_bytes -= cost
+        self.mux.consumed(stream.id, cost)
         self.flush_soon()
 
     def end_stream(self, id: int) -> None:
@@ -213,6 +265,7 @@ class Link:
             self._answering[id] = self._start(self._answer(id, handler, message))
         else:
             stream = self._streams[id] = Stream(self, id)
+            self._unread.add(stream, len(frame.message))
             self._start(self._converse(stream, handler, message))
 
     def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
@@ -353,7 +406,9 @@ class Link:
     def _on_frame(self, frame: Frame) -> None:
         kind, id = frame.kind, frame.id
         if kind is FrameKind.ITEM:
-            self._streams[id].on_item(frame.message, frame.payload)
+            stream, cost = self._streams[id], item_cost(frame.message, frame.payload)
+            stream.on_item(frame.message, frame.payload)
+            self._unread.add(stream, cost)
         elif kind is FrameKind.CALL or kind is FrameKind.OPEN:
             self._on_opening(frame)
         elif kind is FrameKind.REPLY:

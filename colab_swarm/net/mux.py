@@ -4,6 +4,7 @@ Rules:
 - The end that dialled numbers its calls and streams 1, 3, 5 …, the other end 2, 4, 6 …; numbers only grow.
 - A stream's receiver grants credit in bytes. An item may be sent while credit is above zero and may overdraw
   it by itself, so what one stream can pile up at the receiver is `STREAM_WINDOW_BYTES` and one item.
+  `Unread` bounds the sum over streams.
 - Both ends may send on a stream until they sent END; it is over after both ENDs or one RESET.
 - A frame for a call or stream that is over is dropped; one that names a number never used breaks the protocol.
 
@@ -145,7 +146,7 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
 
 
 STREAM_WINDOW_BYTES = 1 << 21
-ITEM_OVERHEAD_BYTES = 64
+ITEM_OVERHEAD_BYTES = 768  # of an item in memory: its objects
 MAX_CREDIT_BYTES = 1 << 31
 _U32 = struct.Struct("<I")
 ENCODER = msgspec.msgpack.Encoder()

@@ -41,7 +41,7 @@ from colab_swarm.net.carrier import LinkType, Loopback, Metering, NodeSettings, 
 from colab_swarm.net.handshake import HandshakeReceiver, Introduction, Listener, describe_run, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.iroh import IrohEndpoint
-from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, fail
+from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, Unread, fail
 from colab_swarm.net.membership import Admission, OpenAdmission
 from colab_swarm.net.mux import ServiceTable
 from colab_swarm.net.peers import Contact, LeftOut, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
@@ -109,7 +109,8 @@ class Linker:
         self._session: aiohttp.ClientSession | None = None
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.services = (ServiceTable(), ServiceTable())
-        self._make_link = partial(make_link, services=self.services, settings=settings, events=events)
+        parts = {"services": self.services, "settings": settings, "events": events, "unread": Unread(events)}
+        self._make_link = partial(make_link, **parts)
         self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
         self.metering = Metering(settings, self._loop.time)
         self._unanswered = LeftOut[str](REDIAL_S, MAX_REDIAL_S)

@@ -102,6 +102,7 @@ class Stream:
     def __init__(self, link: Any, id: int) -> None:
         self._link, self.id = link, id
         self.peer: PeerId = link.peer
+        self.held_bytes = 0  # of its opening by the peer, and of items that nobody took yet
         self._inbox: deque[tuple[memoryview, memoryview]] = deque()
         self._fault: PeerError | None = None
         self._got_end = self._sent_end = self._discarding = False
@@ -156,7 +157,7 @@ class Stream:
             finally:
                 self._receiving = None
         message, payload = self._inbox.popleft()
-        self._link.consumed(self.id, message, payload)
+        self._link.consumed(self, message, payload)
         try:
             return self._link.decode(kind, message), payload
         except ProtocolError:
@@ -168,16 +169,18 @@ class Stream:
         self._sent_end = True
         self._link.end_stream(self.id)
 
-    def reset(self, reason: str = "") -> None:
-        """Drop the stream both ways; the peer's `receive` and `send` raise `PeerLost`. Idempotent."""
-        self._link.reset_stream(self.id, "reset", reason)
+    def reset(self, reason: str = "", code: str = "reset") -> None:
+        """Drop the stream both ways, and items that nobody took; `receive` and `send` raise `PeerLost`. Idempotent."""
+        self._inbox.clear()
+        self.held_bytes = 0
+        self._link.reset_stream(self.id, code, reason)
         self.on_fault(PeerLost(f"the stream with {short(self.peer)} was reset here: {reason}"))
 
     def leave(self) -> None:
         """End our side and discard further items, so that the peer does not wait for credit."""
         self._discarding = True
         while self._inbox:
-            self._link.consumed(self.id, *self._inbox.popleft())
+            self._link.consumed(self, *self._inbox.popleft())
         self._sent_end = True
         self._link.end_stream(self.id)
 
@@ -192,9 +195,13 @@ class Stream:
         else:
             self.reset(kind.__name__ if kind else "")
 
+    def unread(self) -> bool:
+        """Return True if nothing waits for its items now."""
+        return self._receiving is None
+
     def on_item(self, message: memoryview, payload: memoryview) -> None:
         if self._discarding:
-            self._link.consumed(self.id, message, payload)
+            self._link.consumed(self, message, payload)
             return
         if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
             # a slice keeps its whole packet alive, which the credit does not count

@@ -82,7 +82,8 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | a back-dated membership | an ended invitation needs a fresh signature | `attacks/test_members` |
 | strangers' connections, garbage | by address; the oldest half-open goes first | `attacks/test_strangers` |
 | victims dialled through peers | only where the caller was seen; by target | `attacks/test_strangers` |
-| calls of experts that are never sent | only received bytes count; by voucher | `moe/test_server`, `moe/test_batching` |
+| calls of experts that are never sent | only received bytes count; by voucher | `moe/test_server`, `test_batching` |
+| streams that nobody reads | 16 MiB of a peer, 256 in all; by voucher | `net/test_hostile` |
 | records without end | one for each owner and key; bytes by owner | `attacks/test_strangers` |
 | mutated messages, huge manifests | refused; nothing grows | `attacks/test_messages` |
 

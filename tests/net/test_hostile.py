@@ -1,20 +1,24 @@
 """Peers that shake hands properly and then use up memory, streams and time."""
 
 import asyncio
+import contextlib
 import logging
+import tracemalloc
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
+from colab_swarm.events import EventLog, Notice
 from colab_swarm.net import link as answers
 from colab_swarm.net.handshake import Introduction, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S
 from colab_swarm.net.mux import FrameKind, encode
-from colab_swarm.net.peers import Stream
-from tests.net.swarm import Echo, Piece, Talk, identity, peers, run, start, until
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Stream, short
+from tests.net.swarm import Echo, Piece, Talk, identity, peers, run, sink, start, until
 
 
 async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
@@ -135,3 +139,61 @@ async def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.M
         release.set()
         await until(lambda: not link.tasks)
         assert await alice.call(bob.id, Echo(b"again"), Echo, timeout_s=5) == Echo(b"again")
+
+
+async def fill(mallory: Node, victim: Node, streams: int, payload: bytes, opened: list[Stream]) -> None:
+    """Open streams that nobody reads, and send on each as long as the window lasts."""
+
+    async def send(stream: Stream) -> None:
+        with contextlib.suppress(PeerError):
+            while True:
+                await stream.send(Piece(0), payload)
+
+    opened += [await mallory.stream(victim.id, Talk(), timeout_s=5) for _ in range(streams)]
+    async with asyncio.timeout(10):
+        await asyncio.gather(*map(send, opened[-streams:]))
+
+
+@pytest.mark.parametrize("size", [100_000, 1])
+async def test_streams_that_nobody_reads_take_bounded_memory_and_honest_ones_go_on(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"PEER_UNREAD_BYTES": 4 << 20, "UNREAD_BYTES": 6 << 20}
+    for name, value in limits.items():
+        monkeypatch.setattr(answers, name, value)
+    release, events, held = asyncio.Event(), EventLog(), list[Stream]()
+
+    async def wait(opening: Talk, stream: Stream) -> None:
+        held.append(stream)
+        await release.wait()
+
+    victim = await start("victim", events=events)
+    victim.serve_stream(Talk, wait)
+    victim.serve_stream(Echo, sink)
+    async with peers("alice", "mallory", "sybil") as everyone:
+        for one in everyone:
+            one.learn(victim.contact)
+        honest, *hostile = everyone
+        opened = list[Stream]()
+        early = await honest.stream(victim.id, Talk(), timeout_s=5)
+        await early.send(Piece(0), bytes(1_000_000))
+        tracemalloc.start()
+        filling = [asyncio.create_task(fill(one, victim, 12, bytes(size), opened)) for one in hostile]
+        talk = await honest.stream(victim.id, Echo(), timeout_s=5)
+        for index in range(100):
+            await talk.send(Piece(index), bytes(100_000))
+        await talk.end()
+        assert await talk.receive(Piece) == (Piece(100), b"")
+        await until(lambda: len(events.recent(Notice)) == 2)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        texts = str(events.recent(Notice))
+        assert all(short(one.id) in texts for one in hostile) and short(honest.id) not in texts
+        assert sum(stream.held_bytes for stream in held) <= answers.UNREAD_BYTES + answers.RECOUNT_BYTES
+        assert next(one for one in held if one.peer == honest.id).held_bytes > 1_000_000
+        assert most < 32 << 20, f"{most / 2**20:.1f} MiB, of 48 sent"
+        for task in filling:
+            task.cancel()
+        await asyncio.gather(*filling, return_exceptions=True)
+        release.set()
+        await victim.close()

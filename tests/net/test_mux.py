@@ -3,10 +3,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Frame, FrameKind, Mux, encode, encode_opening
+from colab_swarm.net.mux import (
+    ITEM_OVERHEAD_BYTES,
+    STREAM_WINDOW_BYTES,
+    Frame,
+    FrameKind,
+    Mux,
+    encode,
+    encode_opening,
+)
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Message
 
-PAYLOAD = bytes((1 << 16) - 64)  # an item of it costs a 32nd of the window
+PAYLOAD = bytes((1 << 16) - ITEM_OVERHEAD_BYTES)  # an item of it costs a 32nd of the window
 
 
 class Pair:
