@@ -44,7 +44,8 @@ silence.
 
 - *A volunteer is preempted.* Its unit expires and goes to another volunteer. Reliable volunteers take such units first,
   others take them last. Restarted with the same folder, the volunteer resumes its unit.
-- *Results are not finite, of other shapes, or far off* (`max_change`). They are refused. With `replication=3` a
+- *Results are not finite, of other shapes, or far off* (`max_change`; at most 10 norms of the first parameters, or
+  twice the change by one batch for each batch). They are refused. With `replication=3` a
   majority has to agree. Three bad results in a row, or every fourth, ban the volunteer, ever longer.
 - *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.
 - *The coordinator, a server or the store is down.* Volunteers retry. SQLite and SQL databases lose nothing. In Redis

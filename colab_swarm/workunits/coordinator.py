@@ -112,7 +112,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self.url, self.stopped, self._tick_s, self._since = "", False, tick_s, time.time()
         self._token, self._access = token, access
         self.schema, plan = Schema.of(model := job.first_model()), job.plan
-        subsets = lay_out(job, folder / "data")
+        subsets, most = lay_out(job, folder / "data")
         store.begin(self.schema.flatten(model))
         measured = f"seed={plan.seed}, validation_samples={plan.validation_samples}"  # by server processes
         (folder / "job.py").write_text(f"{job.code}\njob = job.with_plan({measured})\n", encoding="utf-8")
@@ -130,7 +130,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self.dispatcher = Dispatcher(plan, [subset.sha256 for subset in subsets], random.SystemRandom())
         self._log = JobLog(self.dispatcher, store)
         self.finished, gate = self._log.finished, RequestGate(access.admission)
-        self.server = CoordinatorServer(job, self.card, self._log, folder, gate, self.status)
+        self.server = CoordinatorServer(job, self.card, most, self._log, folder, gate, self.status)
         self._pool = WorkerPool(self._start_server)
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()

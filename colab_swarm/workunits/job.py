@@ -30,12 +30,16 @@ from torch.optim import Optimizer
 from colab_swarm.errors import require
 from colab_swarm.markup import settings
 from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Subset
+from colab_swarm.workunits.weights import Schema, moved
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
 Array: TypeAlias = npt.NDArray[Any]
 Indices: TypeAlias = npt.NDArray[np.int64]
 KINDS = "biuf"  # NumPy kinds of a column: bool, int, uint, float
-MAX_DECODED_BYTES = 1 << 30
+MAX_DECODED_BYTES, SMALL_BYTES = 1 << 30, 16 << 20
+MAX_RATIO = 1000  # of a subset's size to that of its file; of data that are alike, such as padding, 100
+MOST_NORMS = 10  # a unit may move the parameters this many times as far as the first ones are from 0 ...
+MOST_BATCHES = 2  # ... or this many times as far as one batch does, for each batch
 
 
 @dataclass(frozen=True)
@@ -87,15 +91,18 @@ class Rows:
         require(self.size_bytes <= MAX_DECODED_BYTES, f"{self.size_bytes:,} bytes: raise plan.subsets")
         names = msgspec.json.encode((list(self.columns), self.named)).decode()  # one key: keys are unordered
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
-        return zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
+        data = zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
+        alike = f"{self.size_bytes:,} bytes become {len(data):,}: the samples are alike, check the data"
+        require(self.size_bytes <= most_decoded_bytes(data), alike)
+        return data
 
     @classmethod
     def decode(cls, data: bytes) -> "Rows":
         """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
-            require(0 <= size <= MAX_DECODED_BYTES, f"a subset of {size:,} bytes: too large")
-            plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_DECODED_BYTES)
+            require(0 <= size <= most_decoded_bytes(data), f"a subset of {size:,} bytes: too large")
+            plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most_decoded_bytes(data))
             head_bytes = int.from_bytes(plain[:8], "little")  # safetensors.numpy.load leaves out the metadata
             head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
             names, named = msgspec.json.decode(head["__metadata__"]["rows"], type=tuple[list[str], bool])
@@ -103,6 +110,11 @@ class Rows:
             return cls.of(((name, columns[name]) for name in names), named)
         except (zstandard.ZstdError, SafetensorError, LookupError, msgspec.MsgspecError, TypeError) as error:
             raise ValueError(f"not a subset of data: {error}") from error
+
+
+def most_decoded_bytes(data: bytes) -> int:
+    """Return how much the file of a subset may unpack to: a small one of a stranger must not fill the memory."""
+    return min(MAX_DECODED_BYTES, max(SMALL_BYTES, MAX_RATIO * len(data)))
 
 
 def rows_of(data: Any) -> Rows:
@@ -404,14 +416,16 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
     return total / len(rows)
 
 
-def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
+def lay_out(job: Job, folder: Path) -> tuple[tuple[Subset, ...], float]:
     """Cut the data into files of ``folder``, the same ones for the same data; delete all others in
-    it. Raises ValueError or TypeError if data cannot be cut, or the job cannot learn from them.
+    it. Return the files, and how far a unit may move the parameters (L2 norm). Raises ValueError or
+    TypeError if data cannot be cut, or the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()
     parts = rows.cut(job.plan.subsets_of(len(rows), rows.size_bytes), seed=job.plan.seed)
-    _try_out(job, Rows.decode(parts[0].encode()))  # as volunteers get them
+    norm, change = _try_out(job, Rows.decode(parts[0].encode()))  # as volunteers get them
+    batches = job.plan.local_epochs * math.ceil(len(parts[0]) / job.plan.batch_size)
     subsets = []
     for part in parts:
         data = part.encode()
@@ -419,12 +433,16 @@ def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
         (folder / subsets[-1].sha256).write_bytes(data)  # also over what a crash left there
     for name in {file.name for file in folder.iterdir()} - {subset.sha256 for subset in subsets}:
         (folder / name).unlink()
-    return tuple(subsets)
+    return tuple(subsets), max(MOST_NORMS * norm, MOST_BATCHES * batches * change)
 
 
-def _try_out(job: Job, rows: Rows) -> None:
-    """Train one batch and measure the accuracy, to find faults before volunteers do."""
+def _try_out(job: Job, rows: Rows) -> tuple[float, float]:
+    """Train one batch and measure the accuracy, to find faults before volunteers do.
+
+    Return the L2 norms of the first parameters and of the change by the batch.
+    """
     doing, plan, model = "one batch could not be trained", job.plan, job.first_model()
+    first = (schema := Schema.of(model)).flatten(model)
     try:
         UnitTraining(job, rows, seed=0, model=model).step()
         doing = "the accuracy could not be measured"
@@ -432,3 +450,4 @@ def _try_out(job: Job, rows: Rows) -> None:
     except Exception as error:  # whatever it is, with its traceback
         raise ValueError(f"{doing}: {traceback.format_exception_only(error)[-1].strip()}") from error
     require(0 <= accuracy <= 1, f"the accuracy is {accuracy:g}: it must be between 0 and 1")
+    return float(np.linalg.norm(first)), moved(schema.flatten(model), first)

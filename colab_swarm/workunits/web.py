@@ -107,12 +107,16 @@ class UploadBuffer:
 
 
 class CoordinatorServer:
-    """Serve the volunteers of a job, by what its ``log`` says, and pages of its ``status``."""
+    """Serve the volunteers of a job, by what its ``log`` says, and pages of its ``status``.
+
+    A result may move the parameters by ``most`` (L2 norm).
+    """
 
     def __init__(
         self,
         job: Job,
         card: JobCard,
+        most: float,
         log: JobLog,
         folder: Path,
         gate: RequestGate,
@@ -120,6 +124,7 @@ class CoordinatorServer:
     ) -> None:
         self.url, self.running = "", {"upload": 0, "download": 0}
         self._job, self._card, self._log, self._folder, self._gate = job, card, log, folder, gate
+        self._judge = partial(Schema.of(job.first_model()).judge, max_change=job.plan.max_change, most=most)
         self._dispatcher, self._schema = log.dispatcher, Schema.of(job.first_model())
         self.uploads = UploadBuffer(folder / "uploads", size_bytes=self._schema.size_bytes)
         self._newest = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
@@ -319,7 +324,7 @@ class CoordinatorServer:
         base, changes = self._schema.decode(file), tuple(core.state.changes)
         values, change, fault = base, 0.0, None
         try:
-            values, change = await asyncio.to_thread(self._schema.judge, data, base, changes, plan.max_change)
+            values, change = await asyncio.to_thread(self._judge, data, base, changes)
         except ValueError as error:
             fault = str(error)
         async with self._log.deciding() as now:

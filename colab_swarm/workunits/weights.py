@@ -92,11 +92,11 @@ class Schema:
         return reason[:300].encode("ascii", "backslashreplace")[:300].decode()  # it goes into the log
 
     def judge(
-        self, data: bytes, base: Floats, changes: Sequence[float], max_change: float
+        self, data: bytes, base: Floats, changes: Sequence[float], max_change: float, most: float
     ) -> tuple[Floats, float]:
         """Return a result's values (numel,) and the L2 norm of its change from ``base``; raise
-        ValueError if that is over ``max_change`` times the median of ``changes``, or the file is
-        unusable.
+        ValueError if that is over ``most``, or over ``max_change`` times the median of ``changes``, or the
+        file is unusable.
         """
         values = self.decode(data)
         if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
@@ -104,13 +104,10 @@ class Schema:
                 f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: a lower learning rate may help"
             )
         change = moved(values, base)
-        if len(changes) < KNOWN:
-            most = 1000 * max(float(np.linalg.norm(base)), len(base) ** 0.5)  # or the norm of ones
-            limit = f"over {most:.3g}"
-        else:
-            usual = statistics.median(changes)
-            most = max_change * usual
-            limit = f"usually it is {usual:.3g} and {max_change:g} times as much is allowed (max_change)"
+        limit = f"over {most:.3g}"
+        if len(changes) >= KNOWN and (larger := max_change * statistics.median(changes)) < most:
+            most, usual = larger, f"usually it is {statistics.median(changes):.3g}"
+            limit = f"{usual} and {max_change:g} times as much is allowed (max_change)"
         require(change <= most, f"training moved the parameters by {change:.3g}, {limit}")
         return values, change
 

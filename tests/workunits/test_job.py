@@ -2,6 +2,7 @@
 
 import textwrap
 import traceback
+import tracemalloc
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
@@ -250,6 +252,20 @@ def test_garbled_subsets_are_refused(noise: bytes, place: int) -> None:
                 Rows.decode(data)
 
 
+def test_a_small_file_that_would_fill_the_memory_is_refused_before_it_is_unpacked() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="67,108,864 bytes: too large"):
+        Rows.decode(bomb)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(bomb) < 10_000 and most < 1 << 20
+    with pytest.raises(ValueError, match="the samples are alike"):
+        rows_of((np.zeros((1000, 1 << 14), np.float32),)).encode()
+    padded = rows_of((np.arange(1 << 15).repeat(100),))  # 25 MiB
+    assert len(Rows.decode(padded.encode())) == len(padded)
+
+
 def test_columns_of_another_byte_order_become_tensors() -> None:
     rows = Rows.decode(rows_of((np.arange(6, dtype=">i4"), np.ones(6, ">f8"))).encode())
     numbers, ones = rows.batch(np.arange(6), torch.device("cpu"))
@@ -257,7 +273,7 @@ def test_columns_of_another_byte_order_become_tensors() -> None:
 
 
 def test_each_subset_lies_under_its_digest_and_a_restart_repairs_the_files(tmp_path: Path) -> None:
-    subsets = lay_out(tiny_job(), tmp_path)
+    subsets, most = lay_out(tiny_job(), tmp_path)
     assert [subset.rows for subset in subsets] == [16] * 4
     for subset in subsets:
         data = (tmp_path / subset.sha256).read_bytes()
@@ -267,10 +283,10 @@ def test_each_subset_lies_under_its_digest_and_a_restart_repairs_the_files(tmp_p
     garbled.write_bytes(bytes(subsets[0].size_bytes))
     (tmp_path / ("0" * 64)).write_bytes(b"of another job")
     (tmp_path / "1.half").write_bytes(b"of a crash")
-    assert lay_out(tiny_job(), tmp_path) == subsets
+    assert lay_out(tiny_job(), tmp_path) == (subsets, most) and most > 0
     assert {file.name for file in tmp_path.iterdir()} == {subset.sha256 for subset in subsets}
     assert sha256(garbled.read_bytes()).hexdigest() == subsets[0].sha256
-    assert lay_out(tiny_job(seed=1), tmp_path) != subsets
+    assert lay_out(tiny_job(seed=1), tmp_path)[0] != subsets
 
 
 def test_a_seed_may_be_0() -> None:

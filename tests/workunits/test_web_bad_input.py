@@ -171,12 +171,13 @@ async def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_p
         await refused(scene, ask(b""), 401, "no membership")
 
 
-@pytest.mark.parametrize("fault", ["shape", "nan", "far"])
+@pytest.mark.parametrize("fault", ["shape", "nan", "far", "first"])
 async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another(tmp_path: Path, fault: str) -> None:
-    async with coordinating(tiny_job(subsets=8), tmp_path, servers=1) as scene:
-        for _ in range(6):  # of which it learns how far training goes
+    trained = 0 if fault == "first" else 6
+    async with coordinating(tiny_job(subsets=trained + 2), tmp_path, servers=1) as scene:
+        for _ in range(trained):  # of which it learns how far training goes
             assert [one.status for one in await scene.bob.train()] == [200]
-        await until(lambda: scene.kinds().count("Measured") == 6)
+        await until(lambda: scene.kinds().count("Measured") == trained)
         one = (await scene.alice.ask())[0]
         values, schema = scene.values(), scene.coordinator.schema
         if fault == "shape":  # as many bytes, another model
