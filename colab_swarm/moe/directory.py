@@ -1,25 +1,28 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
-Look-ups are cached until a record expires, on this peer's monotonic clock; the order of two claims
-follows their hosts' clocks. See `colab_swarm.moe.grid` for the records and the beam search.
+Look-ups are cached until a record expires, on this peer's monotonic clock. `Directory.rivals` has the
+rule for two hosts of one expert. See `colab_swarm.moe.grid` for the records and the beam search.
 """
 
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError, require
-from colab_swarm.events import ExpertBanned
+from colab_swarm.events import ExpertBanned, Notice
 from colab_swarm.moe.grid import (
     CLAIMED,
+    CUT_OFF,
     PAGE,
+    Announced,
     Bans,
     ExpertInfo,
     ExpertPlace,
@@ -33,11 +36,15 @@ from colab_swarm.moe.grid import (
     beam_search,
     short_addresses,
 )
-from colab_swarm.net.peers import end_tasks, remember
+from colab_swarm.net.peers import LeftOut, PeerId, end_tasks, remember, short
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
 MAX_ENTRIES = 10_000
+MAX_SEEN = 100_000  # claims whose first sight is remembered
+LOSS_S = 60.0  # links lost within this time were lost at once
+NAMED_S = 3600.0  # between two events that name a peer
+CUT_OFF_S = 3600.0  # for which a host yields that lost most links, unless they come back
 FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
 WITNESSES = 2  # hosts that announce a prefix; the others stay silent
 EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then what is unknown counts as dead
@@ -125,8 +132,15 @@ class Directory:
         self._cache = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[GridPage] = set()  # with a record of ours
+        # by host and expert: swarm time of the claim's first sight, ms; until when it is live
+        self._seen: dict[tuple[PeerId, str], tuple[int, float]] = {}
+        self._named = LeftOut[PeerId](NAMED_S, NAMED_S)
+        self._lost: dict[PeerId, float] = {}  # when the link to a peer was lost
+        self._unwatch = self._peers.on_lost(self._on_lost)
+        self._full, self._cut_off_until = 0, -math.inf  # links before the loss
 
     async def close(self) -> None:
+        self._unwatch()
         await self._cache.close()
 
     async def announce(self, grid: Grid, experts: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
@@ -162,7 +176,16 @@ class Directory:
         return held
 
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
-        """Return this peer's places that another claimed earlier, after a partition or a race: give them up."""
+        """Return this peer's places that belong to another, after a partition or a race: give them up.
+
+        The earliest claim wins, then the smaller id's. But no claim is older than ``ttl_s`` before this
+        peer first saw it, so a record that turns up later takes nothing from a host. A host that lost the
+        links to more than half of its peers, each voucher counting once, was cut off: it claims its places
+        as `CUT_OFF`, after all others, until the links are back for a few lives of a record. So after a
+        partition the host on the larger side keeps a place, and of two that were cut off the smaller id's.
+        """
+        if len(self._peers.linked()) >= self._full:
+            self._cut_off_until = min(self._cut_off_until, self._now() + 3 * self.settings.ttl_s)
         mine = self._mine.get(grid, {})
         pages = {uid: GridPage.of(grid, grid.index(uid)) for uid in uids if grid.index(uid) in mine}
         listings = await self._cache.get(dict.fromkeys(pages.values()), fresh=True)
@@ -170,13 +193,35 @@ class Directory:
         for uid, page in pages.items():
             place = mine[grid.index(uid)]
             me, live = self._peers.id, listings[page].live(place.index, self._now())
-            if any(one.host.id != me and one.claim < (place.claimed_ms, me) for one in live):
+            own = CUT_OFF if self._cut_off else place.claimed_ms
+            others = [one for one in live if one.host.id != me]
+            if any(one.claim < (own, me) for one in others):
                 lost.append(uid)
+                continue
+            for one in others:
+                if one.claimed_ms < own and self._named.fail(one.host.id, self._now()) is not None:
+                    text = f"{short(one.host.id)} claims {uid} and others, late: this peer keeps its experts"
+                    self._events.emit(Notice(self._now(), text))
         return lost
+
+    @property
+    def _cut_off(self) -> bool:
+        return self._now() < self._cut_off_until
+
+    def _on_lost(self, peer: PeerId) -> None:
+        now, linked = self._now(), self._peers.linked()
+        remember(self._lost, peer, now, MAX_ENTRIES)
+        gone = {one for one, at in self._lost.items() if now - at < LOSS_S} - linked
+        vouchers = {one: self._peers.voucher_of(one) for one in linked | gone}
+        sizes = Counter(vouchers.values())
+        if 2 * sum(1 / sizes[vouchers[one]] for one in gone) > len(sizes):
+            self._full, self._cut_off_until = len(vouchers), now + CUT_OFF_S
 
     def _hold(self, grid: Grid, index: Index, shape: tuple[int, ...], step: int) -> None:
         mine = self._mine.setdefault(grid, {})
-        claimed_ms = mine[index].claimed_ms if index in mine else int(self._peers.time() * 1000)
+        claimed_ms = mine[index].claimed_ms if index in mine else CUT_OFF
+        if self._cut_off or claimed_ms == CUT_OFF:
+            claimed_ms = CUT_OFF if self._cut_off else int(self._peers.time() * 1000)
         mine[index] = ExpertPlace(grid.number(index) % PAGE, claimed_ms, step, shape)
 
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
@@ -323,9 +368,20 @@ class Directory:
         found, now = (await read(page.key(self._run_id))).found.items(), self._now()
         kept = {} if old is None else old.by_host
         by_host = {h: held for h, held in kept.items() if any(one.until > now for one in held.values())}
-        by_host |= announced(page, found, now=now, swarm_time=self._peers.time())
+        by_host |= self._dated(announced(page, found, now=now, swarm_time=self._peers.time()))
         served = any(one.step != CLAIMED for held in by_host.values() for one in held.values())
         return Listing(by_host), self.settings.cache_s if served else self.settings.absent_s
+
+    def _dated(self, by_host: Announced) -> Announced:
+        """Note when each claim was first seen."""
+        seen_ms, now = int((self._peers.time() - self.settings.ttl_s) * 1000), self._now()
+        for host, held in by_host.items():
+            for position, info in held.items():
+                first_ms, until = self._seen.get((host, info.uid), (seen_ms, math.inf))
+                first_ms = first_ms if now < until else seen_ms
+                remember(self._seen, (host, info.uid), (first_ms, info.until), MAX_SEEN)
+                held[position] = replace(info, seen_ms=first_ms)
+        return by_host
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""

@@ -41,6 +41,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 PAGE = 256  # places, or prefixes, that share a key
 MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit under one key
 Bans: TypeAlias = LeftOut[tuple[str, bytes]]  # experts that failed this peer, by name and host
+CUT_OFF = 1 << 62  # the claim of a host that was cut off from most peers: later than any other
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
@@ -144,19 +145,20 @@ class ExpertInfo:
     shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
     step: int  # optimizer steps in its weights at the announcement; `CLAIMED`: it cannot be called yet
     until: float  # when the announcement expires, on the reader's monotonic clock, seconds
-    claimed_ms: int = 0  # the host's swarm time when it claimed the place, milliseconds
+    claimed_ms: int = 0  # the host's swarm time when it claimed the place, milliseconds, or `CUT_OFF`
+    seen_ms: int = 0  # the reader's swarm time when it first saw the claim, less what may have passed
 
     @property
     def claim(self) -> tuple[int, PeerId]:
-        """Sort key of claims to one place. The smallest wins: the earliest, then the smaller id's."""
-        return self.claimed_ms, self.host.id
+        """Sort key of claims to one place, see `Directory.rivals`. The smallest wins."""
+        return max(self.claimed_ms, self.seen_ms), self.host.id
 
 
 class ExpertPlace(Message, frozen=True):
     """One expert of a page; in a page of prefixes, one that leads to experts."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]  # in its page
-    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = (
+    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=CUT_OFF)] = (
         0  # the host's swarm time when it claimed the place, milliseconds
     )
     # optimizer steps in its weights; `CLAIMED`: not served yet

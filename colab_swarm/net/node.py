@@ -30,6 +30,7 @@ from colab_swarm.errors import (
 )
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import (
+    MAX_BOOK_ENTRIES,
     AddressBook,
     is_iroh,
     is_local,
@@ -44,7 +45,19 @@ from colab_swarm.net.iroh import IrohEndpoint
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, Unread, fail
 from colab_swarm.net.membership import Admission, OpenAdmission
 from colab_swarm.net.mux import ServiceTable
-from colab_swarm.net.peers import Contact, LeftOut, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
+from colab_swarm.net.peers import (
+    Contact,
+    LeftOut,
+    LinkStatistics,
+    M,
+    Message,
+    PeerId,
+    R,
+    Role,
+    Stream,
+    remember,
+    short,
+)
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, dial
 
 __all__ = ["Linker", "Node", "NodeSettings", "SwarmClock"]
@@ -116,6 +129,7 @@ class Linker:
         self._unanswered = LeftOut[str](REDIAL_S, MAX_REDIAL_S)
         self.addresses: tuple[str, ...] = ()
         self.pinned: set[PeerId] = set()
+        self.vouchers: dict[PeerId, bytes] = {}  # of linked peers, also those that left
         self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
         self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
         self.on_relayed: Callable[[Link], None] = lambda link: None
@@ -303,6 +317,7 @@ class Linker:
     def _add_link(self, link: Link) -> None:
         link.on_closed = self._on_link_closed
         first = self.table.add(link)
+        remember(self.vouchers, link.peer, link.voucher, MAX_BOOK_ENTRIES)
         best = self.table.best(link.peer)
         for other in self.table.of(link.peer):
             if other is not best:
@@ -515,6 +530,9 @@ class Node:
     def role_of(self, peer: PeerId) -> Role:
         known = max((link.remote.role for link in self.linker.table.of(peer)), default=Role.GUEST)
         return Role.AUTHORITY if peer == self.id else known
+
+    def voucher_of(self, peer: PeerId) -> bytes:
+        return self.linker.vouchers.get(peer, peer)
 
     @property
     def membership(self) -> bytes:

@@ -283,6 +283,9 @@ class Peers(Protocol):
     def role_of(self, peer: PeerId) -> Role:
         """Return the role that the peer's membership gives; ``GUEST`` without a link."""
 
+    def voucher_of(self, peer: PeerId) -> bytes:
+        """Return who vouches for a peer that is or was linked, as `Stream.voucher`; else the peer itself."""
+
     def unserve(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""
 

@@ -83,6 +83,7 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | strangers' connections, garbage | by address; the oldest half-open goes first | `attacks/test_strangers` |
 | victims dialled through peers | only where the caller was seen; by target | `attacks/test_strangers` |
 | calls of experts that are never sent | only received bytes count; by voucher | `moe/test_server`, `test_batching` |
+| false claims of experts | no claim is older than its first sight | `moe/test_host` |
 | streams that nobody reads | 16 MiB of a peer, 256 in all; by voucher | `net/test_hostile` |
 | records without end | one for each owner and key; bytes by owner | `attacks/test_strangers` |
 | mutated messages, huge manifests | refused; nothing grows | `attacks/test_messages` |

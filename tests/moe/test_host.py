@@ -16,12 +16,14 @@ from colab_swarm.errors import ExpertError
 from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.directory import DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock, plan_host
-from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.grid import ExpertPlace, Grid, GridPage, GridRecord
 from colab_swarm.moe.host import ExpertHost, SwarmExperts
 from colab_swarm.moe.saves import SavePlace, SaveRecord
+from colab_swarm.net.peers import short
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, saved, train
 from tests.moe.local import calls_of
+from tests.net.swarm import Echo, introduce
 
 EXPIRED_S = 120.0  # twice the life of an announcement, with checks for dead hosts in between
 
@@ -130,22 +132,63 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     assert [place.step for _, place in await hosting._saves.claims(uid)] == [10**9, 3]
 
 
-async def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(run: Run) -> None:
+@pytest.mark.parametrize("sides", ["alice,dave|bob", "alice|bob,dave", "alice,dave|bob,erin"])
+async def test_a_name_that_two_sides_of_a_partition_took_is_kept_by_the_larger_side(
+    run: Run, sides: str
+) -> None:
     alice, hers = await run.host("alice", uids=("ffn.0.1",))
     await saved_by(hers, 2)
-    await run.join("dave")
+    members = [await run.join(name) for name in ("dave", "erin")[: sides.count(",")]]
     bob = await run.join("bob")
-    run.network.now().partition({"alice"}, {"bob", "dave"})
+    groups = [set(side.split(",")) for side in sides.split("|")]
+    introduce(everyone := [one.peers for one in (alice, bob, *members)])
+    for one in everyone:
+        for other in everyone:
+            await one.call(other.id, Echo(), Echo, timeout_s=5)
+    run.network.now().partition(*groups)
     await asyncio.sleep(100)
     his = host_of(bob.resources, replace(PLAN, uids=("ffn.0.1",)))
     await his.start()
+    bob.peers.when_down(his.kill)
     assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
     run.network.now().heal()
     await asyncio.sleep(300)
     assert [fault.name for fault in run.network.fired] == ["partition", "heal"]
-    assert hers.experts.keys() == {"ffn.0.1"} and not his.experts
+    kept = [name for name, hosting in (("alice", hers), ("bob", his)) if hosting.experts]
+    if len(groups[0]) == len(groups[1]):
+        assert kept == [min((alice, bob), key=lambda one: one.peers.id).peers.name]
+    else:
+        assert len(kept) == 1 and kept[0] in max(groups, key=len)
     lost = [*alice.events(Notice), *bob.events(Notice)]
     assert [event.text for event in lost] == ["no longer hosting ffn.0.1: another peer claimed it earlier"]  # type: ignore[attr-defined]
+
+
+async def test_a_record_of_false_claims_takes_no_expert_and_names_its_writer(run: Run) -> None:
+    alice, hers = await run.host("alice", 4)
+    trainer, mallory = await run.join("bob"), await run.join("mallory")
+    await asyncio.sleep(100)
+    before = {info.uid: info.host.id for info in await trainer.resources.directory.live(GRID)}
+    lies = GridRecord((), tuple(ExpertPlace(place, claimed_ms=0, step=9, shape=(4,)) for place in range(6)))
+    for _ in range(20):
+        assert await mallory.services.dht.publish(GridPage(GRID, 2, 0).key("run"), lies, ttl_s=60)
+        await asyncio.sleep(20)
+    assert len(hers.experts) == 4
+    found = {uid: await trainer.resources.directory.find(GRID, uid) for uid in before}
+    assert {uid: info and info.host.id for uid, info in found.items()} == before
+    named = [event.text for event in alice.events(Notice)]  # type: ignore[attr-defined]
+    assert len(named) == 1 and named[0].startswith(f"{short(mallory.peers.id)} claims ffn.")
+
+
+@pytest.mark.parametrize("away_s", [10, 200])
+async def test_a_host_that_restarts_gets_its_expert_back_or_yields(run: Run, away_s: int) -> None:
+    await run.join("dave")
+    await run.host("alice", uids=("ffn.0.1",))
+    run.network.now().crash("alice")
+    await asyncio.sleep(away_s)
+    _, his = await run.host("bob", uids=("ffn.0.1",))
+    _, hers = await run.host("alice", uids=("ffn.0.1",))
+    await asyncio.sleep(300)
+    assert [bool(hers.experts), bool(his.experts)] == [away_s == 10, away_s == 200] and run.network.fired
 
 
 async def test_a_full_disk_is_reported_once_and_the_host_continues(run: Run, tmp_path: Path) -> None:
