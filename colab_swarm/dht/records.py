@@ -6,14 +6,14 @@ are wrong do no harm.
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, voucher_of
 from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role, remember
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
@@ -50,6 +50,10 @@ class Record(Message, frozen=True):
     def written_at(self) -> float:
         """The writer's swarm time, seconds."""
         return self.version / 1e6
+
+    @property
+    def voucher(self) -> bytes:
+        return voucher_of(self.owner, self.membership)
 
     @property
     def writer(self) -> PeerId:
@@ -120,15 +124,17 @@ class DHTSettings:
 class Storage:
     """Keys to owners to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
 
-    Where a limit is reached, a new record takes the place of others: under its key that of the longest,
-    at a full peer those of the owner with the most bytes, the oldest first. So an owner that fills a key or a
-    peer loses its own records first, and peers that renew theirs keep them. ``role_by`` is `Peers.role_by`.
+    Where a limit is reached, a new record takes the place of others, of the voucher with the most bytes: under
+    its key that of the longest, at a full peer the oldest. So identities of one invitation that fill a key or
+    a peer lose their own records first, and peers that renew theirs keep them. ``role_by`` is `Peers.role_by`.
     """
 
     def __init__(self, settings: DHTSettings, role_by: Callable[[bytes, bytes, float], Role]) -> None:
         self._settings, self._role_by = settings, role_by
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
-        self._owned: dict[bytes, dict[bytes, int]] = {}  # by owner: keys, the oldest first, and bytes there
+        self._owned = Counter[bytes]()  # bytes by owner
+        # by voucher: keys and owners, the oldest first, and bytes there
+        self._vouched: dict[bytes, dict[tuple[bytes, bytes], int]] = {}
         self.total_bytes = 0
         self._sweep_at = 0.0
 
@@ -151,37 +157,47 @@ class Storage:
         if held is not None:
             self._drop(key, record.owner)
         self._keys.setdefault(key, {})[record.owner] = record, now + record.ttl_s
-        self._owned.setdefault(record.owner, {})[key] = record.size_bytes
+        self._owned[record.owner] += record.size_bytes
+        self._vouched.setdefault(record.voucher, {})[key, record.owner] = record.size_bytes
         self.total_bytes += record.size_bytes
         return None
 
     def _crowded(self, key: bytes, record: Record, held: Record | None) -> str | None:
         """Make room for a record in place of ``held``; return why there is none, or None."""
         settings, more_bytes = self._settings, record.size_bytes - (held.size_bytes if held else 0)
-        own_bytes = sum(self._owned.get(record.owner, {}).values()) + more_bytes
-        if own_bytes > settings.owner_bytes:
+        if self._owned[record.owner] + more_bytes > settings.owner_bytes:
             return f"its owner has {settings.owner_bytes} bytes here"
         others = {owner: one for owner, (one, _) in self._keys.get(key, {}).items() if owner != record.owner}
         while sum(one.size_bytes for one in others.values()) + record.size_bytes > settings.key_bytes:
-            longest = max(others, key=lambda owner: max(others[owner].size_bytes, SHORT_BYTES))
-            if record.size_bytes > max(others[longest].size_bytes, SHORT_BYTES):
+            sizes = {owner: max(one.size_bytes, SHORT_BYTES) for owner, one in others.items()}
+            vouched = Counter[bytes]()
+            for one in (*others.values(), record):
+                vouched[one.voucher] += max(one.size_bytes, SHORT_BYTES)
+            greedy = max(vouched, key=lambda voucher: vouched[voucher])
+            kin = [owner for owner, one in others.items() if one.voucher == greedy]
+            longest = max(kin, key=lambda owner: sizes[owner], default=None)
+            if longest is None or (greedy == record.voucher and record.size_bytes > sizes[longest]):
                 return f"the key is full: {settings.key_bytes} bytes"
             self._drop(key, longest)
             del others[longest]
         while self.total_bytes + more_bytes > settings.total_bytes:
-            greedy = max(self._owned, key=lambda one: sum(self._owned[one].values()), default=record.owner)
-            if greedy == record.owner or sum(self._owned[greedy].values()) < own_bytes:
+            vouched = Counter({one: sum(held.values()) for one, held in self._vouched.items()})
+            vouched[record.voucher] += more_bytes
+            greedy = max(vouched, key=lambda voucher: vouched[voucher])
+            held_by = (one for one in self._vouched.get(greedy, ()) if one != (key, record.owner))
+            if (oldest := next(held_by, None)) is None:
                 return f"this peer is full: {settings.total_bytes} bytes"
-            self._drop(next(iter(self._owned[greedy])), greedy)
+            self._drop(*oldest)
         return None
 
     def _drop(self, key: bytes, owner: bytes) -> None:
-        self.total_bytes -= self._keys[key].pop(owner)[0].size_bytes
-        del self._owned[owner][key]
-        if not self._keys[key]:
-            del self._keys[key]
-        if not self._owned[owner]:
-            del self._owned[owner]
+        record = self._keys[key].pop(owner)[0]
+        self.total_bytes -= record.size_bytes
+        self._owned[owner] -= record.size_bytes
+        del self._vouched[record.voucher][key, owner]
+        for counts, one in ((self._keys, key), (self._owned, owner), (self._vouched, record.voucher)):
+            if not counts[one]:
+                del counts[one]
 
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
         if len(record.value) > self._settings.value_bytes or len(record.membership) > MAX_MEMBERSHIP_BYTES:

@@ -223,6 +223,7 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
+@lru_cache(4096)
 def voucher_of(public_key: bytes, membership: bytes) -> bytes:
     """Return who vouches for a peer: an invitation's key, its account, or its own key. Peers of one may be one."""
     with suppress(NotAdmitted):
