@@ -80,6 +80,8 @@ FAULTY: dict[str, tuple[Answering, str]] = {
     "long": (partial(gives, bytes(1 << 20)), "48 expected"),
     "not a number": (partial(gives, np.full(12, np.nan, np.float32).tobytes()), "not finite"),
     "infinite": (partial(gives, np.full(12, -np.inf, np.float32).tobytes()), "not finite"),
+    "huge": (partial(gives, np.full(12, 1e30, np.float32).tobytes()), "norm inf, the limit is 2.6e"),
+    "large": (partial(gives, np.full(12, 1e5, np.float32).tobytes()), "norm 3.46e.05, the limit is 2.6e"),
     "garbled": (partial(says, Other("not a part")), "not a valid Part"),
     "crashed": (crashes, "ZeroDivisionError: a bug"),
 }
