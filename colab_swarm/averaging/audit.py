@@ -34,7 +34,8 @@ class Accusation(Message, frozen=True):
 async def lies(round_: AllReduce, reducer: int, index: int) -> bool:
     """Return True if this mean does not follow from the contributions that its reducer told of.
 
-    Undisclosed contributions widen the tolerance by their weight.
+    Contributions that are in it and not shown widen the tolerance by their weight. Those that are missing in it are
+    as unseen, and a mean that is mostly unseen proves nothing: members do not take it (`AllReduce.doubts`).
     """
     digests = round_.told.get((reducer, index), b"")
     chunk, members = round_.ledger.chunk(reducer, index), round_.group.members
@@ -51,10 +52,10 @@ async def lies(round_: AllReduce, reducer: int, index: int) -> bool:
             lengths.append(float(np.linalg.norm(values)))
     for member in range(len(members)):
         again.drop(member)
-    if (expected := again.mean(0)) is None:
+    expected, seen = again.mean(0), sum(weights) - sum(weights[member] for member in again.missing(0))
+    if expected is None or 2 * seen <= sum(weights):
         return False
-    unseen = sum(weights[member] for member in again.missing(0) if member in used)
-    share = unseen / sum(weights[member] for member in used)
+    share = 1 - seen / sum(weights[member] for member in used)
     told, precision = round_.ledger.values[chunk.start : chunk.stop], round_.mean_precision.at(chunk.start)
     expected = precision.decode(precision.encode(expected), chunk.numel)  # as members get it
     most = TOLERANCE * float(np.linalg.norm(expected)) + 2 * share * statistics.median(lengths)

@@ -208,6 +208,10 @@ class AllReduce:
         self.late_s: dict[int, float] = {}  # beyond the usual, by member
         self._since, self._own_at = now, math.inf  # the begin, and when the own span was averaged
         self.told: dict[tuple[int, int], bytes] = {}  # by reducer and chunk: digests of all contributions
+        # likewise: means that this peer `doubts`, and the members that are missing in them
+        self.doubted: dict[tuple[int, int], tuple[Floats | None, frozenset[int]]] = {}
+        self._sent: set[tuple[int, int]] = set()  # likewise: chunks of the own contribution
+        self._contributors = frozenset(i for i, one in enumerate(group.members) if one.weight > 0)
         self._first_checked = secrets.randbelow(CHECKED)
         self.accusers: set[PeerId] = set()  # of reducers; each is heard once
         self._digests: dict[int, dict[int, bytes]] = {}  # by chunk of the own span and member
@@ -318,6 +322,7 @@ class AllReduce:
                     await stream.send(message, payload)
                     self.trace.on_traffic("sent", reducer, clock())
                     self.sent_bytes += len(payload)
+                    self._sent.add((reducer, index))
                 if self._pace.on_chunk(reducer, index, now=clock()):
                     wake(self._paced)
         except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
@@ -351,27 +356,54 @@ class AllReduce:
             self._heard_at[reducer] = now = clock()
             self.trace.on_traffic("means", reducer, now)
             self.received_bytes += len(payload)
-            mean = None
+            missing, mean = self.missing_in(message, payload), None
+            numel = self.ledger.chunk(reducer, message.index).numel
             if len(payload):
-                numel = self.ledger.chunk(reducer, message.index).numel
                 codec = codec_of(message.codec or self.group.terms.mean_codec)
                 mean = codec.decode(payload, numel, scratch=self._scratch)
                 if not (rms := root_mean_square(mean)) < LARGEST_MEAN * self.usual.most_rms:  # NaN, too
                     text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
                     raise ValueError(text)  # the others recover the span
-                if self.group.terms.clip:
-                    self._check_digest(reducer, message)
+            if self.doubts(reducer, message.index, missing):
+                self.doubted[reducer, message.index] = None if mean is None else mean.copy(), missing
+                self.trace.on_dropped(reducer, "its mean lacks contributions of members that are there")
+                continue
+            if self.group.terms.clip and mean is not None:
+                self._check_digest(reducer, message)
             self.ledger.place(reducer, message.index, mean, message.missing)
 
+    def missing_in(self, mean: Chunk, payload: Buffer) -> frozenset[int]:
+        """Return the members that a mean lacks: without values, all. Raises ValueError if they do not exist."""
+        missing = frozenset(mean.missing)
+        require(missing <= self._contributors, "its mean lacks members that contribute nothing")
+        return missing if len(payload) else self._contributors
+
+    def doubts(self, reducer: int, index: int, missing: frozenset[int]) -> bool:
+        """Return True if a clipped mean lacks the chunk that this peer sent, or most of the linked contributors.
+
+        A reducer does not speak for those that it left out: the span is recovered, as that of a lost one.
+        """
+        if not missing or not self.group.terms.clip:
+            return False
+        present = {*self.peers.linked(), self.peers.id}
+        there = {i for i in self._contributors if self.member(i).id in present}
+        sent = self.me in missing and (reducer, index) in self._sent
+        return sent or 2 * len(missing & there) > len(there)
+
     def _check_digest(self, reducer: int, mean: Chunk) -> None:
-        at, count = DIGEST_BYTES * self.me, len(self.ledger.chunks[reducer])
+        count = len(self.ledger.chunks[reducer])
+        told = [mean.digests[at : at + DIGEST_BYTES] for at in range(0, len(mean.digests), DIGEST_BYTES)]
         require(len(mean.digests) == DIGEST_BYTES * len(self.group.members), "its mean lacks digests")
+        require(
+            all(any(told[i]) for i in self._contributors.difference(mean.missing)),
+            "its mean lacks the digest of a contribution",
+        )
         self.told[reducer, mean.index] = mean.digests
         if self.me in mean.missing or not len(self._contribution):
             return
         # Hashing costs: of long spans a part is checked, and the reducer does not know which.
         checked = count < CHECKED or (mean.index + self._first_checked) % CHECKED == 0
-        if checked and mean.digests[at : at + DIGEST_BYTES] != digest_of(self.sent(reducer, mean.index)[1]):
+        if checked and told[self.me] != digest_of(self.sent(reducer, mean.index)[1]):
             self.liars.add(reducer)
             raise ValueError("its mean does not contain this peer's contribution")
 
@@ -435,6 +467,11 @@ class AllReduce:
                 if len(payload) and (mean.codec or self.group.terms.mean_codec) == "float32":
                     self._means[at] = mean, codec_of("float32").encode(self.reducer.sums[mean.index])
             self._contribution, self._released = np.empty(0, np.float32), True
+
+    def overruled(self) -> set[int]:
+        """Return the reducers of doubted means that were recovered with more members."""
+        doubted = ((key, missing) for key, (_, missing) in self.doubted.items())
+        return {key[0] for key, missing in doubted if len(self.ledger.result(*key)[1]) < len(missing)}
 
     def _take(self, member: int, index: int, values: Floats) -> None:
         try:

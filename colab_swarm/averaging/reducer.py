@@ -6,7 +6,8 @@
 - A chunk without contributions has no mean: members keep their local values.
 - A contribution whose root mean square in a chunk is over ``most_rms``, and `OUTLIER` times that of this
   peer's ``own``, is scaled down; one of few values must be larger still.
-- With ``clip``, a chunk's mean is `clipped_mean`: outliers and a minority of liars move it little.
+- With ``clip``, a chunk's mean is `clipped_mean`: outliers and a minority of liars move it little. ``most_rms`` does
+  not count then, as auditors recompute the mean.
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
 
@@ -108,7 +109,7 @@ class SpanReducer:
         own: Sequence[Floats] = (),
         clip: bool = False,
     ) -> None:
-        self._clip, self._own, self._most_rms = clip, own, min(most_rms, MOST_RMS) if clip else most_rms
+        self._clip, self._own, self._most_rms = clip, own, MOST_RMS if clip else most_rms
         self._rows: list[dict[int, tuple[Floats, float]]] = [{} for _ in chunks]  # to clip, and their parts
         self._rms: list[list[float]] = [[] for _ in chunks]
         origin = chunks[0].start if chunks else 0

@@ -5,6 +5,12 @@ reducer after it, in member order, is the *coordinator*. It takes a chunk's mean
 it, or recomputes it from their contributions, in member order, as float32: all members end with
 equal bits. They fetch the result from it, or from the next one if it is lost too.
 
+A clipped mean that a member doubts (`AllReduce.doubts`) is such a lost span, once: the coordinator takes it after all
+if half of the survivors hold it, and a member keeps it if nobody answers. So bits stay equal. A mean that at most half
+of the members miss is held by the other half, whom the coordinator follows; one that more miss is taken by nobody.
+Where members see each other differently, or a reducer tells each another mean, bits differ, and so do lineages: the
+fewer load the state of the others.
+
 Why it does not deadlock: a coordinator's request waits until the answering member is done with the
 *lost reducer*, a fetch until the *coordinator* is done with its own recovery, which only fetches
 from coordinators before it. An assistant collects no means and recovers a span on request.
@@ -132,10 +138,14 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
             stream.reset(str(error))
 
     await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
-    for _, (message, values) in sorted(received.items()):
-        if message.averaged:
+    means = [(message, values) for _, (message, values) in sorted(received.items()) if message.averaged]
+    for message, values in means:
+        missing = frozenset(message.missing)
+        if 2 * len(means) >= len(received) or not round_.doubts(reducer, index, missing):
             round_.ledger.place(reducer, index, values, message.missing)
             return
+    if not received and (reducer, index) in round_.doubted:
+        return
     chunk = round_.ledger.chunk(reducer, index)
     weights, sums = [member.weight for member in round_.group.members], np.empty(chunk.numel, np.float32)
     own = round_.ledger.values[chunk.start : chunk.stop]
@@ -173,6 +183,7 @@ async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> 
         raise
     round_.received_bytes += len(payload)
     require(message.index == index, f"received chunk {message.index}, expected {index}")
+    round_.missing_in(message, payload)
     if not len(payload):
         return message, None
     values = codec_of("float32").decode(payload, round_.ledger.chunk(reducer, index).numel)
@@ -267,6 +278,9 @@ class Averager:
     ) -> None:
         self._peers = peers
         self._dishonest = dishonest or LeftOut[PeerId](SKIPPED_S, SKIPPED_S)
+        self._overruled = LeftOut[PeerId](
+            SKIPPED_S, SKIPPED_S
+        )  # reducers, told of once: their line may be bad
         self._events = events or EventLog()
         self._settings = settings or AveragingSettings()
         self._rounds: dict[bytes, AllReduce] = {}
@@ -370,7 +384,6 @@ class Averager:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         prefix = group.terms.prefix
-        bounded = bounded and not group.terms.clip
         exchange = self._rounds[group.round_id] = AllReduce(
             self._peers,
             group,
@@ -390,6 +403,10 @@ class Averager:
         exchange.release()
         for liar in exchange.liars:
             self._leave_out(group.members[liar].id)
+        for reducer in exchange.overruled():
+            if self._overruled.fail(peer := group.members[reducer].id, loop_now()):
+                text = "it left out members whose contributions the others averaged"
+                self._events.emit(Fault(loop_now(), f"reducer {short(peer)}", text))
         seconds, incomplete = loop_now() - exchange.began_at, exchange.ledger.incomplete()
         members, spans = enumerate(group.members), group.spans()
         result = RoundResult(
@@ -508,5 +525,8 @@ async def _obtain(exchange: AllReduce, reducer: int) -> None:
         exchange.exchange_s = loop_now() - exchange.began_at
         if reducer in exchange.lost:
             await recover(exchange, reducer)
+        for index in exchange.ledger.lacking(reducer):
+            if doubted := exchange.doubted.get((reducer, index)):  # nobody answers
+                exchange.ledger.place(reducer, index, doubted[0], tuple(sorted(doubted[1])))
     exchange.settled[reducer].set()
     exchange.final[reducer].set()

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from colab_swarm.averaging import audit as module
-from colab_swarm.averaging.exchange import NO_DIGEST, AllReduce
+from colab_swarm.averaging.exchange import NO_DIGEST, AllReduce, Chunk
+from colab_swarm.averaging.group import plan_spans
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import PeerId, Stream
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.tensors.codecs import Floats
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
 
 NUMEL = 200_000
@@ -53,35 +55,69 @@ def hide(round_: AllReduce) -> None:
     round_.sent = lambda *_: ("", b"")  # type: ignore[method-assign]
 
 
+def dictate(round_: AllReduce, spared: tuple[int, ...] = ()) -> None:
+    """It sends ones at once, as the mean of itself and the ``spared``, and says that nobody else sent anything."""
+    kept = {round_.me, *spared}
+
+    async def send_ones(stream: Stream) -> None:
+        missing = tuple(i for i in range(len(round_.group.members)) if i not in kept)
+        digests = b"".join(b"d" * 16 if i in kept else NO_DIGEST for i in range(len(round_.group.members)))
+        for index, chunk in enumerate(round_.ledger.chunks[round_.me]):
+            mean = Chunk(index, True, missing, digests=digests)
+            await stream.send(mean, np.ones(chunk.numel, np.float32).tobytes())
+        await stream.end()
+
+    round_._return_means = send_ones  # type: ignore[method-assign]
+
+
+def leave_alice_out(round_: AllReduce) -> None:
+    """As a reducer does to which alice has a slow line: her values come too late."""
+    take, alice = round_._take, 0
+
+    def take_others(member: int, index: int, values: Any) -> None:
+        if member == alice:
+            round_.drop(alice, "too slow")
+        else:
+            take(member, index, values)
+
+    round_._take = take_others  # type: ignore[method-assign]
+
+
 def play(
-    hands: dict[str, Hands], monkeypatch: pytest.MonkeyPatch, *, auditor: str = "bob", codec: str = "float32"
-) -> tuple[dict[str, list[str]], dict[str, PeerId]]:
-    """Play a clipped round of five peers, then one audit of the span of the liar; return the faults by peer."""
+    hands: dict[str, Hands],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    auditor: str = "bob",
+    codec: str = "float32",
+    count: int = 5,
+) -> tuple[dict[str, list[str]], dict[str, PeerId], dict[str, Floats]]:
+    """Play a clipped round of five peers, then one audit of the span of the liar; return faults and means by peer."""
 
     def begin(round_: AllReduce, peers: Any, *args: Any, **rest: Any) -> None:
         init(round_, peers, *args, **rest)
         hands.get(peers.name, lambda _: None)(round_)
 
-    async def main() -> tuple[dict[str, list[str]], dict[str, PeerId]]:
+    async def main() -> tuple[dict[str, list[str]], dict[str, PeerId], dict[str, Floats]]:
         network = SimNetwork(LAN, seed=1)
-        peers = sorted((network.peer(name) for name in NAMES[:5]), key=lambda peer: peer.id)
+        peers = sorted((network.peer(name) for name in NAMES[:count]), key=lambda peer: peer.id)
         for name, peer in zip(NAMES, peers, strict=False):
             peer.name = name  # in the order of members
         network.introduce()
         logs = {peer.name: EventLog() for peer in peers}
         averagers = {peer.name: Averager(peer, SETTINGS, logs[peer.name]) for peer in peers}
-        group = make_group(peers, [1.0] * 5, NUMEL, codec=codec)
+        group = make_group(peers, [1.0] * count, NUMEL, codec=codec)
         group = msgspec.structs.replace(group, terms=msgspec.structs.replace(group.terms, clip=True))
-        rows = [vector(9, NUMEL) + 0.3 * vector(i, NUMEL) for i in range(5)]
+        rows = [vector(9, NUMEL) + 0.3 * vector(i, NUMEL) for i in range(count)]
         joining = (averagers[peer.name].average(group, row) for peer, row in zip(peers, rows, strict=True))
         results = await asyncio.gather(*joining)
-        assert all(len(result.contributors) == 5 or result.spans_lost for result in results)
+        assert not any(result.kept_local for result in results)
         exchange = averagers[auditor]._rounds[group.round_id]
         liar = list(logs).index(next(iter(hands), "erin"))
         exchange.told = {key: digests for key, digests in exchange.told.items() if key[0] == liar}
         await averagers[auditor].audit(group, Always())
         told = {name: [event.where for event in log.recent(Fault)] for name, log in logs.items()}
-        return told, {peer.name: peer.id for peer in peers}
+        ids = {peer.name: peer.id for peer in peers}
+        return told, ids, dict(zip(ids, rows, strict=True))
 
     init = AllReduce.__init__
     monkeypatch.setattr(AllReduce, "__init__", begin)
@@ -93,7 +129,7 @@ def play(
 def test_all_members_leave_out_a_reducer_that_one_of_them_catches(
     hands: Hands, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, ids = play({"erin": hands}, monkeypatch, codec=codec)
+    told, ids, _ = play({"erin": hands}, monkeypatch, codec=codec)
     erin = f"reducer {ids['erin'].hex()[:8]}"
     assert told == {name: [erin] * (name != "erin") for name in NAMES[:5]}
 
@@ -101,7 +137,7 @@ def test_all_members_leave_out_a_reducer_that_one_of_them_catches(
 def test_a_member_notices_at_once_that_its_contribution_was_not_averaged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told, ids = play({"erin": misquote}, monkeypatch, auditor="erin")
+    told, ids, _ = play({"erin": misquote}, monkeypatch, auditor="erin")
     assert told["alice"] == [f"reducer {ids['erin'].hex()[:8]}"]
 
 
@@ -110,13 +146,46 @@ def test_a_member_notices_at_once_that_its_contribution_was_not_averaged(
 def test_an_honest_reducer_is_not_left_out(
     codec: str, silent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, _ = play({"erin": lambda _: None, **dict.fromkeys(silent, hide)}, monkeypatch, codec=codec)
+    told, *_ = play({"erin": lambda _: None, **dict.fromkeys(silent, hide)}, monkeypatch, codec=codec)
     assert not any(events for name, events in told.items() if name not in silent)
 
 
 def test_an_accomplice_that_shows_nothing_does_not_hide_a_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, _ = play({"erin": corrupt, "dave": hide}, monkeypatch)
+    told, *_ = play({"erin": corrupt, "dave": hide}, monkeypatch)
     assert [bool(told[name]) for name in ("alice", "bob", "carol")] == [True] * 3
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_reducer_that_declares_all_others_missing_dictates_nothing(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar = NAMES[count - 1]
+    told, ids, means = play({liar: dictate}, monkeypatch, count=count)
+    first, *others = (means[name] for name in NAMES[: count - 1])
+    assert all(np.array_equal(first, other) for other in others) and not np.any(first == 1.0)
+    assert told == {name: [f"reducer {ids[liar].hex()[:8]}"] * (name != liar) for name in NAMES[:count]}
+    assert np.linalg.norm(first - vector(9, NUMEL)) < 0.4 * np.linalg.norm(first)
+
+
+def test_a_made_up_mean_that_lacks_a_minority_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, ids, _ = play({"erin": lambda round_: dictate(round_, (1, 2, 3))}, monkeypatch)
+    assert told["bob"] == told["carol"] == told["dave"] == [f"reducer {ids['erin'].hex()[:8]}"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_mean_that_lacks_one_slow_member_stands_at_all_members(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {name: leave_alice_out for name in NAMES[1:count]}
+    told, _, means = play(slow, monkeypatch, count=count)
+    first, *others = means.values()
+    assert all(np.array_equal(first, other) for other in others) and not any(told.values())
+    own = plan_spans(NUMEL, [1.0] * count)[0]  # alice's span has her contribution, the others' lack it
+    rows = [vector(9, NUMEL) + 0.3 * vector(i, NUMEL) for i in range(count)]
+    without = np.mean(rows[1:], axis=0)
+    assert np.allclose(first[own.stop :], without[own.stop :], atol=0.1) and not np.allclose(
+        first, without, atol=0.1
+    )
 
 
 async def test_a_member_checks_an_accusation_of_another_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
