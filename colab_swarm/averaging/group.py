@@ -260,9 +260,9 @@ def bounded_weights(
 ) -> list[tuple[float, float]]:
     """Return each one's weight and samples, at most ``heaviest`` times their median, the lower one of two.
 
-    A clipped mean admits twice the median.
+    In a clipped mean nobody counts for more than the median: liars are outvoted by heads.
     """
-    most = min(heaviest, 2.0 if terms.clip else math.inf)
+    most = min(heaviest, 1.0 if terms.clip else math.inf)
 
     def bounded(claims: list[float]) -> list[float]:
         median = statistics.median_low([one for one in claims if one] or [1.0])

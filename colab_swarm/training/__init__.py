@@ -87,7 +87,7 @@ differently take the state of the peer that began. Options for slow links:
 | `compression="onebit"`, `"topk:0.01"` | an eighth, or a twentieth, of a byte a value; only with error feedback |
 | `overlap=True` | compute during a round; the update comes exactly one step late |
 | `local_steps=8` or `"auto"` | every peer takes steps alone, then the swarm averages the parameters (DiLoCo) |
-| `robust="clip"` | a minority of wrong gradients does little harm; the mean is no longer exact (CenteredClip) |
+| `robust="clip"` | flipped or huge gradients of a third of the peers do little harm; the mean is not exact |
 | `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits, takes local steps |
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are

@@ -183,8 +183,9 @@ class TrainingSettings:
             computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload).
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
-        robust: "clip" averages by CenteredClip (BTARD, section 3): up to a third of the contributions may be wrong at
-            will. The mean is then not exact: peers with little or other data count for less.
+        robust: "clip" averages by CenteredClip (BTARD, section 3): up to a third of the peers may send flipped or
+            huge gradients. Wrong ones within the spread of the others still bias it (`clipped_mean`). The mean is
+            not exact: peers with other data count for less, and none for more samples than the median peer.
         matchmaking_timeout_s: how long a round waits for slow peers, at most.
     """
 

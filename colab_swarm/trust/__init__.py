@@ -77,7 +77,7 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | identities of one invitation | one vote, but for those that trained with us | `attacks/test_members` |
 | a donor gives another state | sketches show it; it is loaded again elsewhere | `training/test_sketch` |
 | huge values, weights, counts | by what is usual; within that the mean is exact | `attacks/test_members` |
-| a minority's wrong gradients | ``robust="clip"``: loss within 10 % | `training/test_robust`, `attacks/test_members` |
+| flipped or huge gradients of a third | ``robust="clip"``: loss within 10 % | `training/test_robust` |
 | a reducer makes up a mean | ``robust="clip"``: random recomputation | `averaging/test_audit`, `attacks/test_members` |
 | a reducer calls members missing | ``robust="clip"``: they recover the span | `averaging/test_audit` |
 | a back-dated membership | an ended invitation needs a fresh signature | `attacks/test_members` |
@@ -92,8 +92,8 @@ Promised while most votes are honest. In each of the named tests the attack is m
 Not promised:
 
 - A majority of votes may lead the swarm anywhere. In an open run votes cost nothing.
-- Without ``robust`` a member's gradient counts as it is, within the bounds. With it, a minority that pulls one
-  way within the spread of honest gradients biases the mean by about its share of that spread.
+- Without ``robust`` a member's gradient counts as it is, within the bounds. With it, a few that pull one
+  way within the spread of honest gradients bias the mean by about their share of that spread.
 - Members see the model, and what averages tell of others' data.
 - A new member may waste a few seconds of some rounds before nobody waits for it.
 

@@ -64,12 +64,12 @@ def final_loss(peers: int, liars: int, lie: str, clip: bool) -> float:
     return loss_of(net, 5000, torch.Generator().manual_seed(7)).item()
 
 
-@pytest.mark.parametrize(("peers", "liars"), [(5, 1), (16, 3)])
+@pytest.mark.parametrize(("peers", "liars"), [(4, 1), (5, 1), (7, 2), (10, 3), (16, 3)])
 @pytest.mark.parametrize("lie", LIES)
 def test_liars_do_not_change_the_final_loss(peers: int, liars: int, lie: str) -> None:
     clean = final_loss(peers, 0, "flipped", False)
     # a pull in one direction within the honest gradients' spread is bounded, but not found
-    assert final_loss(peers, liars, lie, True) < (1.15 if lie == "one direction" else 1.1) * clean
+    assert final_loss(peers, liars, lie, True) < (1.25 if lie == "one direction" else 1.1) * clean
     assert (
         lie == "flipped" or final_loss(peers, liars, lie, False) > 1.1 * clean
     )  # the attack hits a plain mean
