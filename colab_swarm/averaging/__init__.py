@@ -29,6 +29,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
 | `RoundPing(round_id)` | any | checks that a peer is alive |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
+| `SpanRoots(round_id, roots)` | member to member | what reducers signed; two roots of one span prove a lie |
 
 ## States of a round
 
@@ -66,6 +67,9 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
   float32.
 - *No member can give a chunk.* Its values stay local and are reported. In training, such a peer
   then fetches the state.
+- *A reducer misbehaves.* It signs a digest of its means, with the last one. After each round a member compares its own
+  means with that, and passes the digests on to another, at random. Two signed digests of one span are a proof: all
+  members leave the reducer out for half an hour. One that breaks off before the last mean counts as vanished.
 - *An organizer misbehaves* (invalid groups, endless refusals): peers leave it out for half an hour.
 
 **Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for

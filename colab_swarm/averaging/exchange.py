@@ -10,10 +10,11 @@ import secrets
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
-from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
+from colab_swarm.averaging.group import Group, GroupMember, Span, SpanRoot, chunk_values
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
@@ -156,6 +157,7 @@ class Chunk(Message, frozen=True):
     missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
     codec: str = ""  # empty: the group's
     digests: bytes = b""  # of all members' contributions to a clipped mean, `DIGEST_BYTES` each
+    signed: SpanRoot | None = None  # with the last mean of a span
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class AllReduce:
         self.told: dict[tuple[int, int], bytes] = {}  # by reducer and chunk: digests of all contributions
         # likewise: means that this peer `doubts`, and the members that are missing in them
         self.doubted: dict[tuple[int, int], tuple[Floats | None, frozenset[int]]] = {}
+        self.signed: dict[int, SpanRoot] = {}  # by reducer, as they came from it
         self._sent: set[tuple[int, int]] = set()  # likewise: chunks of the own contribution
         self._contributors = frozenset(i for i, one in enumerate(group.members) if one.weight > 0)
         self._first_checked = secrets.randbelow(CHECKED)
@@ -351,11 +354,13 @@ class AllReduce:
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
         clock = asyncio.get_running_loop().time
-        for _ in self.ledger.chunks[reducer]:
+        for left in reversed(range(len(self.ledger.chunks[reducer]))):
             message, payload = await stream.receive(Chunk)
             self._heard_at[reducer] = now = clock()
             self.trace.on_traffic("means", reducer, now)
             self.received_bytes += len(payload)
+            if not left:
+                self._check_signature(reducer, message.signed)
             missing, mean = self.missing_in(message, payload), None
             numel = self.ledger.chunk(reducer, message.index).numel
             if len(payload):
@@ -371,6 +376,16 @@ class AllReduce:
             if self.group.terms.clip and mean is not None:
                 self._check_digest(reducer, message)
             self.ledger.place(reducer, message.index, mean, message.missing)
+
+    def _check_signature(self, reducer: int, signed: SpanRoot | None) -> None:
+        if signed is None or signed.reducer != reducer or not signed.genuine(self.group):
+            self.liars.add(reducer)
+            raise ValueError("its means are not signed")
+        self.signed[reducer] = signed
+
+    def sign(self, root: bytes) -> SpanRoot:
+        signature = self.peers.sign(SpanRoot.signed_bytes(self.group, self.me, root))
+        return SpanRoot(self.me, root, self.peers.public_key, signature)
 
     def missing_in(self, mean: Chunk, payload: Buffer) -> frozenset[int]:
         """Return the members that a mean lacks: without values, all. Raises ValueError if they do not exist."""
@@ -503,6 +518,12 @@ class AllReduce:
             everyone = range(len(self.group.members)) if self.group.terms.clip else ()
             digests = b"".join(NO_DIGEST if one in missing else told.get(one, NO_DIGEST) for one in everyone)
             self._means.append((Chunk(index, True, missing, name, digests), payload))
+        if finished and not self.reducer.unfinished:
+            last, payload = self._means[-1]
+            self._means[-1] = (
+                msgspec.structs.replace(last, signed=self.sign(self.ledger.root(self.me))),
+                payload,
+            )
         wake(self._more_means)
         if not self.reducer.unfinished:
             self._own_at = loop_now()

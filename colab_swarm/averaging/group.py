@@ -15,6 +15,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from colab_swarm.errors import PeerError, require
+from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
@@ -165,6 +166,34 @@ class Group(Message, frozen=True):
             "a group's explanation is too long or not printable",
         )
         self.spans()
+
+
+class SpanRoot(Message, frozen=True):
+    """A reducer's signature for the means of its span in one round; two of different roots prove that it lied."""
+
+    reducer: int
+    root: bytes  # `SpanLedger.root`
+    public_key: bytes
+    signature: bytes
+
+    def genuine(self, group: Group) -> bool:
+        """Return True if this member of the group signed it, for this round."""
+        known = 0 <= self.reducer < len(group.members)
+        own = known and id_of(self.public_key) == group.members[self.reducer].id
+        return own and verify(
+            self.public_key, self.signature, self.signed_bytes(group, self.reducer, self.root)
+        )
+
+    @staticmethod
+    def signed_bytes(group: Group, reducer: int, root: bytes) -> bytes:
+        return b"colab_swarm span %s %d %s" % (group.round_id, reducer, root)
+
+
+class SpanRoots(Message, frozen=True):
+    """Tells a member what reducers signed; two roots of one span are a proof, which it checks and passes on once."""
+
+    round_id: bytes
+    roots: tuple[SpanRoot, ...]
 
 
 class JoinRound(Message, frozen=True):

@@ -39,14 +39,24 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
     Usual,
 )
-from colab_swarm.averaging.group import Group, RoundRefused, Span
+from colab_swarm.averaging.group import Group, RoundRefused, Span, SpanRoots
 from colab_swarm.averaging.reducer import OUTLIER, SpanReducer
 from colab_swarm.averaging.router import SKIPPED_S
 from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
-from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.peers import (
+    LeftOut,
+    Message,
+    Patience,
+    PeerId,
+    Peers,
+    Refusal,
+    Role,
+    Stream,
+    short,
+)
 from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -205,7 +215,7 @@ class RoundResult:
 
     group: Group  # the planned members
     contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
-    spans_lost: tuple[Span, ...]  # their reducer was lost before all of its means arrived
+    spans_lost: tuple[Span, ...]  # their reducer was lost, or doubted, before all of its means were taken
     kept_local: tuple[Span, ...]  # values without a mean, still the peer's own; an assistant has none
     sent_bytes: int  # payload
     received_bytes: int
@@ -295,10 +305,11 @@ class Averager:
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
         peers.serve(RoundPing, self._serve_ping)
+        peers.serve(SpanRoots, self._serve_roots, role=Role.REDUCER)
         peers.serve(Accusation, self._serve_accusation, role=Role.REDUCER)
 
     async def close(self) -> None:
-        for kind in (ReduceSpan, RecallSpan, RoundPing, Accusation):
+        for kind in (ReduceSpan, RecallSpan, RoundPing, SpanRoots, Accusation):
             self._peers.unserve(kind)
 
     def holds(self, values: Floats) -> bool:
@@ -332,27 +343,65 @@ class Averager:
         return await self._take_part(group, values, collects=False, bounded=True)
 
     async def audit(self, group: Group, rng: random.Random) -> None:
-        """Check one mean of a clipped round, at random, so that about one member does so a round."""
+        """Compare the means with their signatures, and these with another member's; call this after each round.
+
+        It also checks one mean of a clipped round, at random, so that about one member does so a round.
+        """
         exchange = self._rounds.get(group.round_id)
-        if exchange is None or not exchange.told or rng.random() * len(group.members) >= 1:
+        if exchange is None:
+            return
+        await self._compare(exchange, rng)
+        if not exchange.told or rng.random() * len(group.members) >= 1:
             return
         reducer, index = rng.choice(sorted(exchange.told))
         if await self._judge(exchange, reducer, index):
-            accusation = Accusation(group.round_id, reducer, index)
-            others = [one.id for i, one in enumerate(group.members) if i not in (exchange.me, reducer)]
-            timeout_s = self._settings.dial_timeout_s
-            calls = (self._peers.call(one, accusation, RoundPing, timeout_s=timeout_s) for one in others)
-            await asyncio.gather(*calls, return_exceptions=True)
+            await self._tell(exchange, reducer, Accusation(group.round_id, reducer, index))
+
+    async def _tell(self, exchange: AllReduce, reducer: int, message: Message) -> None:
+        members, timeout_s = enumerate(exchange.group.members), self._settings.dial_timeout_s
+        others = [one.id for i, one in members if i not in (exchange.me, reducer)]
+        calls = (self._peers.call(one, message, RoundPing, timeout_s=timeout_s) for one in others)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _compare(self, exchange: AllReduce, rng: random.Random) -> None:
+        """Leave out reducers that signed another mean than they sent here; pass the signatures on to one member."""
+        group, roots = exchange.group, dict(exchange.signed)
+        for reducer in roots.keys() - exchange.lost:
+            root = await asyncio.to_thread(exchange.ledger.root, reducer)
+            if self._rounds.get(group.round_id) is not exchange:
+                return  # the vector may have other values by now
+            if root != roots[reducer].root:
+                self._leave_out(group.members[reducer].id)
+        others = [one.id for i, one in enumerate(group.members) if i != exchange.me and not one.assists]
+        if roots and others:
+            told, timeout_s = SpanRoots(group.round_id, tuple(roots.values())), self._settings.dial_timeout_s
+            with suppress(PeerError):
+                await self._peers.call(rng.choice(others), told, RoundPing, timeout_s=timeout_s)
+
+    async def _serve_roots(self, peer: PeerId, told: SpanRoots) -> RoundPing:
+        exchange = self._rounds.get(told.round_id)
+        if exchange is not None and exchange.group.index_of(peer) is not None:
+            known = dict(exchange.signed)
+            for one in told.roots:
+                other = known.get(one.reducer)
+                require(one == other or one.genuine(exchange.group), "a signature is not valid", Refusal)
+                other = known.setdefault(one.reducer, one)
+                if one.root != other.root and self._leave_out(exchange.member(one.reducer).id):
+                    await self._tell(exchange, one.reducer, SpanRoots(told.round_id, (one, other)))
+        return RoundPing(told.round_id)
 
     async def _judge(self, exchange: AllReduce, reducer: int, index: int) -> bool:
         if lied := await lies(exchange, reducer, index):
             self._leave_out(exchange.member(reducer).id)
         return lied
 
-    def _leave_out(self, reducer: PeerId) -> None:
-        if self._dishonest.fail(reducer, loop_now()):
-            text = "it made up a mean, and is left out for half an hour"
-            self._events.emit(Fault(loop_now(), f"reducer {short(reducer)}", text))
+    def _leave_out(self, reducer: PeerId) -> bool:
+        """Leave a reducer out; return True if it was not yet."""
+        if self._dishonest.fail(reducer, loop_now()) is None:
+            return False
+        text = "it made up a mean, and is left out for half an hour"
+        self._events.emit(Fault(loop_now(), f"reducer {short(reducer)}", text))
+        return True
 
     async def _serve_accusation(self, peer: PeerId, accusation: Accusation) -> RoundPing:
         exchange, chunk = self._rounds.get(accusation.round_id), (accusation.reducer, accusation.index)

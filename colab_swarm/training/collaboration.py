@@ -380,7 +380,7 @@ class Collaboration:
             )
             self.services.events.emit(told)
         result = await self.services.averager.average(group, given.values, encoding, bounded=True)
-        if group.terms.clip:
+        if len(group.members) > 1:
             self._tasks.spawn(self.services.averager.audit(group, self.services.rng))
         self._bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:

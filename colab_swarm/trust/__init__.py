@@ -80,6 +80,7 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | flipped or huge gradients of a third | ``robust="clip"``: loss within 10 % | `training/test_robust` |
 | a reducer makes up a mean | ``robust="clip"``: random recomputation | `averaging/test_audit`, `attacks/test_members` |
 | a reducer calls members missing | ``robust="clip"``: they recover the span | `averaging/test_audit` |
+| a reducer tells each another mean | two of its signatures prove it | `averaging/test_audit`, `attacks/test_members` |
 | a back-dated membership | an ended invitation needs a fresh signature | `attacks/test_members` |
 | strangers' connections, garbage | by address; the oldest half-open goes first | `attacks/test_strangers` |
 | victims dialled through peers | only where the caller was seen; by target | `attacks/test_strangers` |

@@ -11,13 +11,14 @@ import pytest
 
 from colab_swarm.averaging import audit as module
 from colab_swarm.averaging.exchange import NO_DIGEST, AllReduce, Chunk
-from colab_swarm.averaging.group import plan_spans
+from colab_swarm.averaging.group import SpanRoots, plan_spans
+from colab_swarm.averaging.reducer import SpanLedger
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import PeerId, Stream
+from colab_swarm.net.peers import PeerId, Refusal, Stream
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats
-from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
+from tests.averaging.swarm import NAMES, SETTINGS, make_group, signed, vector
 
 NUMEL = 200_000
 Hands = Callable[[AllReduce], None]
@@ -63,11 +64,38 @@ def dictate(round_: AllReduce, spared: tuple[int, ...] = ()) -> None:
         missing = tuple(i for i in range(len(round_.group.members)) if i not in kept)
         digests = b"".join(b"d" * 16 if i in kept else NO_DIGEST for i in range(len(round_.group.members)))
         for index, chunk in enumerate(round_.ledger.chunks[round_.me]):
-            mean = Chunk(index, True, missing, digests=digests)
+            mean = Chunk(index, True, missing, digests=digests, signed=round_.sign(b"root"))
             await stream.send(mean, np.ones(chunk.numel, np.float32).tobytes())
         await stream.end()
 
     round_._return_means = send_ones  # type: ignore[method-assign]
+
+
+def fork(round_: AllReduce, *, signs: bool = True) -> None:
+    """It sends the first other member a mean that is 1e-5 larger, and signs that too."""
+    honest, me = round_._return_means, round_.me
+    told = SpanLedger(round_.group, round_.ledger.values.copy())
+
+    async def send(stream: Stream) -> None:
+        if stream.peer != round_.member(int(me == 0)).id:
+            return await honest(stream)
+        for at in range(len(round_.ledger.chunks[me])):
+            while at == len(round_._means):
+                await round_._more_means.wait()
+            message, _ = round_._means[at]
+            told.place(me, message.index, round_.reducer.mean(message.index), message.missing)
+            mean = told.values[slice(*told.chunk(me, message.index))]
+            mean *= np.float32(1.00001)
+            if message.signed is not None and signs:
+                message = msgspec.structs.replace(message, signed=round_.sign(told.root(me)))
+            await stream.send(message, mean.tobytes())
+        await stream.end()
+
+    round_._return_means = send  # type: ignore[method-assign]
+
+
+def fork_unsigned(round_: AllReduce) -> None:
+    fork(round_, signs=False)
 
 
 def leave_alice_out(round_: AllReduce) -> None:
@@ -186,6 +214,35 @@ def test_a_mean_that_lacks_one_slow_member_stands_at_all_members(
     assert np.allclose(first[own.stop :], without[own.stop :], atol=0.1) and not np.allclose(
         first, without, atol=0.1
     )
+
+
+def test_a_reducer_that_signs_two_means_is_left_out_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, ids, means = play({"erin": fork}, monkeypatch, auditor="alice")
+    assert not np.array_equal(means["alice"], means["bob"])
+    assert told == {name: [f"reducer {ids['erin'].hex()[:8]}"] * (name != "erin") for name in NAMES[:5]}
+
+
+def test_a_member_leaves_out_a_reducer_that_signed_another_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, ids, means = play({"erin": fork_unsigned}, monkeypatch, auditor="alice")
+    assert not np.array_equal(means["alice"], means["bob"])
+    assert told["alice"] == [f"reducer {ids['erin'].hex()[:8]}"] and not told["bob"]
+
+
+async def test_only_two_genuine_signatures_of_a_round_are_a_proof() -> None:
+    alice, bob, carol = (SimNetwork(LAN, seed=1).peer(name) for name in NAMES[:3])
+    group, other = (make_group([alice, bob, carol], [1.0] * 3, 10, round_id=n) for n in (1, 2))
+    events = EventLog()
+    averager = Averager(alice, SETTINGS, events)
+    averager._rounds[group.round_id] = AllReduce(alice, group, vector(0, 10), SETTINGS)
+    genuine, elsewhere, again = signed(group, bob), signed(other, bob, b"2"), signed(group, bob, b"2")
+    forged = msgspec.structs.replace(signed(group, carol, b"2"), reducer=genuine.reducer)
+    for told in (elsewhere, forged):
+        with pytest.raises(Refusal, match="not valid"):
+            await averager._serve_roots(carol.id, SpanRoots(group.round_id, (genuine, told)))
+    await averager._serve_roots(carol.id, SpanRoots(group.round_id, (genuine, genuine)))
+    assert not events.recent(Fault)
+    await averager._serve_roots(carol.id, SpanRoots(group.round_id, (genuine, again)))
+    assert [event.where for event in events.recent(Fault)] == [f"reducer {bob.id.hex()[:8]}"]
 
 
 async def test_a_member_checks_an_accusation_of_another_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from colab_swarm.net.peers import Message, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
 from colab_swarm.sim.network import SILENCE_S
 from colab_swarm.tensors.codecs import Floats
-from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, vector
+from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, signed, vector
 
 EXTRA_S = 3.0
 """How much longer than undisturbed a round may take when a member is lost."""
@@ -223,12 +223,12 @@ async def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> 
     alice, mallory = pair("mallory", dial_out="alice")
 
     async def reduce(opening: ReduceSpan, stream: Stream) -> None:
-        await stream.send(Chunk(0, averaged=True), payload)
+        await stream.send(Chunk(0, averaged=True, signed=signed(group, mallory)), payload)
         await stream.end()
 
+    group, values = make_group([alice, mallory], [1, 1], 10), vector(0, 10)
     mallory.serve_stream(ReduceSpan, reduce)
-    values = vector(0, 10)
-    result = await Averager(alice, SETTINGS).average(make_group([alice, mallory], [1, 1], 10), values)
+    result = await Averager(alice, SETTINGS).average(group, values)
     assert len(result.spans_lost) == 1 and result.kept_local == ((0, 10),)
     np.testing.assert_array_equal(values, vector(0, 10))
 
@@ -242,12 +242,13 @@ async def test_a_stream_is_opened_again_if_the_link_is_still_there() -> None:
         if len(streams) == 1:
             stream.reset("a link of two was lost")
         else:
-            await stream.send(Chunk(0, averaged=True), vector(9, 10).tobytes())
+            mean = Chunk(0, averaged=True, signed=signed(group, bob))
+            await stream.send(mean, vector(9, 10).tobytes())
             await stream.end()
 
+    group, values = make_group([alice, bob], [1, 1], 10), vector(0, 10)
     bob.serve_stream(ReduceSpan, reduce)
-    values = vector(0, 10)
-    result = await Averager(alice, SETTINGS).average(make_group([alice, bob], [1, 1], 10), values)
+    result = await Averager(alice, SETTINGS).average(group, values)
     assert len(streams) == 2 and result.spans_lost == ()
     np.testing.assert_array_equal(values, vector(9, 10))
 
