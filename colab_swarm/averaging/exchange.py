@@ -409,10 +409,7 @@ class AllReduce:
         count = len(self.ledger.chunks[reducer])
         told = [mean.digests[at : at + DIGEST_BYTES] for at in range(0, len(mean.digests), DIGEST_BYTES)]
         require(len(mean.digests) == DIGEST_BYTES * len(self.group.members), "its mean lacks digests")
-        require(
-            all(any(told[i]) for i in self._contributors.difference(mean.missing)),
-            "its mean lacks the digest of a contribution",
-        )
+        require(all(any(told[i]) for i in self._contributors.difference(mean.missing)), "it lacks a digest")
         self.told[reducer, mean.index] = mean.digests
         if self.me in mean.missing or not len(self._contribution):
             return
@@ -519,11 +516,8 @@ class AllReduce:
             digests = b"".join(NO_DIGEST if one in missing else told.get(one, NO_DIGEST) for one in everyone)
             self._means.append((Chunk(index, True, missing, name, digests), payload))
         if finished and not self.reducer.unfinished:
-            last, payload = self._means[-1]
-            self._means[-1] = (
-                msgspec.structs.replace(last, signed=self.sign(self.ledger.root(self.me))),
-                payload,
-            )
+            (last, payload), signed = self._means[-1], self.sign(self.ledger.root(self.me))
+            self._means[-1] = msgspec.structs.replace(last, signed=signed), payload
         wake(self._more_means)
         if not self.reducer.unfinished:
             self._own_at = loop_now()

@@ -178,11 +178,12 @@ class SpanRoot(Message, frozen=True):
 
     def genuine(self, group: Group) -> bool:
         """Return True if this member of the group signed it, for this round."""
-        known = 0 <= self.reducer < len(group.members)
-        own = known and id_of(self.public_key) == group.members[self.reducer].id
-        return own and verify(
-            self.public_key, self.signature, self.signed_bytes(group, self.reducer, self.root)
+        data, known = (
+            self.signed_bytes(group, self.reducer, self.root),
+            0 <= self.reducer < len(group.members),
         )
+        own = known and id_of(self.public_key) == group.members[self.reducer].id
+        return own and verify(self.public_key, self.signature, data)
 
     @staticmethod
     def signed_bytes(group: Group, reducer: int, root: bytes) -> bytes:

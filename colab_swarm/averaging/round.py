@@ -48,7 +48,6 @@ from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
 from colab_swarm.net.peers import (
     LeftOut,
-    Message,
     Patience,
     PeerId,
     Peers,
@@ -288,9 +287,7 @@ class Averager:
     ) -> None:
         self._peers = peers
         self._dishonest = dishonest or LeftOut[PeerId](SKIPPED_S, SKIPPED_S)
-        self._overruled = LeftOut[PeerId](
-            SKIPPED_S, SKIPPED_S
-        )  # reducers, told of once: their line may be bad
+        self._overruled = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # named once: their line may be bad
         self._events = events or EventLog()
         self._settings = settings or AveragingSettings()
         self._rounds: dict[bytes, AllReduce] = {}
@@ -357,7 +354,7 @@ class Averager:
         if await self._judge(exchange, reducer, index):
             await self._tell(exchange, reducer, Accusation(group.round_id, reducer, index))
 
-    async def _tell(self, exchange: AllReduce, reducer: int, message: Message) -> None:
+    async def _tell(self, exchange: AllReduce, reducer: int, message: Accusation | SpanRoots) -> None:
         members, timeout_s = enumerate(exchange.group.members), self._settings.dial_timeout_s
         others = [one.id for i, one in members if i not in (exchange.me, reducer)]
         calls = (self._peers.call(one, message, RoundPing, timeout_s=timeout_s) for one in others)
