@@ -35,7 +35,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (685, 52, 84),
-    "averaging": (2012, 40, 225),
+    "averaging": (2120, 42, 236),
     "backbone": (445, 14, 46),
     "bench": (2557, 33, 263),
     "cli": (322, 2, 31),

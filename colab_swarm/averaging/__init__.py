@@ -23,11 +23,10 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 | message | from, to | content |
 |---|---|---|
 | `RoundTerms` | organizer to candidate | an invitation to a round on these terms |
-| `JoinEta(ready_in_s, group)` | back | ready in this many seconds; declined; or: the step has its group already |
+| `JoinEta(ready_in_s, group, waits_for)` | back | a time in seconds, a refusal, or the group |
 | `JoinRound(ticket, contact)` | member to organizer | joins with this weight, step, lineage, bandwidth and codec |
-| `Joined(group, organizer, reason)` | back | the group, another organizer, or the reason for a refusal |
+| `Joined(group, organizer, reason, waits_for)` | back | a group, another organizer, a refusal, or a heartbeat |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
-| `RoundPing(round_id)` | any | checks that a peer is alive |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
 | `SpanRoots(round_id, roots)` | member to member | what reducers signed; two roots of one span prove a lie |
 
@@ -37,12 +36,19 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
                             |                            |                                          |
                      "organized elsewhere"     every member passes it on                 on_round, RoundFinished
 
+    alice                        bob, the organizer                      carol
+      |  JoinRound(ticket)  ------->|  RoundTerms  --------------------->|
+      |<--  Joined(waits_for=carol) |<--  JoinEta(ready_in_s=0.3)        |   every 0.5 s, while it forms
+      |                             |<--  JoinRound(ticket)              |
+      |<--  Joined(group)           |  Joined(group)  ------------------>|
+      |  ReduceSpan, Chunk ...      |                                    |   to each other member, and the means back
+
 - **Organizer.** Candidates are ranked by SHA-256 of prefix, step and id. The first live and willing
   one organizes, without negotiation. Organizers with different views redirect up the rank, never
   down.
-- **Closing a group.** A group closes when all peers that accepted have joined, after 60 s at the
-  latest. A peer that cannot be called has 2 s to join on its own. Every member passes the group on,
-  so it survives its organizer.
+- **Closing a group.** A group closes when all peers that accepted have joined, or have cost as much
+  time as they have earned (Times). Every member passes the group on, so it survives its organizer. One
+  without most of the live peers is refused once: this peer reads the records again.
 - **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of
   the vector, and codecs.
 - **A chunk** is finished when all members that are still expected have delivered it. Its mean never
@@ -50,9 +56,13 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 ## Times
 
-A round takes 120 s at most, recovery included. A contributor is dropped after 10 s of silence, a
-reducer after 25 s: a busy notebook stalls its own peer, so no shorter silence counts as a failure.
-Dialling a member takes 3 s at most, and a candidate's answer to a call 10 s.
+Patience is earned (`colab_swarm.averaging.standing`). Every wait lasts for the usual time: what the median peer of the
+last rounds took, or three times the forecast by the bandwidths. Beyond it a peer has half of its credit, 2.5 s at
+first, and is charged for the time that it cost: `events.Waited`. A credit of 5 s comes back by 1 % of the time, and
+only by counted samples. So a busy notebook may stall for a moment, and a hostile one costs seconds in all, whatever it
+delays. A peer that is late because it waits for another says so (``waits_for``), and that one pays.
+
+A round takes 120 s at most, recovery included. Dialling a member takes 3 s at most, and a candidate's answer 10 s.
 
 ## Failures
 
@@ -70,10 +80,11 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 - *A reducer misbehaves.* It signs a digest of its means, with the last one. After each round a member compares its own
   means with that, and passes the digests on to another, at random. Two signed digests of one span are a proof: all
   members leave the reducer out for half an hour. One that breaks off before the last mean counts as vanished.
-- *An organizer misbehaves* (invalid groups, endless refusals): peers leave it out for half an hour.
+- *An organizer misbehaves.* Peers leave it out for half an hour if its group is invalid, and pass it over for the step
+  if it was silent, refused twice, sent them in circles or left out most of the live peers.
 
 **Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for
-16 times the median at most. Not guarded against: plausible but false values.
+16 times the median at most, and a 16th at least. Not guarded against: plausible but false values.
 
 ## Several groups: Moshpit averaging
 

@@ -70,9 +70,8 @@ Promised while most votes are honest. In each of the named tests the attack is m
 
 | attack | bound | tests |
 |---|---|---|
-| an organizer is silent | another takes over in seconds; it is asked ever more rarely | `attacks/test_organizers` |
-| groups of one, a sole reducer | groups must follow from all tickets | `attacks/test_organizers` |
-| broken promises, bad tickets | one usual wait; none | `attacks/test_organizers` |
+| delays, silence and refusals at any wait | 5 s a peer, and 1 % of the time | `attacks/test_wild`, `test_organizers` |
+| groups of one, a sole reducer | most live peers, by all tickets | `attacks/test_organizers` |
 | a viewer acts as a worker | roles are proven in records, and on both sides of calls | `attacks/test_members` |
 | identities of one invitation | one vote, but for those that trained with us | `attacks/test_members` |
 | a donor gives another state | sketches show it; it is loaded again elsewhere | `training/test_sketch` |
@@ -96,7 +95,7 @@ Not promised:
 - Without ``robust`` a member's gradient counts as it is, within the bounds. With it, a few that pull one
   way within the spread of honest gradients bias the mean by about their share of that spread.
 - Members see the model, and what averages tell of others' data.
-- A new member may waste a few seconds of some rounds before nobody waits for it.
+- A new member may waste a few seconds of some rounds before nobody waits for it, at each of the others.
 
 A peer that is not admitted gets four lines: the refusal, the reason, the fix, the person to ask
 (`colab_swarm.errors.NotAdmitted`, `InviteError`, `JoinError`).

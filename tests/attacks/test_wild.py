@@ -19,9 +19,9 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.state import DescribeState, FetchState
 from tests.training.toy import join_training, loss_of, model
 
-SECONDS, CALM_S = 600.0, 30.0  # of the attack, and of training before it
+CALM_S = 30.0  # of training before the attack
 SAMPLES, SAMPLES_PER_S = 2, 4.0
-KEPT = 0.85  # of the steps of the honest alone
+LEAST = {1: 0.85, 2: 0.6, 4: 0.6}  # of the steps of the honest alone, by the number of hostile members
 MOODS = ("delay", "silence", "refusal")
 
 
@@ -30,7 +30,7 @@ class Wild:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self.begins_at, self.fired = rng, CALM_S, Counter[str]()
-        self._honest = rng.choice((0.0, 0.3, 0.7))  # how often it does what it should
+        self._honest = rng.choice((0.0, 0.3, 0.7))  # the rate of honest acts
         self._moods = rng.choices(MOODS, k=3)
 
     async def hesitate(self, where: str) -> None:
@@ -76,9 +76,9 @@ def hesitant(method: Callable[..., Any], wild: dict[PeerId, Wild], own_id: str) 
 
 
 def train_with(
-    honest: int, hostile: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    honest: int, hostile: int, seed: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, Counter[str], float]:
-    """Return the steps of the honest during the attack, what the hostile did, and what it cost by the events."""
+    """Return the steps of the honest during the attack, what the hostile did, and the waits by the events."""
     rng, wild, steps, cost_s = random.Random(seed), dict[PeerId, Wild](), Counter[str](), Counter[str]()
     for owner, name, own_id in (
         (AllReduce, "_send_chunks", "peers"),
@@ -106,33 +106,27 @@ def train_with(
             optimizer.step(samples=SAMPLES)
 
     with cs.simulate(honest + hostile, network="lan", seed=seed, samples_per_s=SAMPLES_PER_S) as simulation:
-        simulation.run(work, seconds=CALM_S + SECONDS)
+        simulation.run(work, seconds=CALM_S + seconds)
     fired = sum((member.fired for member in wild.values()), Counter[str]())
     return min(steps.values()), fired, max(cost_s.values(), default=0.0)
 
 
-if __name__ == "__main__":
-    import sys
-    import time
+def kept(seed: int, monkeypatch: pytest.MonkeyPatch, seconds: float) -> float:
+    """Return the part of the steps that one, two or four of a swarm leave the honest majority."""
+    hostile = (1, 2, 4)[seed % 3]
+    honest = max(3, hostile + 1)
+    with monkeypatch.context() as patch:
+        clean, none, _ = train_with(honest, 0, seed, seconds, patch)
+    with monkeypatch.context() as patch:
+        steps, fired, cost_s = train_with(honest, hostile, seed, seconds, patch)
+    print(
+        f"seed {seed}: {steps} of {clean} steps with {hostile} of {honest + hostile}, waited {cost_s:.1f} s, {fired}"
+    )
+    assert not none and len(fired) >= 5 and fired.total() >= 15
+    assert cost_s > 0  # the events tell whom the honest waited for
+    return steps / clean
 
-    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        hostile = (1, 2, 4)[seed % 3]
-        honest = max(3, hostile + 1)
-        with pytest.MonkeyPatch.context() as patch:
-            clean, none, _ = train_with(honest, 0, seed, patch)
-        t = time.time()
-        with pytest.MonkeyPatch.context() as patch:
-            kept, fired, cost = train_with(honest, hostile, seed, patch)
-        print(
-            seed,
-            honest,
-            hostile,
-            clean,
-            kept,
-            round(kept / clean, 2),
-            "cost",
-            round(cost, 1),
-            round(time.time() - t, 1),
-            dict(fired.most_common(6)),
-            flush=True,
-        )
+
+@pytest.mark.slow
+def test_a_wild_member_leaves_the_others_most_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept(0, monkeypatch, 200.0) >= LEAST[1]

@@ -1,0 +1,106 @@
+"""A member that is silent or slow within rounds costs the others a burst in all, and no mean."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colab_swarm.averaging.exchange import AllReduce
+from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.standing import BURST_S, SHARE
+from colab_swarm.events import EventLog, Waited
+from colab_swarm.runtime import loop_now
+from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
+from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
+
+ROUNDS, NUMEL, LIAR = 40, 400_000, "dave"  # six chunks a span
+
+
+async def hold(*_: Any) -> None:
+    await asyncio.sleep(1e6)
+
+
+async def drip(send: Callable[..., Any], *message: Any) -> None:
+    await asyncio.sleep(2.0)
+    await send(*message)
+
+
+ATTACKS = ("withholds its means", "contributes nothing", "sends a chunk each two seconds", "takes no part")
+
+
+def attack(kind: str, fired: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the liar's rounds do that."""
+
+    def instead(name: str, liars: Callable[..., Any]) -> None:
+        honest = getattr(AllReduce, name)
+
+        async def method(self: AllReduce, *given: Any) -> Any:
+            if getattr(self.peers, "name", "") != LIAR:
+                return await honest(self, *given)
+            fired.append(loop_now())
+            return await liars(self, *given)
+
+        monkeypatch.setattr(AllReduce, name, method)
+
+    if kind == "withholds its means":
+        instead("_return_means", hold)
+    elif kind == "contributes nothing":
+        instead("_send_chunks", hold)
+    elif kind == "sends a chunk each two seconds":
+        honest = AllReduce._send_chunks
+
+        async def slowly(self: AllReduce, stream: Any, reducer: int) -> None:
+            send = stream.send
+            monkeypatch.setattr(stream, "send", lambda *message: drip(send, *message))
+            await honest(self, stream, reducer)
+
+        instead("_send_chunks", slowly)
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_silence_within_rounds_costs_a_burst_in_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fired, waits, logs = list[float](), list[float](), list[EventLog]()
+    attack(kind, fired, monkeypatch)
+
+    async def main() -> None:
+        network = SimNetwork(LAN, seed=3)
+        peers = [network.peer(name) for name in NAMES[:4]]
+        network.introduce()
+        logs.extend(EventLog() for _ in peers)
+        averagers = [Averager(peer, SETTINGS, log) for peer, log in zip(peers, logs, strict=True)]
+        honest, liar = averagers[:3], averagers[3]
+        for number in range(ROUNDS):
+            group, began = make_group(peers, [1, 1, 1, 1], NUMEL, round_id=number), loop_now()
+            vectors = [vector(4 * number + index, NUMEL) for index in range(4)]
+            own = [values.copy() for values in vectors]
+            lying = None
+            if kind != "takes no part" or number < 3:
+                lying = asyncio.create_task(liar.average(group, own[3]))
+            elif kind == "takes no part":
+                fired.append(began)
+            results: list[RoundResult] = await asyncio.gather(
+                *(one.average(group, values) for one, values in zip(honest, own, strict=False))
+            )
+            waits.append(loop_now() - began)
+            if lying is not None:
+                lying.cancel()
+            low, high = np.min(vectors, axis=0) - 1e-5, np.max(vectors, axis=0) + 1e-5
+            assert all(np.array_equal(own[0], values) for values in own[1:3]) and not results[0].kept_local
+            assert ((low <= own[0]) & (own[0] <= high)).all()
+            for averager in honest:
+                for peer in set(results[0].contributors):
+                    averager.standings[""].earn(peer, loop_now())
+            await asyncio.sleep(1.0)
+
+        names = {peer.id.hex(): peer.name for peer in peers if isinstance(peer, SimPeers)}
+        for log in logs[:3]:
+            waited = [one for one in log.recent(Waited) if isinstance(one, Waited)]
+            assert LIAR in {names[one.peer] for one in waited}
+            assert sum(one.seconds for one in waited if names[one.peer] != LIAR) < 1.0
+
+    run_virtual(main())
+    usual_s = 0.5
+    assert len(fired) >= ROUNDS - 5
+    assert sum(waits) < 1.5 * BURST_S + SHARE * ROUNDS + usual_s * ROUNDS and max(waits[10:]) < 2 * usual_s
