@@ -5,13 +5,16 @@ A process stays the same peer after a kill, by its folder. Faults of the network
 they need the rights of an administrator.
 """
 
+import math
 import queue
 import random
 import signal
+import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,22 +27,105 @@ from torch.nn.functional import cross_entropy
 import colab_swarm as cs
 from colab_swarm.bench.harness import Channel, Crew
 from colab_swarm.errors import JoinError, SwarmError, require
-from colab_swarm.sim.chaos import (
-    KILLS,
-    LASTS_S,
-    SETTLE_S,
-    SLOWER,
-    ChaosFault,
-    ChaosMeter,
-    random_faults,
-    read_script,
-)
+from colab_swarm.notebook.lessons import describe_fault
+from colab_swarm.sim import ScriptedFault
+from colab_swarm.sim.chaos import random_faults, read_script
 from colab_swarm.swarm.simulation import nth_name, simulate
 from colab_swarm.swarm.swarm import Swarm
 
 BATCH, BATCH_S, STEP_S = 16, 0.1, 1.2  # samples and seconds of a micro-batch; of a step if all peers train
 START_S = 120.0  # time limit for the first step of all peers
-REAL = ("kill", "freeze", "restart")
+SETTLE_S = 20.0  # without random faults, at the end: forks that last longer count
+REAL = {"crash", "restart", "freeze"}  # what processes suffer
+
+
+class ChaosMeter:
+    """Measures a training by what happens to its peers, at rising times in seconds."""
+
+    def __init__(self, peers: Iterable[str]) -> None:
+        self.peers, self.step, self.faults = tuple(peers), 0, 0
+        self.training: set[str] = set()  # they have taken a step since they were started
+        self.disturbed_until: dict[str, float] = {}  # by a freeze or a cut
+        self.errors: list[str] = []
+        self._restarts_s: list[float] = []  # from a start to the first step
+        self._lineages: dict[str, dict[int, str]] = {peer: {} for peer in self.peers}
+        self._started_at: dict[str, float] = {}  # of started peers that do not train yet
+        self._stepped_at = dict.fromkeys(self.peers, -math.inf)
+        self._began = self._at = self._waited_s = self._longest_s = self._available_s = 0.0
+        self._undisturbed, self._first = 0.0, 0
+
+    def begin(self, at: float) -> None:
+        """Start to measure; earlier steps give the undisturbed speed."""
+        self._undisturbed = self._per_minute(at)
+        self._first, self._began, self._at, self._restarts_s = self.step, at, at, []
+        self._waited_s = self._longest_s = self._available_s = 0.0
+
+    def _per_minute(self, at: float) -> float:
+        return 60 * (self.step - self._first) / max(at - self._began, 1e-9)
+
+    def _pass_time(self, at: float) -> None:
+        ends = {at, *(until for until in self.disturbed_until.values() if self._at < until < at)}
+        for end in sorted(ends):
+            well = sum(self.disturbed_until.get(peer, self._at) <= self._at for peer in self.training)
+            self._available_s += well * (end - self._at)
+            self._waited_s += (end - self._at) * (well >= 2)
+            self._longest_s, self._at = max(self._longest_s, self._waited_s), end
+
+    def on_fault(self, at: float, fault: ScriptedFault) -> None:
+        """Count a fault other than a restart."""
+        self._pass_time(at)
+        match fault.name, *fault.arguments:
+            case "crash", peer:
+                self.on_stop(at, peer)
+            case (("freeze" | "cut"), peer, seconds):
+                self.disturbed_until[peer] = at + seconds
+            case "slow", _, 1.0:
+                return  # the end of one
+        self.faults += 1
+
+    def on_start(self, at: float, peer: str) -> None:
+        if peer not in self.training:
+            self._started_at[peer] = at
+
+    def on_stop(self, at: float, peer: str, *errors: str) -> None:
+        self._pass_time(at)
+        self.errors += errors
+        self.training.discard(peer)
+        self._started_at.pop(peer, None)
+
+    def on_step(self, at: float, peer: str, step: int, lineage: str) -> None:
+        """The peer took a step with the swarm, to ``step``."""
+        self._pass_time(at)
+        if (started_at := self._started_at.pop(peer, None)) is not None:
+            self._restarts_s.append(at - started_at)
+        self.training.add(peer)
+        self._lineages[peer][step], self._stepped_at[peer] = lineage, at
+        if step > self.step:
+            self.step, self._waited_s = step, 0.0
+
+    def report(self, at: float) -> dict[str, Any]:
+        """Return the figures by name; a fork lasts if a peer still steps where the leader took another way."""
+        self._pass_time(at)
+        taken, starts, lasted_s = self._lineages, self._restarts_s, max(at - self._began, 1e-9)
+        last = {peer: max(taken[peer]) for peer in self.peers if self._stepped_at[peer] > at - SETTLE_S}
+        leader = taken[max(last, key=lambda peer: last[peer])] if last else {}
+        return {
+            "faults": self.faults,
+            "steps": self.step - self._first,
+            "steps a minute": self._per_minute(at),
+            "undisturbed steps a minute": self._undisturbed,
+            "part of the undisturbed steps": self._per_minute(at) / max(self._undisturbed, 1e-9),
+            "part of the peers' time without a fault": self._available_s / lasted_s / len(self.peers),
+            "longest wait for a step with two peers, s": self._longest_s,
+            "restarts that trained again": len(starts),
+            "restarts that did not": len(self._started_at),
+            "median time until then, s": statistics.median(starts) if starts else None,
+            "worst, s": max(starts, default=None),
+            "forks that lasted": [
+                peer for peer, at in last.items() if leader.get(at, taken[peer][at]) != taken[peer][at]
+            ],
+            "exceptions in a loop": self.errors,
+        }
 
 
 def train(swarm: Swarm, peers: int, on_step: Callable[..., object], pause: Callable[[], object]) -> None:
@@ -80,6 +166,8 @@ class Processes:
         self._meter, self._invite, self.now = meter, "", time.monotonic
 
     def start(self, name: str) -> None:
+        if name in self._crew.by_name:
+            return
         peers = self._meter.peers
         while not self._invite and name != peers[0]:
             self.advance()
@@ -99,15 +187,17 @@ class Processes:
                 self._meter.on_stop(self.now(), name, f"{name} ended: see its error above")
             self._invite = self._invite or message.get("invite", "")
 
-    def act(self, fault: ChaosFault) -> None:
-        if (worker := self._crew.by_name.get(fault.peer)) is None:
-            return
-        if fault.kind == "freeze":
-            worker.process.send_signal(signal.SIGCONT if fault.ends else signal.SIGSTOP)
-        else:
-            del self._crew.by_name[fault.peer]
-            worker.process.kill()
-            worker.process.wait()
+    def act(self, fault: ScriptedFault) -> None:
+        match self._crew.by_name.get(fault.arguments[0]), fault.name, *fault.arguments:
+            case None, *_:
+                pass
+            case worker, "freeze", _, seconds:
+                worker.process.send_signal(signal.SIGSTOP)
+                threading.Timer(seconds, worker.process.send_signal, (signal.SIGCONT,)).start()
+            case worker, _, name:
+                del self._crew.by_name[name]
+                worker.process.kill()
+                worker.process.wait()
 
 
 class Simulated:
@@ -138,16 +228,14 @@ class Simulated:
         over = self._simulation.advance(0.2)
         require(not over, f"no peer trains any more: {self._meter.errors}", SwarmError)
 
-    def act(self, fault: ChaosFault) -> None:
-        how = SLOWER ** (not fault.ends) if fault.kind == "slow" else fault.seconds
-        if self._simulation.network.is_up(fault.peer) and (fault.kind == "slow" or not fault.ends):
-            arguments = ("crash", fault.peer) if fault.kind in KILLS else (fault.kind, fault.peer, how)
-            self._simulation.fire(*arguments)
+    def act(self, fault: ScriptedFault) -> None:
+        if self._simulation.network.is_up(fault.arguments[0]):
+            self._simulation.fire(fault.name, *fault.arguments)
 
 
 def plan(
     peers: int, script: str | None, mean_s: float, kinds: str, *, minutes: float, seed: int
-) -> tuple[list[str], list[ChaosFault]]:
+) -> tuple[list[str], list[ScriptedFault]]:
     """Return the peers' names, and the faults of the file ``script`` or random ones; ValueError if unusable."""
     names, until_s = [nth_name(index) for index in range(peers)], 60 * minutes - SETTLE_S
     if script is not None:
@@ -158,7 +246,7 @@ def plan(
 
 def chaos(
     peers: Sequence[str],
-    faults: Sequence[ChaosFault],
+    faults: Sequence[ScriptedFault],
     *,
     minutes: float,
     baseline_s: float = 60.0,
@@ -168,11 +256,11 @@ def chaos(
 ) -> dict[str, Any]:
     """Train undisturbed for ``baseline_s``, then under ``faults`` for ``minutes``; return the figures.
 
-    ``tell`` gets a line for each fault as it begins or ends. ``simulated`` peers run in virtual time, with ``seed``.
+    ``tell`` gets a line for each fault. ``simulated`` peers run in virtual time, with ``seed``.
     A ValueError for faults of the network on real peers, a `SwarmError` if these do not begin to train.
     """
-    if other := {fault.kind for fault in faults}.difference(LASTS_S if simulated else REAL):
-        raise ValueError(f"{other} can only be simulated (--simulate), of {', '.join(LASTS_S)}")
+    if not simulated and (other := {fault.name for fault in faults} - REAL):
+        raise ValueError(f"{other} can only be simulated (--simulate)")
     meter = ChaosMeter(peers)
     with ExitStack() as stack:
         stage = Simulated(meter, stack, seed) if simulated else Processes(meter, stack)
@@ -191,27 +279,19 @@ def chaos(
 def _play(
     stage: Processes | Simulated,
     meter: ChaosMeter,
-    faults: Sequence[ChaosFault],
+    faults: Sequence[ScriptedFault],
     limit_s: float,
     tell: Callable[[str], object],
 ) -> None:
-    began, coming = stage.now(), list(faults)
+    began, coming = stage.now(), deque(faults)
     while (now := stage.now() - began) < limit_s:
-        for fault in [one for one in coming if (meter.step if one.by_step else now) >= one.at]:
-            coming.remove(fault)
-            if not fault.ends:
-                coming.append(replace(fault, at=now + fault.seconds, by_step=False, ends=True))
-            tell(f"{now:6.1f} s  step {meter.step}  {'end of ' * fault.ends}{fault.kind} {fault.peer}")
-            meter.pass_time(at := stage.now())
-            meter.faults += not fault.ends
-            if fault.kind in ("freeze", "cut"):
-                meter.disturbed ^= {fault.peer}
-            if fault.kind not in KILLS:
-                stage.act(fault)
-            elif fault.ends:
-                meter.on_start(at, fault.peer)
-                stage.start(fault.peer)
+        while coming and coming[0].at <= now:
+            fault = coming.popleft()
+            tell(f"{now:6.1f} s  step {meter.step}  {describe_fault(fault.name, fault.arguments)}")
+            if fault.name == "restart":
+                meter.on_start(stage.now(), *fault.arguments)
+                stage.start(*fault.arguments)
             else:
                 stage.act(fault)
-                meter.on_stop(at, fault.peer)
+                meter.on_fault(stage.now(), fault)
         stage.advance()

@@ -506,7 +506,7 @@ COMMANDS = (
         _chaos,
         "train a small model here while peers are killed, frozen and restarted; 10 minutes",
         CHAOS,
-        ("chaos", "chaos --peers 8 --minutes 30 --seed 7", "chaos --simulate --kinds kill,cut,slow"),
+        ("chaos", "chaos --peers 8 --minutes 30 --seed 7", "chaos --simulate --kinds crash,cut,slow"),
     ),
     Command(_bench, "run benchmarks: link, dht, averaging, overhead …", BENCH, ()),
 )

@@ -58,11 +58,11 @@ CHAOS: Arguments = {
     "--baseline-s": ("seconds without faults before, for comparison", FLOAT | {"default": 60.0}),
     "--mean-s": ("mean seconds between random faults", FLOAT | {"default": 15.0}),
     "--kinds": (
-        "of random faults: kill,freeze,restart; with --simulate also cut,slow",
-        {"default": "kill,freeze,restart"},
+        "of random faults: crash,freeze,restart; with --simulate also cut,slow",
+        {"default": "crash,freeze,restart"},
     ),
     "--seed": ("of the random faults", INT | {"default": 0}),
-    "--script": ("file with faults instead, one a line: SECONDS KIND PEER [SECONDS]", {}),
+    "--script": ("file with faults instead, one a line, such as: 40 freeze bob 10", {}),
     "--simulate": ("simulated peers in virtual time instead of processes", FLAG),
     "--json-lines": ("print one JSON object per event", FLAG),
 }

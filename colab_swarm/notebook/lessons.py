@@ -14,6 +14,7 @@ from colab_swarm.snapshot import PeerRow
 MAX_LINES = 6
 FAULTS = {
     "crash": "{} crashes",
+    "restart": "{} restarts",
     "freeze": "{} freezes for {:.0f} s",
     "cut": "{} is cut off for {:.0f} s",
     "slow": "{}'s connection becomes {:g} times slower than at first",
