@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test ordeal classic binder check docs map picture bench publish-links clean
+.PHONY: demo test ordeal storms classic binder check docs map picture bench publish-links clean
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -28,6 +28,12 @@ test: $(VENV)/installed
 # Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
 ordeal: $(VENV)/installed
 	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
+
+# More storms of faults, such as make storms N=2000 FIRST=500: on all cores, about 1.5 s each on one.
+N ?= 2000
+FIRST ?= 0
+storms: $(VENV)/installed
+	$(BIN)/python -m tests.sim.storm $(N) $(FIRST)
 
 # Classic Notebook with the widgets of Colab's generation; the rest of its kernel's packages are those of .venv.
 $(CLASSIC)/installed: tests/browser/classic-requirements.txt $(VENV)/installed

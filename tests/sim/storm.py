@@ -1,19 +1,29 @@
-"""A storm: faults and a liar for a small simulated swarm that trains; its peers record their histories."""
+"""A storm: faults and a liar for a small simulated swarm that trains; its peers record their histories.
+
+``python -m tests.sim.storm 2000 500`` tries the 2,000 storms from number 500 on, on all cores.
+"""
 
 import asyncio
 import math
-from dataclasses import dataclass
+import random
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import msgspec
-from hypothesis import strategies as st
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import Chunk
 from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
 from colab_swarm.errors import StateError
-from colab_swarm.events import Notice
-from colab_swarm.sim import History
+from colab_swarm.events import Applied, Notice
+from colab_swarm.sim import History, check
 from colab_swarm.swarm.simulation import NAMES, Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
@@ -21,9 +31,10 @@ from colab_swarm.training.progress import ProgressRecord
 from tests.training.toy import join_training, loss_of, model
 
 TARGET, SAMPLES, SAMPLES_PER_S = 16, 2, 1.0  # four peers step each four seconds
-CALM_S = 50.0  # at the end
+CALM_S = 40.0  # at the end
 SLOWER = {"lan": 2000.0, "home": 50.0}  # one way takes a second or so
 LIAR, MUCH = "mallory", 1e6
+SHRINK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -109,24 +120,6 @@ LIARS = {
     "promises": "it is about to come, and never comes",
 }
 TIMES = {"flips": -2.0, "swells": 1e30}
-
-faults = st.builds(
-    Fault,
-    kind=st.sampled_from(("freeze", "kill", "partition", "slow", "lose")),
-    peer=st.sampled_from(NAMES[:4]),
-    begin=st.integers(0, 50),
-    end=st.integers(60, 100),
-)
-spells = st.tuples(st.sampled_from((12.0, 24.0, 40.0)), st.lists(faults, min_size=1, max_size=2).map(tuple))
-storms = st.builds(
-    Storm,
-    seed=st.integers(0, 999),
-    spells=st.lists(spells, min_size=1, max_size=2).map(tuple),
-    peers=st.integers(3, 4),
-    late=st.integers(0, 2),
-    liar=st.sampled_from(("", "", *LIARS)),
-    network=st.sampled_from(("lan", "home")),
-)
 
 
 class Liar:
@@ -215,3 +208,82 @@ def endure(storm: Storm) -> list[History]:
             if history.honest and simulation.swarms.get(swarm.name) is swarm:
                 history.steady = max(began_at, calm_at), calm_at + CALM_S
     return [history for _, history, _ in recorded]
+
+
+def assert_consistent(storm: Storm) -> list[History]:
+    histories = endure(storm)
+    assert sum(len(history.of(Applied)) for history in histories) > storm.peers
+    assert not (found := check(histories)), "\n".join(map(str, [storm, *found]))
+    return histories
+
+
+def storm_of(number: int) -> Storm:
+    rng = random.Random(number)
+
+    def fault() -> Fault:
+        kind = rng.choice(("freeze", "kill", "partition", "slow", "lose"))
+        return Fault(kind, rng.choice(NAMES[:4]), rng.randint(0, 50), rng.randint(60, 100))
+
+    spells = tuple(
+        (rng.choice((12.0, 24.0, 40.0)), tuple(fault() for _ in range(rng.randint(1, 2))))
+        for _ in range(rng.randint(1, 2))
+    )
+    chosen = {"peers": rng.randint(3, 4), "late": rng.randint(0, 2), "liar": rng.choice(("", "", *LIARS))}
+    return Storm(number, spells, network=rng.choice(("lan", "home")), **chosen)
+
+
+def error_of(storm: Storm) -> str:
+    try:
+        assert_consistent(storm)
+    except Exception:  # of any kind: the report quotes it
+        return traceback.format_exc(limit=-3)
+    return ""
+
+
+def simpler(storm: Storm) -> Iterator[Storm]:
+    """Yield storms without one spell, fault, liar, late joiner or peer of this one."""
+    for index, (seconds, faults) in enumerate(storm.spells):
+        before, after = storm.spells[:index], storm.spells[index + 1 :]
+        if before or after:
+            yield replace(storm, spells=(*before, *after))
+        for fault in faults if len(faults) > 1 else ():
+            left = tuple(one for one in faults if one is not fault)
+            yield replace(storm, spells=(*before, (seconds, left), *after))
+    changes = {"liar": "", "late": max(0, storm.late - 1), "peers": 3, "network": "lan"}
+    yield from (replace(storm, **{name: value}) for name, value in changes.items())
+
+
+def shrink(storm: Storm) -> Storm:
+    """Return a storm that fails, none simpler of which does, as far as `SHRINK_S` lead."""
+    until, tried = time.monotonic() + SHRINK_S, {storm}
+    left = deque(simpler(storm))
+    while left and time.monotonic() < until:
+        one = left.popleft()
+        if one not in tried and error_of(one):
+            storm, left = one, deque(simpler(one))
+        tried.add(one)
+    return storm
+
+
+def report_of(number: int) -> str:
+    """Return what is wrong in a storm, and a simpler one that fails, too; empty if nothing is."""
+    if not (error := error_of(storm_of(number))):
+        return ""
+    return f"storm {number}: {error}\nshrunk to {shrink(storm_of(number))}"
+
+
+def reports_of(numbers: Sequence[int]) -> list[str]:
+    """Return the reports of the storms that fail, and print them as they come."""
+    failed = []
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for report in filter(None, pool.map(report_of, numbers)):
+            print(report, flush=True)
+            failed.append(report)
+    return failed
+
+
+if __name__ == "__main__":
+    count, first = (*map(int, sys.argv[1:]), 0)[:2]
+    failed = reports_of(range(first, first + count))
+    print(f"{len(failed)} of {count} storms failed")
+    sys.exit(bool(failed))
