@@ -40,19 +40,6 @@ def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> No
     assert len({tuple(own.tolist()) for _, own, *_ in results}) > 1
 
 
-@pytest.mark.parametrize("quiet", ["alice", "bob"])
-def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
-    def begin(swarm: Swarm) -> torch.Tensor:
-        step_and_close(join_group(swarm, net := model(seed=len(swarm.name)), 2), net)
-        return parameters_of(net)
-
-    with cs.simulate(1, network="lan", seed=1) as sim:
-        sim.join("carol", listen=quiet != "bob")
-        sim.join("dave", listen=quiet != "alice")
-        results = sim.run(lambda swarm: None if swarm.name == "alice" else begin(swarm))
-    assert torch.equal(results["carol"], results["dave"])
-
-
 @pytest.mark.parametrize(
     ("theirs", "named"),
     [

@@ -13,7 +13,7 @@ from colab_swarm.net.handshake import Introduction
 from colab_swarm.net.node import Node
 from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES
 from colab_swarm.net.peers import Contact, Stream
-from tests.net.swarm import Echo, Piece, Talk, identity, items, peers, proxied, run, silence, sink, until
+from tests.net.swarm import Echo, Piece, Talk, identity, items, peers, proxied, run, sink, until
 
 
 def flip_last_byte(data: bytes) -> bytes:
@@ -54,15 +54,6 @@ async def test_a_truncated_message_is_never_delivered() -> None:
         with pytest.raises(PeerTimeout):
             await alice.call(bob.id, Echo(b"cut short"), Echo, timeout_s=0.05)
         assert "serving=0" in repr(bob.linker.table.of(alice.id))
-
-
-async def test_a_peer_that_never_answers_the_dial_is_unreachable() -> None:
-    async with peers("alice", dial_timeout_s=0.05) as (alice,):
-        bob = identity("bob").id
-        async with silence() as address:
-            alice.learn(Contact(bob, (address,)))
-            with pytest.raises(PeerUnreachable, match="did not answer in"):
-                await alice.call(bob, Echo(), Echo, timeout_s=5)
 
 
 @pytest.mark.parametrize("status", ["101 Switching Protocols", "200 OK"])
@@ -112,17 +103,6 @@ async def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes,
         assert answer in got
         writer.close()
         assert not bob.linked()
-
-
-async def test_of_too_many_connections_in_the_handshake_the_oldest_is_dropped() -> None:
-    async with peers("bob", max_handshakes=2) as (bob,):
-        ends = [await connect(bob) for _ in range(3)]
-        with pytest.raises(ConnectionError):
-            await ends[0][0].read()
-            raise ConnectionError  # an orderly close will do as well
-        assert not any(reader.at_eof() for reader, _ in ends[1:])
-        for _, writer in ends:
-            writer.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, 40, MAX_HANDSHAKE_BYTES + 1])

@@ -82,18 +82,6 @@ def test_a_public_key_of_small_order_is_refused() -> None:
         bob.write(b"")
 
 
-def test_a_replayed_transport_message_is_refused() -> None:
-    alice, bob = pair()
-    bob.read(alice.write(b""))
-    alice.read(bob.write(b""))
-    bob.read(alice.write(b""))
-    sealed = alice.split()[0].encrypt(b"once")
-    receiving = bob.split()[1]
-    assert receiving.decrypt(sealed) == b"once"
-    with pytest.raises(ProtocolError, match="replayed"):
-        receiving.decrypt(sealed)
-
-
 @given(st.binary(max_size=200), st.integers(0, 2))
 def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, turn: int) -> None:
     alice, bob = pair()

@@ -20,17 +20,6 @@ def test_a_simulated_day_takes_no_time() -> None:
     assert run_virtual(main()) == pytest.approx(86_400) and time.perf_counter() - began < 1
 
 
-async def test_timers_fire_in_the_order_of_their_times() -> None:
-    woken: list[float] = []
-
-    async def sleeper(seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        woken.append(loop_now())
-
-    await asyncio.gather(*map(sleeper, (3, 1, 2)))
-    assert woken == pytest.approx([1, 2, 3])
-
-
 def test_a_deadlock_is_an_error() -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()
