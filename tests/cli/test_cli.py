@@ -100,18 +100,6 @@ def test_ctrl_c_ends_a_command_with_one_line() -> None:
         assert process.wait(20) == 130 and process.stderr.read() == "colab-swarm: stopped\n"
 
 
-def test_an_interrupted_doctor_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("colab_swarm.swarm.doctor.doctor", interrupted)
-    with pytest.raises(SystemExit, match="130"):
-        main(["doctor"])
-    assert capsys.readouterr().err == "colab-swarm: stopped\n"
-
-
 def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
     """And it warns of one that only its own network can use."""
     command = [*COMMAND, "create", "run", "--json-lines", "--no-lan", "--announce", "ws://192.168.1.5:4500"]

@@ -195,14 +195,6 @@ def test_only_the_visible_page_is_drawn() -> None:
     assert slider.layout.display == "none" and "swarm 12" in panel._view.value
 
 
-def test_two_panels_of_a_swarm_work_independently() -> None:
-    read = steps(count=4)
-    one, other = (Panel(read, nothing, live=True) for _ in range(2))
-    one.refresh()
-    other.refresh()
-    assert "training, step 3<" in one._view.value and "training, step 4<" in other._view.value
-
-
 def test_a_view_that_cannot_be_drawn_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
     def read() -> SwarmSnapshot:
         raise RuntimeError("no snapshot")

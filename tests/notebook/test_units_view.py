@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
@@ -66,10 +64,6 @@ def test_a_finished_job_shows_its_reason_and_no_units() -> None:
     done = draw_job(status(finished="accuracy reached", marks=MARKS, fault="disk <full>"))
     assert "finished: accuracy reached" in done.text() and "#=>" not in done.text()
     assert "disk &lt;full&gt;" in done.html() and "#=&gt;" not in done.html()
-
-
-def test_a_view_can_be_imported_first() -> None:
-    subprocess.run([sys.executable, "-c", "import colab_swarm.notebook.units_view"], check=True)
 
 
 def test_the_line_of_a_volunteer_has_job_state_and_units() -> None:

@@ -1,6 +1,5 @@
 """`swarm.batches`: data in a plain training loop."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,19 +151,3 @@ def test_batches_move_to_the_models_device() -> None:
         assert batch["more"][1] == ["text", "text"]
 
     toy.alone(train)
-
-
-def test_the_sessions_end_ends_the_loop() -> None:
-    def train(swarm: Swarm) -> int:
-        net, optimizer = begin(swarm)
-        timer = threading.Event()
-        for index_B, x_BI in swarm.batches(loader(), optimizer, max_steps=10**9):
-            net(x_BI).square().mean().backward()
-            optimizer.step()
-            if len(index_B) and optimizer.global_step == 2:
-                optimizer.end("the session ends", hand_over_s=0.0)
-                timer.set()
-        assert timer.is_set() and optimizer.over
-        return optimizer.global_step
-
-    assert toy.alone(train) == 2

@@ -53,14 +53,3 @@ def test_leaving_the_swarm_leaves_the_group() -> None:
 
     with cs.simulate(peers=2) as simulation:
         assert all("left" in told for told in simulation.run(loop).values())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"peers": 1}, "peers=1"), ({"peers": 2, "compression": "zip"}, "unknown codec")]
-)
-def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
-    def loop(swarm: cs.Swarm) -> None:
-        swarm.elastic_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), **options)
-
-    with cs.simulate(peers=1) as simulation, pytest.raises(ValueError, match=message):
-        simulation.run(loop)

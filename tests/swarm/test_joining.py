@@ -3,8 +3,6 @@
 import asyncio
 import re
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.errors import JoinError, StateError, TunnelError
+from colab_swarm.errors import StateError, TunnelError
 from colab_swarm.invite import Invite
-from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
@@ -78,14 +75,6 @@ def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
     run(main())
 
 
-def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path: Path) -> None:
-    options = NetworkOptions(lan=False, use_relays=False, identity=tmp_path / "key")
-    with cs.create("my-run", options=options) as swarm:
-        assert cs.create("my-run", options=options) is swarm
-    with cs.create("my-run", options=options) as again:
-        assert again is not swarm and again.run_id == swarm.run_id
-
-
 def test_creating_an_open_run_again_returns_the_same_swarm_and_names_what_differs() -> None:
     with cs.create("my-run", peer_name="alice", options=ALONE) as swarm:
         assert cs.create("my-run", peer_name="alice", options=ALONE) is swarm
@@ -100,27 +89,6 @@ def test_creating_an_open_run_again_returns_the_same_swarm_and_names_what_differ
             assert cs.create("my-run", options=ALONE) is swarm is not joined
     with cs.create("my-run", options=ALONE) as again:
         assert again is not swarm and again.run_id != swarm.run_id
-
-
-def test_an_open_run_is_not_created_again_into_a_folder_and_a_saved_one_needs_no_folder(
-    tmp_path: Path,
-) -> None:
-    with cs.create("my-run", options=ALONE), pytest.raises(StateError, match="leave it first"):
-        cs.create("my-run", options=ALONE, state_dir=tmp_path / "late")
-    with cs.create("my-run", options=ALONE, state_dir=tmp_path / "saved") as swarm:
-        assert cs.create("my-run", options=ALONE) is swarm
-    with cs.create("my-run", options=ALONE) as other, cs.resume(tmp_path / "saved") as resumed:
-        assert resumed.run_id == swarm.run_id != other.run_id
-
-
-@pytest.mark.parametrize("ahead_s", [900.0, 7200.0])
-@pytest.mark.real_time
-async def test_a_wrong_clock_is_named(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    services, network, invitation = await founded()
-    monkeypatch.setattr(Node, "start", partial(Node.start, wall_clock=lambda: time.time() + ahead_s))
-    with pytest.raises(JoinError, match="clock"):
-        await _start(RunAccess.by(invitation, identity("alice")), identity("alice"), "alice", ALONE)
-    await close(services, network)
 
 
 def test_a_missing_tunnel_library_precedes_its_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,23 +92,6 @@ def played(
     return simulation.play(train, speed=1000.0, live=True, **options)
 
 
-@pytest.mark.slow
-def test_a_run_in_the_background_applies_injected_actions(simulation: Simulation) -> None:
-    lesson = played(simulation)
-    wait(lambda: lesson.snapshot().at > 2)
-    lesson.inject("crash", "carol")
-    wait(lambda: [peer.role for peer in lesson.snapshot().peers][2] == "crashed")
-    lesson.inject("join")
-    wait(lambda: len(lesson.snapshot().peers) == 4)
-    lesson.pause()
-    wait(lambda: lesson.snapshot().state == "paused")
-    lesson.stop()
-    lesson.stop()
-    snapshot = lesson.snapshot()
-    assert snapshot.state == "stopped" and any("carol crashes" in line for line in snapshot.story)
-    assert "carol" in lesson._repr_mimebundle_()["text/html"]
-
-
 def test_a_new_run_stops_the_former_one_and_so_does_closing(simulation: Simulation) -> None:
     first, second = played(simulation), played(simulation)
     assert first.snapshot().state in OVER and second.snapshot().state == "playing"
@@ -145,6 +128,8 @@ def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulat
     wait(lambda: lesson.snapshot().at == pytest.approx(at + 1.0))
     assert time_after(4) == pytest.approx(at + 1.0) and lesson.snapshot().state == "paused"
     lesson.stop()
+    lesson.stop()
+    assert lesson.snapshot().state == "stopped"
 
 
 def test_a_simulation_shows_its_peers_and_the_faults_to_come(simulation: Simulation) -> None:

@@ -1,45 +1,16 @@
 """Access modes and roles as people use them: create, invite, join, revoke."""
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import JoinError
+from colab_swarm.net.membership import Account
 from colab_swarm.swarm.swarm import Swarm
 from tests.swarm import wait
 from tests.training.toy import join_training, model
 
 QUIET = cs.NetworkOptions(lan=False)
-ACCOUNTS = {"Bearer of-ada": "ada", "Bearer of-eve": "eve"}
-
-
-class Hub(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        name = ACCOUNTS.get(self.headers.get("Authorization", ""))
-        organisations = [{"name": "bengali"}] if name == "ada" else []
-        body = json.dumps({"name": name, "type": "user", "orgs": organisations})
-        self.send_response(200 if name and self.path == "/api/whoami-v2" else 401)
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Silent."""
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
-    yield
-    server.shutdown()
-    server.server_close()
-    thread.join()
+ACCOUNTS = {"of-ada": Account("ada", orgs=(Account("bengali"),)), "of-eve": Account("eve")}
 
 
 def linked(one: Swarm, other: Swarm) -> bool:
@@ -47,8 +18,12 @@ def linked(one: Swarm, other: Swarm) -> bool:
 
 
 def test_an_allowlist_admits_its_users_and_says_what_others_can_do(
-    hub: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    async def whoami(token: str) -> Account | None:
+        return ACCOUNTS.get(token)
+
+    monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
     allow = cs.Allowlist(organisations=("Bengali",))
     with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
         invite = swarm.invite()

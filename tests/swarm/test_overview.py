@@ -90,28 +90,6 @@ def test_a_reducer_sees_the_trainers() -> None:
         assert rows["bob"][0] == "trainer" and rows["alice"][0] == "assistant"
 
 
-@pytest.mark.slow
-def test_a_snapshot_of_twenty_peers_takes_less_than_a_millisecond() -> None:
-    def measure(swarm: Swarm) -> float:
-        optimizer = join_training(swarm, net := model(), target_batch_size=1000)
-        loss_of(net, 0).backward()
-        optimizer.step(samples=2)
-        if swarm.name != "alice":
-            return 0.0
-        while len(swarm.snapshot().peers) < 20:
-            swarm.runtime.call(optimizer.collaboration.refresh())
-        return min(_seconds(swarm.snapshot) for _ in range(20))
-
-    with cs.simulate(peers=20, network="lan") as simulation:
-        assert 0 < simulation.run(measure)["alice"] < 1e-3
-
-
-def _seconds(work: object) -> float:
-    began = time.perf_counter()
-    work()  # type: ignore[operator]
-    return time.perf_counter() - began
-
-
 def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:
     go_on, done, readings = threading.Semaphore(0), threading.Semaphore(0), iter([1, 2])
 

@@ -228,13 +228,6 @@ def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, t
         torch.testing.assert_close(parameters_of(theirs), parameters_of(net))
 
 
-def test_a_new_peer_is_saved_as_a_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "SAVE_EVERY_S", 0.01)
-    with cs.create("test-run", state_dir=tmp_path) as alice, cs.join(alice.invite(), peer_name="bob") as bob:
-        # one that is killed now finds back
-        wait(lambda: (kept := read_saved(tmp_path)) and [one.id for one in kept.contacts] == [bob.id])
-
-
 class Kernel:
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "tests.swarm.kept_process", *arguments]

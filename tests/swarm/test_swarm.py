@@ -18,13 +18,13 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.errors import InviteError, JoinError, PortError
-from colab_swarm.events import PeerJoined, RoundFinished, StateReceived
+from colab_swarm.events import PeerJoined, RoundFinished
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.net.addresses import host_of, is_local
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, joint_reference, loss_of, model, train_freely, train_own_rows
+from tests.training.toy import join_training, joint_reference, loss_of, model, train_own_rows
 
 
 @pytest.fixture
@@ -129,17 +129,6 @@ def test_four_peers_with_unequal_batches_equal_one_process(alice: Swarm) -> None
     assert len({lineage for _, lineage in results}) == 1
     for parameters, _ in results:
         torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_late_peer_gets_the_state_and_trains_on(alice: Swarm) -> None:
-    with ThreadPoolExecutor(2) as pool, cs.join(alice.invite(), peer_name="bob") as bob:
-        first = pool.submit(train_freely, alice, 12)
-        reached = threading.Event()
-        alice.events.listen(lambda event: getattr(event, "step", 0) >= 3 and reached.set())
-        assert reached.wait(30)
-        second = pool.submit(train_freely, bob, 12)
-        assert first.result(60)[1] == second.result(60)[1] and bob.events.recent(StateReceived)
 
 
 @pytest.mark.slow
