@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.backbone.keeper import Vault, read_losses
+from colab_swarm.backbone.keeper import read_losses
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.state import CheckpointFolder
 from tests.backbone.run import Scene
@@ -63,20 +63,6 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         sim.network.now().crash("bob")
         sim.run(lambda swarm: swarm.runtime.call(keeper.look()))
         assert keeper.trainers == {} and keeper.standing_in == keeper.vault.checkpoints[-1].step
-
-
-def test_the_previous_file_is_served_if_the_newest_is_damaged(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    with cs.simulate(1, seed=6) as sim:
-        sim.join("bob")
-        scene.run(sim, 30, bob=12)
-    newest, before = Vault(tmp_path / "model").paths()[:2]
-    newest.write_bytes(b"half")
-    with cs.simulate(1, seed=7) as sim:
-        sim.join("carol", at=20.0)
-        results = scene.run(sim, 60, carol=16)
-    assert results["carol"][:2] == (int(before.stem.partition("-")[2]), 16)
-    assert scene.keeper.standing_in is None
 
 
 def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_path: Path) -> None:

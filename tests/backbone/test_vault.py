@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.backbone import keeper
@@ -20,7 +20,7 @@ from colab_swarm.tensors.statedict import read_tensors
 from colab_swarm.training import state as states
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.state import load_checkpoint, save_checkpoint, tensors_of
+from colab_swarm.training.state import save_checkpoint, tensors_of
 from tests.tensors.test_statedict import same
 from tests.training.toy import loss_of, model
 
@@ -127,37 +127,8 @@ def test_a_state_that_claims_another_step_or_names_other_tensors_is_not_saved(tm
             Vault(tmp_path).save(altered(snapshot, **change))
     layout = msgspec.msgpack.decode(snapshot.manifest.layout, type=Layout)
     fewer = msgspec.msgpack.encode(Layout(layout.skeleton, layout.tensors[:-1]))
-    twice = msgspec.msgpack.encode(Layout(layout.skeleton, (*layout.tensors[:-1], layout.tensors[0])))
-    huge = msgspec.msgpack.encode(Layout(layout.skeleton, (("x", "float32", (1 << 40,)),)))
-    for wrong in (fewer, twice, huge):
-        with pytest.raises(StateError):
-            Vault(tmp_path).save(altered(snapshot, layout=wrong))
-
-
-def test_an_empty_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
-    state = {"step": 1, "lineage": b"l", "parameters": [torch.zeros(0)], "optimizer": {}, "scheduler": None}
-    save_checkpoint(tmp_path / "c", state)
-    tensors, skeleton = read_tensors(tmp_path / "c")
-    again, _ = tensors_of(states.snapshot_of(tensors, skeleton))
-    assert again["parameters/0"].shape == (0,) and same(load_checkpoint(tmp_path / "c"), state)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.integers(0, 200))
-def test_a_file_with_other_bytes_is_refused_or_the_same(
-    tmp_path: Path, place: int, byte: int, cut: int
-) -> None:
-    path = tmp_path / "c"
-    save_checkpoint(path, {"w": torch.arange(20.0), "lr": 0.1})
-    data = bytearray(path.read_bytes())
-    data[place % len(data)] = byte
-    path.write_bytes(data[: len(data) - cut])
-    try:
-        tensors, _ = read_tensors(path)
-    except StateError:
-        return
-    assert bytes(tensors["w"].data) == torch.arange(20.0).numpy().tobytes()
+    with pytest.raises(StateError):
+        Vault(tmp_path).save(altered(snapshot, layout=fewer))
 
 
 @given(st.binary(max_size=200))

@@ -25,15 +25,6 @@ def test_sizes_have_their_published_number_of_parameters(tokenizer: Words, size:
 
 
 @pytest.mark.slow
-def test_peers_start_equal_and_read_differently() -> None:
-    (alice, hers), (bob, his) = (albert(swarm=SimpleNamespace(id=id)) for id in (b"alice", b"bob"))
-    state = bob.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
-    assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
-    assert not torch.equal(next(hers)["input_ids"], next(his)["input_ids"])
-
-
-@pytest.mark.slow
 def test_another_seed_gives_another_model_and_other_randomness_is_untouched(tokenizer: Words) -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
@@ -108,14 +99,16 @@ def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
 
 
 @pytest.mark.slow
-def test_a_tokenizer_trained_on_a_mix_is_the_same_for_all_peers(tmp_path: Path) -> None:
+def test_peers_start_equal_with_one_tokenizer_and_read_a_mix_differently(tmp_path: Path) -> None:
     one, other = tmp_path / "a.txt", tmp_path / "b.txt"
     one.write_text("\n".join(f"{n} apples and pears fell. {n + 1} did not." for n in range(500)))
     other.write_text("\n".join(f"{n} bears slept: they did." for n in range(500)))
     mix = {str(one): 1.0, str(other): 3.0}
-    (_, hers), (_, his) = (
+    (alice, hers), (bob, his) = (
         albert(text=mix, language="bn", swarm=SimpleNamespace(id=name)) for name in (b"alice", b"bob")
     )
+    state = bob.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
     assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
     assert hers.tokenizer.unk_token_id not in hers.tokenizer("apples and bears")["input_ids"]
     assert not torch.equal(next(hers)["input_ids"], next(his)["input_ids"])

@@ -1,7 +1,7 @@
 """Peers that would train something else are refused by name, before they train."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -40,20 +40,11 @@ def begin(
     swarm: Swarm,
     net: nn.Module | None = None,
     make: Callable[[nn.Module], torch.optim.Optimizer] = adam,
-    *,
-    target_batch_size: int = 4,
-    weight_unit: str = "samples",
-    max_grad_norm: float | None = 1.0,
+    **changes: Any,
 ) -> SwarmOptimizer:
     net = net or Adapted()
-    return swarm.optimizer(
-        make(net),
-        model=net,
-        batch_size=4,
-        target_batch_size=target_batch_size,
-        weight_unit=weight_unit,
-        max_grad_norm=max_grad_norm,
-    )
+    settings = {"batch_size": 4, "target_batch_size": 4, "max_grad_norm": 1.0, **changes}
+    return swarm.optimizer(make(net), model=net, **settings)
 
 
 def train(optimizer: SwarmOptimizer, steps: int = 1) -> None:
@@ -85,6 +76,11 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
         "learning rate: 0.001 there, 0.01 here",
         lambda swarm: begin(swarm, make=lambda net: adam(net, 1e-2)),
     ),
+    "codec": (
+        "compression: float32 there, float16 here",
+        lambda swarm: begin(swarm, compression="float16"),
+    ),
+    "local": ("local steps: none there, yes here", lambda swarm: begin(swarm, local_steps=4)),
     "clip": ("max_grad_norm: 1 there, none here", lambda swarm: begin(swarm, max_grad_norm=None)),
 }
 
@@ -167,21 +163,3 @@ def test_text_of_others_cannot_control_a_terminal() -> None:
     progress = Progress(ME, record("8", syncing=True))
     progress.on_records({BOB: record("\x1b[2J")}, now=0.0)
     assert progress.disagreement() == "target_batch_size: ?[2J there, 8 here"
-
-
-@pytest.mark.slow
-def test_models_that_were_initialised_differently_take_the_founders_state(alice: Swarm) -> None:
-    def late(swarm: Swarm) -> tuple[torch.Tensor, bytes]:
-        net = Adapted()
-        with torch.no_grad():
-            net.down.normal_()
-        optimizer = begin(swarm, net)
-        return net.down.detach().clone(), optimizer.lineage
-
-    with (
-        cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob,
-        ThreadPoolExecutor() as pool,
-    ):
-        down, lineage = pool.submit(late, bob).result(60)
-    mine = alice.optimizers["model"]
-    assert lineage == mine.lineage and torch.equal(down, mine.rule.model.down.detach())  # type: ignore[union-attr, arg-type]

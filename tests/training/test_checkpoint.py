@@ -134,4 +134,6 @@ def test_a_folder_keeps_the_newest_and_skips_the_unreadable(tmp_path: Path) -> N
     assert (newest.name, older.name) == ("step-000000000011.safetensors", "step-000000000010.safetensors")
     newest.write_bytes(newest.read_bytes()[:-1])
     assert folder.latest() == {"step": 10}
+    with pytest.raises(ValueError, match="at least one"):
+        CheckpointFolder(tmp_path, keep=0)
     assert {*(tmp_path / "run").iterdir()} == {newest, older}

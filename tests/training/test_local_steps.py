@@ -8,7 +8,6 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.errors import MismatchError
 from colab_swarm.events import Notice, RoundFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
@@ -63,25 +62,6 @@ def test_peers_agree_after_each_round_and_late_joiners_get_the_swarms_state() ->
     assert len(results) == 4 and len({lineage for _, lineage in results.values()}) == 1
     first, *others = [parameters for parameters, _ in results.values()]
     assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize("local", ["alice", "bob"])
-def test_peers_with_and_without_local_steps_do_not_mix(local: str) -> None:
-    def train(swarm: Swarm) -> str:
-        net = model()
-        try:
-            optimizer = join_training(swarm, net, local_steps=STEPS if swarm.name == local else 1)
-            for step in range(3 * STEPS):
-                take(optimizer, net, step)
-        except MismatchError as error:
-            return str(error)
-        return ""
-
-    with cs.simulate(2, seed=1) as sim:
-        refused = [text for text in sim.run(train).values() if text]
-    assert len(refused) == 1 and re.search(
-        "local steps: (none there, yes here|yes there, none here)", refused[0]
-    )
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1000, 2.5, "many"])

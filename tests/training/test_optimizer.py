@@ -17,16 +17,15 @@ from colab_swarm.averaging.group import JoinRound, RoundTerms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.steps import ElasticSettings
-from colab_swarm.errors import MismatchError, StateError
+from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived, StepFinished
 from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training import toy
 
@@ -205,33 +204,6 @@ def test_five_minutes_of_clock_skew_do_not_matter() -> None:
         assert max(e.group_size for e in rounds) == 4
 
 
-def test_a_peer_with_another_model_is_refused_and_both_are_named() -> None:
-    def train(swarm: Swarm) -> str:
-        if swarm.name == "alice":
-            toy.train_freely(swarm, 3)
-            return ""
-        other = torch.nn.Linear(3, 3)
-        with pytest.raises(MismatchError, match="model: ") as caught:
-            swarm.optimizer(Lamb(other.parameters()), target_batch_size=10)
-        return str(caught.value)
-
-    with simulation(1) as sim:
-        sim.join("bob", at=2.0)
-        assert "178 trained values" in (told := sim.run(train)["bob"]) and "12 trained values" in told
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-def test_two_halves_of_a_broken_network_grow_together_again() -> None:
-    with simulation(4) as sim:
-        sim.network.at(4.0).partition({"alice", "bob"}, {"carol", "dave"})
-        sim.network.at(60.0).heal()
-        results = sim.run(lambda swarm: toy.train_freely(swarm, 150))
-        assert len(sim.network.fired) == 2 and len(results) == 4
-        assert any(s.events.recent(StateReceived) for s in sim.swarms.values())
-        assert len(toy.lineages(results)) == 1
-
-
 @pytest.mark.parametrize("seed", [1, 3])
 def test_many_peers_that_only_dial_out_stay_with_the_one_that_listens(seed: int) -> None:
     with cs.simulate(1, network="home", seed=seed) as sim:
@@ -331,30 +303,6 @@ def test_after_leaving_every_call_says_so() -> None:
             optimizer.step(samples=1)
         with pytest.raises(RuntimeError, match="has left its swarm"):
             toy.join_training(swarm, toy.model())
-
-
-async def lie(services: PeerServices, step: int) -> None:
-    """Publish, after a while, that this peer is at ``step``; it has no state to give."""
-    await asyncio.sleep(5)
-    record = ProgressRecord(step, b"liar", 0.0, 0.0, syncing=False, reduces=True, name="liar")
-    await services.dht.publish(progress_key("simulation-0/model"), record, ttl_s=3600)
-
-
-@pytest.mark.slow
-def test_a_record_of_an_absurd_step_stops_neither_trainers_nor_late_joiners() -> None:
-    def train(swarm: Swarm) -> tuple[torch.Tensor, bytes] | None:
-        if swarm.name == "bob":
-            swarm.runtime.call(lie(swarm.services, 10**9))
-            return None
-        return toy.train_freely(swarm, 60)
-
-    with simulation(2) as sim:
-        sim.join("carol", at=30.0)
-        results = sim.run(train)
-        assert sim.swarms["carol"].events.recent(StateReceived)
-        heard = sim.swarms["alice"].optimizers["model"].collaboration.progress.records.values()
-        assert any(record.step == 10**9 for record in heard)
-    assert results["alice"] and results["carol"] and results["alice"][1] == results["carol"][1]
 
 
 def test_a_record_has_the_peers_present_addresses() -> None:

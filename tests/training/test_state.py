@@ -66,14 +66,6 @@ async def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
     assert [fault.name for fault in scene.network.fired] == ["crash"]
 
 
-async def test_a_lying_donor_is_dropped_and_its_chunks_come_from_others() -> None:
-    lie = snapshot()
-    scene = Scene({"alice": snapshot(), "mallory": Snapshot(lie.manifest, np.zeros_like(BLOB))})
-    got = await scene.download()
-    assert np.array_equal(got.blob, BLOB)
-    assert got.donors == (scene.donors["alice"].id,)
-
-
 async def test_a_donor_that_stalls_loses_its_chunks_to_the_others_after_30_s() -> None:
     scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
     stalled = scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=3)
