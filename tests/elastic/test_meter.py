@@ -1,4 +1,4 @@
-"""A group against one process, a peer's own distance against the exact one, and its scheduler."""
+"""A peer's own distance against the exact one, its moments, and its scheduler."""
 
 import math
 import random
@@ -98,20 +98,6 @@ def test_a_synchronous_group_measures_nothing() -> None:
 @pytest.mark.parametrize(("bound", "passed"), [(None, False), (0.0, False), (1.0, True), (2.0, False)])
 def test_a_distance_above_its_bound_is_noticed(bound: float | None, passed: bool) -> None:
     assert ElasticStep(0, 0.0, 0.0, inconsistency=1.5, bound=bound, lost=()).passed == passed
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("peers", [2, 4])
-def test_beta_1_equals_one_process_with_the_joined_batch(peers: int, momentum: float) -> None:
-    run = emulate(lambda: NormBounded(1.0), 50, peers=peers, momentum=momentum)
-    parameters, velocity = np.zeros(DIM, np.float32), np.zeros(DIM, np.float32)
-    for step in range(50):
-        gradients = [noisy_quadratic(peer, step, parameters) for peer in range(peers)]
-        velocity = momentum * velocity + np.mean(gradients, axis=0)
-        parameters = parameters - 0.1 * velocity
-    for member in run.members:
-        np.testing.assert_allclose(member.parameters, parameters, atol=1e-5)
-        assert (member.parameters == run.members[0].parameters).all(), "peers differ in a bit"
 
 
 def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound() -> None:

@@ -77,7 +77,7 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
         lambda swarm: begin(swarm, make=lambda net: adam(net, 1e-2)),
     ),
     "codec": (
-        "compression: float32 there, float16 here",
+        r"\bcompression: float32 there, float16 here",
         lambda swarm: begin(swarm, compression="float16"),
     ),
     "local": ("local steps: none there, yes here", lambda swarm: begin(swarm, local_steps=4)),
