@@ -29,7 +29,7 @@ test: $(VENV)/installed
 ordeal: $(VENV)/installed
 	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
 
-# More storms of faults, such as make storms N=2000 FIRST=500: on all cores, about 1.5 s each on one.
+# More storms of faults, such as make storms N=2000 FIRST=500: on all cores, about 2 s each on one.
 N ?= 2000
 FIRST ?= 0
 storms: $(VENV)/installed
