@@ -36,6 +36,8 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import short
 from tests.net.swarm import LOOPBACK, Echo, echo, start, until
 from tests.netlab.peer import Piece, send, take
+from tests.notebooks.kernel import opened
+from tests.notebooks.test_notebooks import connects, press
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [
@@ -197,6 +199,18 @@ def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Ngi
             sent = alice.runtime.call(talk())
             assert sent["intact"] and sent["path"] == f"relayed by {short(there)}"
             assert all(address.startswith(nginx.address) for address in bob.contact.addresses)
+
+
+def test_the_four_cells_of_the_notebook_join_and_train_through_nginx(nginx: Nginx, tmp_path: Path) -> None:
+    trusted = {"SSL_CERT_FILE": str(nginx.folder / "ca.pem")}
+    with backbone_behind(nginx) as backbone, opened("swarm", tmp_path, **trusted) as alice:
+        connects(alice, 3)
+        shown = press(alice, name="alice", invitation=f" {backbone.invite[:90]}\n{backbone.invite[90:]} ")
+        assert "you are alice" in shown and f"reached {short(backbone.swarm.id)}: tunnel" in shown
+        assert "my-run: training, step" in alice.run()
+        assert alice.execute("print(optimizer.global_step)").endswith("3\n")
+        alice.run()
+        assert "left" in alice.execute("print(swarm)")
 
 
 @asynccontextmanager

@@ -187,6 +187,29 @@ def use_accelerate(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Re
     raise AssertionError
 
 
+def use_scaler(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record]:
+    """A plain loop; now and then a gradient overflows, and the step is skipped."""
+    net = perceptron()
+    optimizer = joined(swarm, net, name)
+    record, scaler = Record(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    meet(optimizer)
+    for number, batch in enumerate(points(swarm.name)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net, batch)).backward()
+        overflows = number in (2, 7, 8)
+        if overflows:
+            net[0].bias.grad.fill_(torch.inf)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale() < scale) == overflows
+        if not overflows:
+            record.after_step(batch)
+        if optimizer.global_step == STEPS:
+            return net, record
+    raise AssertionError
+
+
 def use_lightning(
     swarm: Swarm, folder: Path, name: str, *, automatic: bool = True
 ) -> tuple[nn.Module, Record]:
@@ -238,6 +261,7 @@ SCENARIOS: dict[str, Callable[[Swarm, Path, str], tuple[nn.Module, Record]]] = {
     "trainer": use_trainer,
     "trl": use_trl,
     "accelerate": use_accelerate,
+    "scaler": use_scaler,
     "lightning": use_lightning,
     "lightning-by-hand": use_lightning_by_hand,
 }

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import colab_swarm as cs
 from colab_swarm.integrations.lightning import SwarmSteps
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import alone
 
 QUIET = {
     "logger": False,
@@ -41,6 +41,11 @@ def fit(swarm: Swarm, model: Model, steps: int = 3, rows: int = 10, **options: A
     trainer = lightning.Trainer(**settings)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
     return trainer
+
+
+def alone(train: Any) -> Any:
+    with cs.simulate(1) as simulation:
+        return simulation.run(train)["alice"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -12,6 +12,20 @@ DROP = ("INPUT", "-p", "udp", "-j", "DROP")
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
+def test_friends_behind_nats_train_with_nothing_but_the_four_cells() -> None:
+    with Lab(Site("alice", nat=Nat()), Site("bob", nat=Nat("random"))) as lab:
+        outside = create(lab, "pub")
+        friends = []
+        for host in ("alice", "bob"):
+            environment = ["env", f"SWARM_INVITATION={outside.invite}", "OMP_NUM_THREADS=1"]
+            friends.append(lab.run(host, [*environment, *lab.command("tests.netlab.cells", 20)]))
+        facts = [friend.line(120.0) for friend in friends]
+    assert all(fact["step"] == 20 and "joining lab" in fact["said"] for fact in facts), facts
+    assert all(len(fact["links"]) == 2 for fact in facts), facts  # the one outside, and the friend
+
+
+@pytest.mark.slow
 def test_a_peer_that_only_iroh_reaches_serves_friends_behind_nats_and_outlives_a_cut() -> None:
     with Lab(Site("alice", nat=Nat()), Site("bob", nat=Nat("random"))) as lab:
         outside = create(lab, "pub", **BY_IROH)

@@ -1,5 +1,6 @@
-"""A ResNet-18 with BatchNorm: three peers, one of them late, end with the same model."""
+"""A ResNet-18 with BatchNorm: three peers, one of them late, against one process with the joined batches."""
 
+import statistics
 from typing import Any
 
 import pytest
@@ -50,6 +51,10 @@ def outputs(net: Any) -> torch.Tensor:
     return net.eval()(IMAGES[TRAINED:]).logits
 
 
+def accuracy(logits: torch.Tensor) -> float:
+    return (logits.argmax(dim=1) == LABELS[TRAINED:]).float().mean().item()
+
+
 def together(seed: int, steps: int, width: int) -> list[torch.Tensor]:
     """What each peer's model answers in the end."""
 
@@ -71,7 +76,29 @@ def together(seed: int, steps: int, width: int) -> list[torch.Tensor]:
         return list(simulation.run(train).values())
 
 
+def by_one_process(seed: int, steps: int, width: int) -> torch.Tensor:
+    net = resnet(seed, width)
+    optimizer, rates = adam(net, steps)
+    for step in range(steps):
+        optimizer.zero_grad()
+        net.train()(**batch(step, PEERS * BATCH)).loss.backward()
+        optimizer.step()
+        rates.step()
+    return outputs(net)
+
+
 @pytest.mark.slow
 def test_a_resnet_answers_the_same_at_all_peers_to_the_last_bit() -> None:
     alices, *others = together(seed=1, steps=8, width=64)
     assert len(others) == 2 and all(torch.equal(alices, one) for one in others)
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_a_resnet_is_as_accurate_as_one_process() -> None:
+    seeds, size = range(3), {"steps": 200, "width": 32}
+    mine = [accuracy(together(seed, **size)[0]) for seed in seeds]
+    alone = [accuracy(by_one_process(seed, **size)) for seed in seeds]
+    print(f"together {mine}, one process {alone}")
+    assert abs(statistics.mean(mine) - statistics.mean(alone)) <= 0.01
+    assert min(*mine, *alone) > 0.9
