@@ -11,9 +11,9 @@ import hashlib
 import logging
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from colab_swarm.averaging.exchange import AWAKE_S
 from colab_swarm.averaging.group import (
@@ -50,10 +50,12 @@ from colab_swarm.runtime import loop_now, wait_until, wake
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
 
 HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
 LEAST_USUAL_S, FIRST_USUAL_S = 0.1, 1.0  # of an answer to a call, and after a promise; before any is known
+ORGANIZER_PATIENCE = 2.0  # it may wait for a peer itself
 IN_VAIN_S = 0.25  # what an answer without a group costs: the records are read, and peers called, once more
 PASSED_S = 10.0  # an honest refusal of one step ends with the round that runs without us
 KEPT_GROUPS = 4
@@ -98,7 +100,7 @@ class Matchmaker:
         call_s, slack_s = self._settings.call_timeout_s, self._settings.slack_s
         self._answers = Patience(LEAST_USUAL_S, call_s, FIRST_USUAL_S)  # to calls of linked peers
         self._lateness = Patience(LEAST_USUAL_S, slack_s, FIRST_USUAL_S)  # after a promise
-        self._calls = set[asyncio.Task[None]]()  # they go on when the group is formed: a dial takes its time
+        self._calls = set[asyncio.Task[Any]]()
         self._expected_now: Collection[PeerId] = ()
         self._step: tuple[int, bytes] | None = None  # for which this peer looks for a group
         self._passed: dict[PeerId, float] = {}  # organizers that it asked in vain for it, until when
@@ -106,7 +108,7 @@ class Matchmaker:
         self._promised = set[PeerId]()  # that said to come to it
         self._few = False  # and whether its own group of a minority was refused
         self._answered_at = float("-inf")  # by any organizer but this peer
-        self._asks: tuple[PeerId | None, float] = None, 0.0  # an organizer, and when it is given up
+        self._asks: tuple[PeerId, asyncio.Timeout] | None = None  # an organizer, until when
         self._told: PeerId | None = None  # for whom it waits, by its last heartbeat
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.serve_stream(prefix, JoinRound, self._serve_join, Role.REDUCER)
@@ -166,7 +168,7 @@ class Matchmaker:
         if mine:
             self._few = True
         else:
-            self._pass_over(organizer, BURST_S / PART)
+            self._pass_over(organizer)
         missing = len(alive) - len(here)
         raise RoundRefused("unreachable", f"{missing} of {len(alive)} trainers are not in the group")
 
@@ -210,8 +212,9 @@ class Matchmaker:
         usual_s = min(believed_s + self._lateness.seconds, self._settings.max_window_s)
         usual_s += self._answers.seconds
         patience_s = self.standing.patience_s(organizer, asked_at)
+        limit_s = usual_s + ORGANIZER_PATIENCE * patience_s
         try:
-            async with asyncio.timeout(usual_s + patience_s):
+            async with asyncio.timeout(None if organizer == self._peers.id else limit_s):
                 joined = await self._join_at(organizer, ticket, patience_s)
             if joined.group is not None:
                 check_group(joined.group, self._settings.heaviest)
@@ -220,15 +223,13 @@ class Matchmaker:
         except TimeoutError:
             logger.info("%s organizes step %d and is silent", short(organizer), step)
             cost_s = loop_now() - asked_at
-            self._pass_over(organizer, cost_s if cost_s < usual_s + patience_s + AWAKE_S else 0.0)
+            self._pass_over(organizer, cost_s if cost_s < limit_s + AWAKE_S else 0.0)
         except ValueError as error:
             logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
             self._left_out.fail(organizer, loop_now())
         except PeerError as error:
             logger.debug("organizer %s of step %d failed: %s", short(organizer), step, error)
-            self._pass_over(organizer)
-        finally:
-            self._asks = None, 0.0
+            self._pass_over(organizer, max(IN_VAIN_S, loop_now() - asked_at))
         return None
 
     async def _ask(self, organizer: PeerId, ticket: Ticket) -> tuple[Group, PeerId] | None:
@@ -265,9 +266,10 @@ class Matchmaker:
                 await asyncio.sleep(0)
             return joined
         if organizer not in self._peers.linked():
-            async with asyncio.timeout(patience_s):
-                answer = await self._call(organizer, ticket.terms)
-            if answer.ready_in_s is None:
+            call = self._spawn(self._call(organizer, ticket.terms))
+            await asyncio.wait([call], timeout=patience_s)
+            require(call.done(), "no link to it yet", TimeoutError)
+            if (answer := call.result()).ready_in_s is None:
                 return Joined(answer.group)
         slow_s = 2 * HEARTBEAT_S + allowance_s(self._peers, organizer)
         async with await self._peers.stream(
@@ -278,11 +280,22 @@ class Matchmaker:
             while joined.forming:
                 hurried = self._callers.get(key, set()) - {organizer}  # it was silent to them as well
                 silence_s = slow_s + (0.0 if hurried else patience_s)
-                self._asks = organizer, loop_now() + silence_s
-                async with asyncio.timeout(silence_s):
-                    joined, _ = await stream.receive(Joined)
+                async with asyncio.timeout(silence_s) as limit:
+                    self._asks = organizer, limit
+                    try:
+                        joined, _ = await stream.receive(Joined)
+                    finally:
+                        self._asks = None
                 self._told = joined.waits_for or self._told
             return joined
+
+    def _spawn(self, call: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Start a call that nobody may wait for to its end: a dial takes its time, and the next round has the link."""
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
 
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
         """Ask a peer whether it comes."""
@@ -308,6 +321,9 @@ class Matchmaker:
         if group.index_of(self._peers.id) is not None:  # only its members know whether it still stands
             for member in group.members:
                 self._peers.learn(Contact(member.id, member.addresses))
+            if group.terms.key in self._forming:  # those that came here hear of it
+                self._forming[group.terms.key][0].elsewhere = group
+                wake(self._changed)
             remember(self._groups, group.terms.key, (group, loop_now()), KEPT_GROUPS)
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
@@ -324,16 +340,18 @@ class Matchmaker:
         group = self._remembered(terms)
         if group is not None:
             return JoinEta(None, group)
-        return JoinEta(self._ready_in_s(terms, peer), waits_for=self._asks[0])
+        return JoinEta(self._ready_in_s(terms, peer), waits_for=self._asks[0] if self._asks else None)
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         if (ready_in_s := self._on_called(terms, caller)) is not None:
             remember(self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, KEPT_GROUPS)
             if terms.key in self._forming:  # this peer organizes, as it did not know the caller yet
                 self._defers(self._forming[terms.key][0], caller)
-            asked, until = self._asks
-            busy_s = min(until - loop_now(), self._believed_s(self._peers.id)) if asked != caller else 0.0
-            return max(ready_in_s, busy_s)
+            if self._asks is not None and self._asks[0] != caller and not (limit := self._asks[1]).expired():
+                # That one was silent to the caller as well.
+                limit.reschedule(min(limit.when() or math.inf, loop_now() + 2 * HEARTBEAT_S))
+                ready_in_s = max(ready_in_s, (limit.when() or 0.0) - loop_now())
+            return ready_in_s
         return None
 
     async def _serve_join(self, message: JoinRound, stream: Stream) -> None:
@@ -388,7 +406,8 @@ class Matchmaker:
         terms = self.own(*terms.key) if self.own else terms  # another may come first, with another model
         settings = replace(self._settings, slack_s=self._lateness.seconds)
         formation = GroupFormation(terms, now=loop_now(), settings=settings)
-        formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
+        own_s = ready_in_s + settings.slack_s + BURST_S / PART  # a group without its organizer is of no use
+        formation.expect(self._peers.id, due=math.inf, until=loop_now() + own_s)
         task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
         self._forming[terms.key] = formation, task
         return formation, task
@@ -398,9 +417,7 @@ class Matchmaker:
         try:
             candidates = [peer for peer in await self._expected(*terms.key) if peer != me]
             for peer in candidates:
-                call = asyncio.create_task(self._invite(formation, peer))
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+                self._spawn(self._invite(formation, peer))
             await asyncio.sleep(0)  # the calls begin, so every called peer is awaited
             while formation.elsewhere is None and (closes_at := formation.closes_at()) > loop_now():
                 await wait_until(closes_at, self._changed)

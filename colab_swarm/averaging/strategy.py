@@ -168,7 +168,9 @@ def follows(tickets: Sequence[Ticket], shares: Sequence[float]) -> bool:
 
 
 def forecast_s(group: Group) -> float:
-    """Return how long a round of a group takes by its members' bandwidths, as far as they are believed."""
+    """Return how long a round of a group takes by its members' bandwidths, as far as they are believed; else 0."""
+    if not any(one.reduces for one in group.members):  # a client alone
+        return 0.0
     tickets = _trusted_tickets([Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members])
     return plan_round(tickets, [one.share for one in group.members]).averaging_s if tickets else 0.0
 

@@ -75,6 +75,9 @@ class CallPeer:
     def learn(self, contact: Contact) -> None:
         pass  # the network finds peers by their ids
 
+    def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
+        return lambda: None
+
     def serve(
         self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
     ) -> None:

@@ -68,9 +68,15 @@ def test_an_organizer_that_never_answers_costs_each_peer_one_wait_and_is_not_ask
     honest.assert_held(least_shared=20)
 
 
-def test_an_organizer_that_makes_groups_of_one_parts_nobody() -> None:
+@pytest.mark.parametrize("assists", [False, True])
+def test_an_organizer_that_makes_groups_of_one_parts_nobody(assists: bool) -> None:
+    """Or one in which it is the only reducer, and dictates the mean."""
+
     async def part(opening: JoinRound, stream: Stream) -> None:
-        group = Group(bytes(16), opening.ticket.terms, (member_of(opening, share=1.0),))
+        me = mallory.peers.contact
+        dictator = GroupMember(me.id, me.addresses, 0.0, 1.0, assists=True)
+        members = [member_of(opening, share=0.0), dictator] if assists else [member_of(opening, share=1.0)]
+        group = Group(bytes(16), opening.ticket.terms, tuple(sorted(members, key=lambda one: one.id)))
         await stream.send(Joined(group))
 
     with town() as honest:
@@ -82,6 +88,8 @@ def test_an_organizer_that_makes_groups_of_one_parts_nobody() -> None:
             honest.go_on(30)
             sizes, asked = group_sizes(honest, before), mallory.fired["joins"]
             honest.stop()
+        results = [result for trainer in honest.trainers for result in trainer.results]
+        assert not assists or all(one.group.index_of(mallory.peers.id) is None for one in results)
     assert asked > 0 and sizes.count(3) >= 0.9 * len(sizes)
     honest.assert_held(least_shared=20)
 

@@ -473,17 +473,19 @@ async def test_a_prefix_that_no_message_can_carry_is_refused_at_once() -> None:
     router.serve("a" * 512, Ask, answering("a"), Role.VIEWER)
 
 
-@pytest.mark.parametrize("heartbeats", [False, True])
-async def test_an_organizer_that_never_answers_costs_a_burst_in_all(heartbeats: bool) -> None:
+@pytest.mark.parametrize(("heartbeats", "answers_in_s"), [(False, 1e6), (True, 1e6), (True, 3.0)])
+async def test_a_slow_organizer_costs_a_burst_in_all(heartbeats: bool, answers_in_s: float) -> None:
     """And then it organizes nothing any more."""
     liar, *honest = Town(4).trainers
 
     async def keep_silent(message: JoinRound, stream: Stream) -> None:
         asked.append(stream.peer)
-        while True:
+        until = loop_now() + answers_in_s
+        while loop_now() < until:
             await asyncio.sleep(0.5)
             if heartbeats:
                 await stream.send(Joined())
+        await liar.matchmaker._serve_join(message, stream)
 
     asked: list[PeerId] = []
     liar.peers.unserve(JoinRound)
@@ -496,7 +498,7 @@ async def test_an_organizer_that_never_answers_costs_a_burst_in_all(heartbeats: 
         await one_group(*(join_in_the_end(trainer) for trainer in honest), size=3)
         waits[-1] += loop_now()
     assert sorted({*asked}) == sorted(trainer.peers.id for trainer in honest) and len(asked) <= 6
-    assert max(waits[1:]) < BURST_S and loop_now() - began < 2 * BURST_S and max(waits[8:]) < 0.2
+    assert max(waits[1:]) < BURST_S and loop_now() - began < 3 * BURST_S and max(waits[8:]) < 0.2
 
 
 async def test_a_promise_that_is_broken_costs_a_burst_in_all_and_one_beyond_belief_nothing() -> None:
@@ -559,7 +561,7 @@ async def test_a_peer_that_asks_an_organizer_is_ready_for_it_and_soon_for_others
     await asyncio.sleep(0.5)
     for caller, ready_in_s in (best, 0.0), (third, 1.0):
         answer = await caller.peers.call(second.peers.id, TICKET.terms, JoinEta, timeout_s=5.0)
-        assert asked and answer.ready_in_s == ready_in_s
+        assert asked and answer.ready_in_s == pytest.approx(ready_in_s)
     waiting.cancel()
 
 

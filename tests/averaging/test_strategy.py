@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from colab_swarm.averaging import strategy as module
-from colab_swarm.averaging.group import RoundTerms, Ticket, equal_shares
-from colab_swarm.averaging.strategy import AdaptiveShares, adaptive_shares, believed, plan_round
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Ticket, equal_shares
+from colab_swarm.averaging.strategy import AdaptiveShares, adaptive_shares, believed, forecast_s, plan_round
+from colab_swarm.net.peers import PeerId
 
 EQUAL = "peers reduce equal shares because all finish together (8 Mbit/s)"
 
@@ -248,3 +249,13 @@ def test_unequal_lines_keep_their_unequal_shares() -> None:
         for _ in range(200):
             strategy.on_round((1, 1), 1.0, 1.0)
     assert strategy(tickets).shares == decided.shares, "the delays are forgotten"
+
+
+def test_a_client_alone_has_no_forecast_and_members_with_bandwidths_have_one() -> None:
+    member, terms = (
+        GroupMember(PeerId(bytes(32)), (), 1.0, 1.0, False, 1e6, 1e6),
+        RoundTerms("", 7, b"", 1000),
+    )
+    assert forecast_s(Group(bytes(16), terms, (member,))) == 0.0
+    others = tuple(GroupMember(PeerId(bytes([i]) * 32), (), 1.0, 1.0, True, 1e6, 1e6) for i in (1, 2))
+    assert forecast_s(Group(bytes(16), terms, others)) == pytest.approx(4000 * 8 / 1e6, rel=0.1)

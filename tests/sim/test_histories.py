@@ -17,7 +17,7 @@ from colab_swarm.notebook.recorder import Header, Recorder, replay
 from colab_swarm.sim import History, Violation, check
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training import collaboration as collaboration_module
+from colab_swarm.training import catch_up as catch_up_module
 from colab_swarm.training import replica as replica_module
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.progress import LINEAGE_BYTES, Progress
@@ -350,7 +350,7 @@ def a_lineage_without_the_mean(patch: pytest.MonkeyPatch) -> None:
     def wrong(lineage: bytes, mean: Floats) -> bytes:
         return blake3(lineage).digest(LINEAGE_BYTES)
 
-    for module in (replica_module, collaboration_module):
+    for module in (replica_module, catch_up_module):
         patch.setattr(module, "next_lineage", wrong)
 
 
