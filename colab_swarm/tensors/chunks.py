@@ -272,22 +272,25 @@ class ChunkDownload:
                 self._put(chunk, data)
         self._queue = missing
 
-    async def run(self, donors: Iterable[PeerId]) -> None:
-        """Fetch the missing chunks; raises StateError, and may run again, if all donors are lost."""
+    async def run(self, donors: Iterable[PeerId], timeout_s: float = CHUNK_TIMEOUT_S) -> None:
+        """Fetch the missing chunks; raises StateError, and may run again, if all donors are lost.
+
+        ``timeout_s`` is for one request for some chunks.
+        """
         left = [*donors]
         while self._queue and left:  # the remaining donors send the chunks of a lost one
-            kept = await asyncio.gather(*map(self._work, left))
+            kept = await asyncio.gather(*(self._work(donor, timeout_s) for donor in left))
             left = [donor for donor, works in zip(left, kept, strict=True) if works]
         missing = f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive"
         require(not self._queue, missing, StateError)
 
-    async def _work(self, donor: PeerId) -> bool:
+    async def _work(self, donor: PeerId, timeout_s: float) -> bool:
         count, now = 1, asyncio.get_running_loop().time
         while self._queue:
             pending = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
             began = now()
             try:
-                async with asyncio.timeout(CHUNK_TIMEOUT_S):
+                async with asyncio.timeout(timeout_s):
                     await self._fetch(donor, pending)
                 count = min(2 * count, REQUEST_CHUNKS) if now() - began < QUICK_S else 1
             except (PeerError, TimeoutError, StateError) as error:

@@ -9,7 +9,7 @@ from colab_swarm.events import Notice
 from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
-from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import Branch, Progress, next_lineage
 from colab_swarm.training.settings import PeerServices
@@ -17,7 +17,9 @@ from colab_swarm.training.state import DonorsSilent
 
 ATTEMPTS, BRANCHES = 5, 4  # downloads per branch, and branches: of trainers that died together
 PAUSE_S, SLOW_S = 1.0, 5.0  # between two attempts; an attempt that takes longer is told of
-PATIENCE_S = 30.0  # donors may fail for this long, or `ATTEMPTS` times, before others are tried
+SHORT_PATIENCE_S = (
+    CHUNK_TIMEOUT_S / 3
+)  # of a peer whose own state others hold as well: it trains on with them
 
 CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]  # a state, and the means since, in order
 
@@ -29,7 +31,7 @@ class Follower(Protocol):
     services: PeerServices
 
     async def refresh(self) -> Branch: ...
-    async def download(self, donors: list[PeerId]) -> Snapshot: ...
+    async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot: ...
     async def wait_called(self) -> None: ...
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]: ...
     async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None: ...
@@ -70,9 +72,10 @@ class CatchUp:
                 progress.trust_all()  # they were silent, and may answer again
                 await asyncio.sleep(PAUSE_S)
                 continue
-            since = min(since, loop_now())
+            since, shared = min(since, loop_now()), self._has_state and progress.shared
+            patience_s = SHORT_PATIENCE_S if shared else CHUNK_TIMEOUT_S
             try:
-                snapshot = await self._download(branch.step, donors)
+                snapshot = await self._download(branch.step, donors, patience_s)
                 root = snapshot.manifest.root
                 async with self._between_rounds:
                     return await self._complete(snapshot)
@@ -81,22 +84,24 @@ class CatchUp:
                 silent = isinstance(error, DonorsSilent) and not self._has_state
             if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
                 failures += 1
-                if silent or failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:
+                if silent or failures >= ATTEMPTS or loop_now() - since >= patience_s:
                     # A false claim, such as step 10^9, or a frozen peer must not hide the others forever.
                     progress.distrust(donors, now=loop_now())
+                    if shared:
+                        return None  # the others' votes count as well, once they are back
                     failures, since = 0, math.inf
             outdated = root or outdated
             await asyncio.sleep(PAUSE_S * (attempts % ATTEMPTS))
             attempts += not silent
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
-    async def _download(self, step: int, donors: list[PeerId]) -> Snapshot:
+    async def _download(self, step: int, donors: list[PeerId], timeout_s: float) -> Snapshot:
         text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
         telling = asyncio.get_running_loop().call_later(
             SLOW_S, lambda: self._collaboration.services.events.emit(Notice(loop_now(), text))
         )
         try:
-            return await self._collaboration.download(donors)
+            return await self._collaboration.download(donors, timeout_s)
         finally:
             telling.cancel()
 

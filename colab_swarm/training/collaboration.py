@@ -463,7 +463,8 @@ class Collaboration:
                 self._check.on_loaded(caught_up[0].donors)
             return caught_up
         except StateError:
-            self.progress.trust_all()  # the next attempt tries all peers
+            if not has_state:
+                self.progress.trust_all()  # the next attempt tries all peers
             raise
         finally:
             self._throughput.active_at = loop_now()
@@ -497,16 +498,18 @@ class Collaboration:
         """Take the vote of peers that gave a state which does not load."""
         self.progress.distrust(donors, now=loop_now())
 
-    async def download(self, donors: list[PeerId]) -> Snapshot:
+    async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
         started = loop_now()
         self.services.rng.shuffle(donors)
         try:
-            snapshot = await self._states.download(donors, self._limit_bytes)
+            snapshot = await self._states.download(donors, self._limit_bytes, timeout_s)
         except StateError:
             if not self.progress.assistants:
                 raise
-            snapshot = await self._states.download(list(self.progress.assistants), self._limit_bytes)
+            snapshot = await self._states.download(
+                list(self.progress.assistants), self._limit_bytes, timeout_s
+            )
         state, now = snapshot.manifest, loop_now()
         names = tuple(donor.hex() for donor in snapshot.donors)
         self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, now - started))

@@ -7,8 +7,9 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
   The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
 - Without a vote: peers that cannot be dialled while others can (no round would form, no state be
-  given), silent ones (frozen or cut off) from which nothing came since, for `DISTRUST_S` peers that
-  could not give their state, and paused or idle ones.
+  given), silent ones (frozen or cut off) from which nothing came since, those at a step that the
+  swarm cannot have reached yet, those that could not give their state (for `DISTRUST_S`, then twice
+  as long), and paused or idle ones.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
   3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
   `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
@@ -36,9 +37,10 @@ from colab_swarm.training.sketch import StateSketch
 LINEAGE_BYTES = 16
 MAX_LOCAL_STEPS = 64
 EXTRAPOLATE_S = 3.0
-DISTRUST_S = 300.0
+DISTRUST_S, MAX_DISTRUST_S = 300.0, 6 * 3600.0  # at first, and of peers that fail again and again
 SHORT, RECENT_ROUNDS = 0.8, 10  # a round under 80 % full among the last 10 makes early calls suspect
 KNOWN_ROUNDS, SEEN_S = 3, 6 * 3600.0  # common rounds that give a peer its vote, and seconds until it loses it
+FEW_STEPS = 4  # lead of the others that is always believed
 RECENT_S = 600.0  # a peer with a vote and no common round in this time has left
 TIE = 0.01  # weight of all votes that decide ties only
 LAST_RECORD_S = 10.0  # newer records within 10 s of a lost link predate it
@@ -164,8 +166,8 @@ class Progress:
         self._updated_at: dict[PeerId, float] = {}
         self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
-        self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
-        self._mute: frozenset[PeerId] = frozenset()  # silent, and nothing came from them since
+        self._distrusted = LeftOut[PeerId](DISTRUST_S, MAX_DISTRUST_S)
+        self._mute: frozenset[PeerId] = frozenset()  # silent, and nothing came since, or far ahead
         self._no_vote: Set[PeerId] = frozenset()  # both at the last reading
         self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
         self._found: Mapping[PeerId, Found] = {}  # roles and vouchers
@@ -205,8 +207,6 @@ class Progress:
 
         A lost peer counts again if, after `LAST_RECORD_S`, it has a new record, or is ``linked`` and absent.
         """
-        self._mute = frozenset(mute if self.own.step else ())
-        self._no_vote = self._mute | self._distrusted.ends(now).keys()
         self._seen = {peer: one for peer, one in self._seen.items() if now - one[1] < SEEN_S}
         self._step_at = {peer: one for peer, one in self._step_at.items() if peer in records}
         self._kept = {peer: one for peer, one in self._kept.items() if peer in records}
@@ -234,6 +234,16 @@ class Progress:
         self._usual_speed = statistics.median_low(speeds or [math.inf])
         self._usual_batch_s = statistics.median_low(batches_s or [0.0])
         self._others = fresh
+        self._mute = frozenset(mute if self.own.step else ()) | self._far_ahead(now)
+        self._no_vote = self._mute | self._distrusted.ends(now).keys()
+
+    def _far_ahead(self, now: float) -> set[PeerId]:
+        """Return the peers at a step that the swarm cannot have reached since this peer's last round."""
+        step_s, credible = self._seconds_for(self.round_samples), self.own.step + FEW_STEPS
+        most_s = SLOWER * (now - self._seen.get(self.me, (0, -math.inf))[1])
+        trainers = {peer: r.step for peer, r in self._others.items() if not r.syncing}
+        far = {peer for peer, step in trainers.items() if (step - credible) * step_s > most_s}
+        return far if len(far) < len(trainers) else set()  # if all are, it is this process that slept
 
     def on_round(
         self,
@@ -278,7 +288,7 @@ class Progress:
         return trained is not None
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
-        """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
+        """Take the vote of peers that could not give the state that they claim, for twice as long each time."""
         for peer in peers:
             self._distrusted.fail(peer, now)
         self._no_vote = self._mute | self._distrusted.ends(now).keys()
@@ -310,8 +320,13 @@ class Progress:
         """True if some other peer has a state, by a live record, even if it is silent or lost now."""
         return any(peer != self.me and not r.syncing for peer, r in self._read.items())
 
+    @property
+    def shared(self) -> bool:
+        """True if another peer holds this one's parameters, by its record."""
+        return any((r.step, r.lineage) == (self.own.step, self.own.lineage) for r in self._others.values())
+
     def trust_all(self) -> None:
-        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), self._mute
+        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, MAX_DISTRUST_S), self._mute
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
@@ -320,6 +335,8 @@ class Progress:
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
         self._before = None
+        if step < self.own.step:  # a checkpoint was loaded: the others are rightly far ahead
+            self._seen.pop(self.me, None)
         self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
     def branch(self) -> Branch:

@@ -150,9 +150,14 @@ class StateSharing:
             raise Refusal("that snapshot is gone")
         await send_chunks(ask, stream, held.read)
 
-    async def download(self, donors: Sequence[PeerId], limit_bytes: int = MAX_STATE_BYTES) -> Snapshot:
+    async def download(
+        self,
+        donors: Sequence[PeerId],
+        limit_bytes: int = MAX_STATE_BYTES,
+        timeout_s: float = CHUNK_TIMEOUT_S,
+    ) -> Snapshot:
         """See `download_state`; after a failure, the next call goes on where this one stopped."""
-        return await download_state(self._peers, self._prefix, donors, limit_bytes, self._begun)
+        return await download_state(self._peers, self._prefix, donors, limit_bytes, timeout_s, self._begun)
 
 
 async def download_state(
@@ -160,6 +165,7 @@ async def download_state(
     prefix: str,
     donors: Sequence[PeerId],
     limit_bytes: int = MAX_STATE_BYTES,
+    timeout_s: float = CHUNK_TIMEOUT_S,
     begun: dict[bytes, ChunkDownload] | None = None,
 ) -> Snapshot:
     """Fetch the state that most donors hold, from all of these.
@@ -169,7 +175,7 @@ async def download_state(
     ``limit_bytes``; `DonorsSilent` if all are silent.
     """
     manifest, holders, refusals = await agree_on_state(
-        peers, DescribeState(prefix), donors, limit=4, timeout_s=CHUNK_TIMEOUT_S, limit_bytes=limit_bytes
+        peers, DescribeState(prefix), donors, limit=4, timeout_s=timeout_s, limit_bytes=limit_bytes
     )
     if manifest is None:
         silent = all(isinstance(one, PeerTimeout | PeerUnreachable | PeerLost) for one in refusals.values())
@@ -179,7 +185,7 @@ async def download_state(
     download = begun.get(root) or ChunkDownload(peers, manifest, lambda ids: FetchState(ids, prefix, root))
     begun.clear()
     begun[root] = download
-    await download.run(holders)
+    await download.run(holders, timeout_s)
     begun.clear()
     return Snapshot(manifest, download.blob, tuple(sorted(download.used)))
 

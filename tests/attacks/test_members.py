@@ -5,6 +5,7 @@ import os
 import statistics
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from colab_swarm.dht.records import FindNear, FoundNear, Record
 from colab_swarm.dht.routing import distance
 from colab_swarm.dht.service import key_id
 from colab_swarm.errors import CallRefused, PeerError
-from colab_swarm.events import Fault, StateReceived, StepFinished
+from colab_swarm.events import Fault, Notice, StateReceived, StepFinished
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
@@ -27,12 +28,13 @@ from colab_swarm.net.peers import PeerId, Peers, Role, Stream, short
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.settings import HEAVIEST
 from colab_swarm.training.sketch import SKETCH_STEPS
 from colab_swarm.trust.access import IssuedMembership
 from colab_swarm.trust.authority import RequestMembership
-from tests.attacks.town import KNOWN_STEPS, Mallory, Town, Trainer, town
+from tests.attacks.town import HONEST, KNOWN_STEPS, Mallory, Town, Trainer, town
 from tests.averaging.test_audit import dictate, fork
 from tests.net.swarm import LOOPBACK, identity
 from tests.training import toy
@@ -457,3 +459,46 @@ def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
     called: list[float] = []
     usual = counted("nobody")
     assert not called and counted("dave") > 0.55 * usual and len(called) > 20
+
+
+@cache
+def honest_steps(ahead: int) -> int:
+    """Steps of three honest trainers in 600 s, beside four that train with them for ten steps, then lie if ``ahead``.
+
+    Each of these claims a step so far ahead, on a lineage of its own, and never gives its state.
+    """
+
+    def train(swarm: Swarm) -> None:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=24)
+        while swarm.name in HONEST or optimizer.global_step < 10:
+            toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+        swarm.runtime.call(lie(swarm, optimizer.collaboration))
+
+    async def lie(swarm: Swarm, liar: Collaboration) -> None:
+        liar._states._provide = asyncio.Event().wait  # type: ignore[assignment]
+        liar._throughput.wait()  # nor does it seem idle
+        while True:
+            steps = [one.step for one in liar.progress.records.values() if one.name in HONEST]
+            liar.progress.leap(max(steps) + ahead, swarm.name.encode(), syncing=False)
+            await liar._exchange()
+            await asyncio.sleep(0.5)
+
+    with cs.simulate(7 if ahead else 3, seed=1, samples_per_s=2.0) as simulation:
+        simulation.run(train, seconds=600.0)
+        alice = simulation.swarms["alice"]
+        progress = alice.optimizers["model"].collaboration.progress
+        liars = {peer: r for peer, r in progress.records.items() if r.name not in HONEST}
+        assert all(
+            r.step > progress.own.step and progress.account_of(peer) == peer for peer, r in liars.items()
+        )
+        followed = any("waiting for the state" in one.text for one in alice.events.recent(Notice))
+        assert len(liars) == (4 if ahead else 0) and followed == (ahead == 3)
+        return int(progress.own.step)
+
+
+@pytest.mark.parametrize("ahead", [3, 5000])
+def test_four_members_that_trained_and_then_claim_a_later_step_stop_nobody_for_long(ahead: int) -> None:
+    steps = honest_steps(ahead)
+    assert steps >= 0.85 * honest_steps(0), (steps, honest_steps(0))

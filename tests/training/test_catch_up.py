@@ -49,7 +49,7 @@ class DeadTrainers:
     async def refresh(self) -> Branch:
         return self.progress.branch()
 
-    async def download(self, donors: list[PeerId]) -> Snapshot:
+    async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
         """Through the backbone, as the donors are out of reach."""
         self.downloads.append(tuple(donors))
         if len(self.downloads) < 3:
@@ -90,7 +90,7 @@ def test_a_late_joiner_asks_other_trainers_as_soon_as_the_branchs_donors_are_sil
     swarm = DeadTrainers([11])
     asked, donors_silent = [], {peer(2)}
 
-    async def download(donors: list[PeerId]) -> Snapshot:
+    async def download(donors: list[PeerId], timeout_s: float) -> Snapshot:
         asked.append(tuple(donors))
         if donors_silent & {*donors}:
             raise DonorsSilent("frozen")
@@ -116,8 +116,8 @@ def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:
 def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: pytest.MonkeyPatch) -> None:
     download, downloaded = Collaboration.download, []
 
-    async def slowly(joiner: Collaboration, donors: list[PeerId]) -> Snapshot:
-        snapshot = await download(joiner, donors)
+    async def slowly(joiner: Collaboration, donors: list[PeerId], timeout_s: float) -> Snapshot:
+        snapshot = await download(joiner, donors, timeout_s)
         downloaded.append(snapshot.manifest.step)
         await asyncio.sleep(8)
         return snapshot

@@ -13,6 +13,7 @@ from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.training import progress as module
 from colab_swarm.training.progress import (
     DISTRUST_S,
+    FEW_STEPS,
     LAST_RECORD_S,
     RECENT_S,
     SLOWER,
@@ -264,6 +265,27 @@ def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while
     assert joiner.branch().peers == frozenset()
     joiner.trust_all()
     assert joiner.branch().step == 10**9
+    joiner.distrust([BOB], now=0.0)
+    joiner.distrust([BOB], now=DISTRUST_S)
+    joiner.on_records(others, now=3 * DISTRUST_S - 1)  # the second time for twice as long
+    assert joiner.branch().peers == {CAROL}
+
+
+def test_a_step_to_which_the_swarm_cannot_have_come_since_the_last_round_has_no_vote() -> None:
+    swarm = progress(record(9), {BOB: record(9), CAROL: record(9)})
+    average(swarm, ALICE, BOB, CAROL)
+    few, round_s = 9 + FEW_STEPS, 100 / 4
+    liars = {BOB: record(few + 9), CAROL: record(few + 9), DAVE: record(9)}
+    swarm.on_records(liars, now=round_s)
+    assert swarm.branch().step == 9
+    swarm.on_records(liars, now=1.2 * round_s)
+    assert swarm.branch().step == few + 9  # by eight times the usual speed
+    far = {BOB: record(5000), CAROL: record(5000)}
+    swarm.on_records(far, now=round_s)
+    assert swarm.branch().step == 5000  # this process slept
+    swarm.leap(3, b"loaded", syncing=False)
+    swarm.on_records(far | {DAVE: record(3, b"loaded")}, now=round_s)
+    assert swarm.branch().step == 5000  # by an old checkpoint
 
 
 def test_mute_peers_have_no_vote_even_if_others_are_distrusted_but_a_peer_without_a_state_waits_for_them() -> (
