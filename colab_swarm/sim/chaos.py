@@ -17,7 +17,7 @@ from colab_swarm.sim.network import ScriptedFault
 
 LASTS_S = {"crash": (5, 30), "freeze": (1, 40), "restart": (0, 0), "cut": (5, 40), "slow": (10, 40)}
 """The kinds of random faults, and for how many seconds they last; a restart is a crash of none."""
-SLOWER = 20.0
+SLOW_FACTOR = 20.0
 STARTS_S = 10.0  # from the start of a peer to the next random fault
 
 
@@ -62,5 +62,5 @@ def _spell(kind: str, peer: str, begin: float, end: float) -> list[ScriptedFault
         case "crash" | "restart":
             return [ScriptedFault(begin, "crash", (peer,)), ScriptedFault(end, "restart", (peer,))]
         case "slow":
-            return [ScriptedFault(begin, kind, (peer, SLOWER)), ScriptedFault(end, kind, (peer, 1.0))]
+            return [ScriptedFault(begin, kind, (peer, SLOW_FACTOR)), ScriptedFault(end, kind, (peer, 1.0))]
     return [ScriptedFault(begin, kind, (peer, end - begin))]

@@ -28,12 +28,12 @@ from colab_swarm.events import Applied, Contributed, Event, Loaded, stride
 
 E = TypeVar("E", bound=Event)
 RTOL = 1e-5  # of a mean in float32
-OUTLIER = 3.0  # contributions larger than this times the median may be scaled down
+SCALABLE = 3.0  # times the median size: a larger contribution may be scaled down
 
 
 @dataclass
 class History:
-    """What one process of ``peer`` (hex id) recorded with `EventLog.detailed`, in order.
+    """The events of one process of ``peer`` (hex id), in order, recorded with `EventLog.detailed`.
 
     It is ``steady`` while alive, connected and undisturbed, from and to a time of its events' clock. Unless it is
     ``honest`` only its contributions count: it need not keep the rules.
@@ -94,7 +94,7 @@ def _is_mean(applied: Applied, given: Mapping[str, Contributed]) -> bool:
     parts_MN = np.where(weights_MN, values_MN, 0.0) * weights_MN  # one that is left out may be infinite
     sum_N = np.frombuffer(applied.mean, np.float32) * weights_MN.sum(axis=0)  # 0: there is no mean
     rms_M = np.sqrt((values_MN**2).mean(axis=1))
-    scaled_M1 = (rms_M > OUTLIER * statistics.median_low(rms_M))[:, None]
+    scaled_M1 = (rms_M > SCALABLE * statistics.median_low(rms_M))[:, None]
     least_N, most_N = (
         np.where(scaled_M1, bound(parts_MN, 0.0), parts_MN).sum(axis=0) for bound in (np.minimum, np.maximum)
     )

@@ -309,7 +309,7 @@ class Script:
         self._schedule("restart", peer)
 
     def partition(self, *groups: set[str]) -> None:
-        """Let nothing pass between peers of different groups; peers in no group reach everyone."""
+        """Drop traffic between different groups; peers in no group reach everyone."""
         self._schedule("partition", *groups)
 
     def heal(self) -> None:
@@ -333,7 +333,7 @@ class Script:
         self._schedule("skew", peer, seconds)
 
     def lose(self, rate: float) -> None:
-        """Let this share of all messages need a retransmission."""
+        """Retransmit this share of all messages."""
         self._schedule("lose", rate)
 
     def latency(self, factor: float) -> None:

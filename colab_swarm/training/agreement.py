@@ -1,4 +1,4 @@
-"""What must be equal at all peers of a collaboration, in words: published by each, compared before a peer trains."""
+"""The settings that all peers of a collaboration must share: each publishes its own, and compares before it trains."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from colab_swarm.training.settings import TrainingSettings
 
 
 def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[str, str], ...]:
-    """Return names and values for people; what is not set is left out."""
+    """Return readable names and values of the settings; unset ones are omitted."""
     rule, trained = replica.rule, [*replica.model, *replica.shared]
     rates = sorted(
         {float(group.get("initial_lr", group.get("lr", 0.0))) for group in rule.optimizer.param_groups}

@@ -298,7 +298,7 @@ class Collaboration:
         *,
         aside: bool = False,
     ) -> RoundResult | None:
-        """Average in the round of the own step, apply the mean and move to the next step.
+        """Average in the round of this peer's step, apply the mean and advance one step.
 
         ``apply`` takes the step with it, off the event loop, and
         returns the new lineage. An interrupt does not stop that: parameters and record must agree.

@@ -1,4 +1,4 @@
-"""What a trainer has accumulated for the next round: gradients, their weight, samples and loss."""
+"""A trainer's accumulated gradients for the next round, with their weight, samples and loss."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -104,7 +104,7 @@ class Gradients:
         return None
 
     def _total(self) -> Floats:
-        """Return the sum; a new one is in a vector that nobody reads."""
+        """Return the sum; a new one takes a vector that no round reads."""
         if self._sum is None:
             free = (one for one in self._vectors if one is not self._aside and not self._held(one))
             if (vector := next(free, None)) is None:

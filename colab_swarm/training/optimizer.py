@@ -356,7 +356,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._replica.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that of the wrapped optimizer, marked with the swarm's step; `save` writes everything."""
+        """Return the wrapped optimizer's state, marked with the swarm's step; `save` writes everything."""
         return self._replica.optimizer_state()
 
     @property

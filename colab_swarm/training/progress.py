@@ -46,7 +46,7 @@ TIE = 0.01  # weight of all votes that decide ties only
 LAST_RECORD_S = 10.0  # newer records within 10 s of a lost link predate it
 READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
 FIRST_PROMISE_S, MIN_PROMISE_S = 2.0, 0.25  # before any micro-batch is known, and at least
-SLOWER = 8.0  # times the median time, or speed, that is believed
+PLAUSIBLE = 8.0  # times the median time or speed: more is not believed
 LATE_BATCHES = 3.0  # micro-batches of silence after which a trainer joins no round soon
 MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
 IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
@@ -167,8 +167,8 @@ class Progress:
         self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, MAX_DISTRUST_S)
-        self._mute: frozenset[PeerId] = frozenset()  # silent, and nothing came since, or far ahead
-        self._no_vote: Set[PeerId] = frozenset()  # both at the last reading
+        self._doubted: frozenset[PeerId] = frozenset()  # suspects, and those too far ahead
+        self._no_vote: Set[PeerId] = frozenset()  # doubted or distrusted, at the last reading
         self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
         self._found: Mapping[PeerId, Found] = {}  # roles and vouchers
         self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
@@ -180,10 +180,10 @@ class Progress:
     def records(self) -> Mapping[PeerId, ProgressRecord]:
         return {self.me: self.own, **self._others}
 
-    async def refresh(self, dht: DHT, peers: Peers, mute: Iterable[PeerId] = ()) -> None:
+    async def refresh(self, dht: DHT, peers: Peers, suspects: Iterable[PeerId] = ()) -> None:
         """Read all records; raises `PeerError` if they cannot be read now."""
         records, assistants, self._found = await read_participants(dht, self.prefix)
-        self.on_records(records, linked=peers.linked(), mute=mute, now=loop_now())
+        self.on_records(records, linked=peers.linked(), suspects=suspects, now=loop_now())
         lost = self._lost_assistants
         alive = {
             peer: record
@@ -200,10 +200,10 @@ class Progress:
         records: Mapping[PeerId, ProgressRecord],
         *,
         linked: Container[PeerId] = (),
-        mute: Iterable[PeerId] = (),
+        suspects: Iterable[PeerId] = (),
         now: float,
     ) -> None:
-        """Take the live records just read; to a peer with a state, those that are ``mute`` have no vote.
+        """Take the live records just read; to a peer with a state, ``suspects`` have no vote.
 
         A lost peer counts again if, after `LAST_RECORD_S`, it has a new record, or is ``linked`` and absent.
         """
@@ -234,13 +234,13 @@ class Progress:
         self._usual_speed = statistics.median_low(speeds or [math.inf])
         self._usual_batch_s = statistics.median_low(batches_s or [0.0])
         self._others = fresh
-        self._mute = frozenset(mute if self.own.step else ()) | self._far_ahead(now)
-        self._no_vote = self._mute | self._distrusted.ends(now).keys()
+        self._doubted = frozenset(suspects if self.own.step else ()) | self._far_ahead(now)
+        self._no_vote = self._doubted | self._distrusted.ends(now).keys()
 
     def _far_ahead(self, now: float) -> set[PeerId]:
         """Return the peers at a step that the swarm cannot have reached since this peer's last round."""
         step_s, credible = self._seconds_for(self.round_samples), self.own.step + FEW_STEPS
-        most_s = SLOWER * (now - self._seen.get(self.me, (0, -math.inf))[1])
+        most_s = PLAUSIBLE * (now - self._seen.get(self.me, (0, -math.inf))[1])
         trainers = {peer: r.step for peer, r in self._others.items() if not r.syncing}
         far = {peer for peer, step in trainers.items() if (step - credible) * step_s > most_s}
         return far if len(far) < len(trainers) else set()  # if all are, it is this process that slept
@@ -291,7 +291,7 @@ class Progress:
         """Take the vote of peers that could not give the state that they claim, for twice as long each time."""
         for peer in peers:
             self._distrusted.fail(peer, now)
-        self._no_vote = self._mute | self._distrusted.ends(now).keys()
+        self._no_vote = self._doubted | self._distrusted.ends(now).keys()
 
     def disagreement(self) -> str:
         """Return the settings in which this peer differs from most peers on the branch, or nothing.
@@ -326,7 +326,7 @@ class Progress:
         return any((r.step, r.lineage) == (self.own.step, self.own.lineage) for r in self._others.values())
 
     def trust_all(self) -> None:
-        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, MAX_DISTRUST_S), self._mute
+        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, MAX_DISTRUST_S), self._doubted
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
@@ -432,10 +432,10 @@ class Progress:
 
     def longest_s(self) -> float:
         """Return how long the slowest peers that are believed take for a micro-batch."""
-        return SLOWER * self._usual_batch_s
+        return PLAUSIBLE * self._usual_batch_s
 
     def believed_s(self, peer: PeerId) -> float:
-        """Return how long a round may wait for a peer: two of its micro-batches, at most `SLOWER` median ones."""
+        """Return how long a round may wait for a peer: two of its micro-batches, at most `PLAUSIBLE` median ones."""
         if not self._usual_batch_s:
             return FIRST_PROMISE_S
         record = self.records.get(peer)
@@ -448,8 +448,8 @@ class Progress:
         return min(r.samples + old_s * r.samples_per_s, self._computable(peer, r, now))
 
     def _computable(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
-        usual = SLOWER * self._usual_speed
-        speed, batch_s = min(r.samples_per_s or usual, usual), min(r.batch_s, SLOWER * self._usual_batch_s)
+        usual = PLAUSIBLE * self._usual_speed
+        speed, batch_s = min(r.samples_per_s or usual, usual), min(r.batch_s, PLAUSIBLE * self._usual_batch_s)
         computed_s = now - self._step_at.get(peer, (0, -math.inf))[1] + 2 * batch_s
         return speed * computed_s if math.isfinite(speed) else math.inf
 
@@ -461,7 +461,7 @@ class Progress:
         return self._seconds_for(self.round_samples - self.samples(now))
 
     def _seconds_for(self, missing: float) -> float:
-        speed = self.samples_per_s(most=max(SLOWER * self._usual_speed, self.own.samples_per_s))
+        speed = self.samples_per_s(most=max(PLAUSIBLE * self._usual_speed, self.own.samples_per_s))
         return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
 
     def early_s(self, now: float) -> float:

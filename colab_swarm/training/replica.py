@@ -182,7 +182,7 @@ class Replica:
         return [{**group, "params": [shown.get(id(p), p) for p in group["params"]]} for group in groups]
 
     def state(self) -> dict[str, Any]:
-        """Return all that continues training; tensors are shared with the live ones."""
+        """Return the training state; its tensors share memory with the live ones."""
         scheduler = self.rule.scheduler
         return {
             "step": self.step,

@@ -156,7 +156,7 @@ class PeerServices(RunServices):
 
 @dataclass(frozen=True)
 class RoundInput:
-    """What a trainer gives to a round; ``values`` become its mean. It takes no part in the mean with weight 0."""
+    """A trainer's contribution to a round; the mean overwrites ``values``. With weight 0 it does not count."""
 
     values: Floats
     weight: float  # in the mean

@@ -46,9 +46,9 @@ from colab_swarm.tensors.statedict import (
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = CHUNK_TIMEOUT_S / 3  # of a mirror for a donor; a late joiner waits for two
+MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
 REMEMBERED = 4
-OTHERS_S = 2.0  # for the other donors, after the first answer
+OTHERS_S = 2.0  # timeout for the other donors, after the first answer
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
@@ -296,7 +296,9 @@ class Mirror(StateSharing):
         if self._snapshot is not None and ask.step in (-1, self._snapshot.manifest.step):
             return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
-        manifest, held, faults = await agree_on_state(self._peers, ask, donors, limit=2, timeout_s=PATIENCE_S)
+        manifest, held, faults = await agree_on_state(
+            self._peers, ask, donors, limit=2, timeout_s=MIRROR_TIMEOUT_S
+        )
         if manifest is None:
             raise Refusal(f"no trainer linked to this assistant gave its state: {_told(faults)[:500]}")
         remember(self._held, manifest.root, held, REMEMBERED)
@@ -319,7 +321,9 @@ class Mirror(StateSharing):
         if not pending:
             return
         ask = msgspec.structs.replace(ask, digests=tuple(pending))
-        async with await self._peers.stream(holder, ask, timeout_s=PATIENCE_S) as source:
+        async with await self._peers.stream(holder, ask, timeout_s=MIRROR_TIMEOUT_S) as source:
             while pending:
-                await stream.send(StateChunk(), await receive_chunk(source, pending[0], timeout_s=PATIENCE_S))
+                await stream.send(
+                    StateChunk(), await receive_chunk(source, pending[0], timeout_s=MIRROR_TIMEOUT_S)
+                )
                 del pending[0]

@@ -15,8 +15,8 @@ from colab_swarm.training.progress import (
     DISTRUST_S,
     FEW_STEPS,
     LAST_RECORD_S,
+    PLAUSIBLE,
     RECENT_S,
-    SLOWER,
     AssistantRecord,
     Branch,
     Progress,
@@ -69,7 +69,7 @@ def test_the_old_records_of_a_founder_and_another_call_no_class_back_that_shares
     class_, founder = Found(None, 0.0, Role.WORKER, b"class"), Found(None, 0.0, Role.AUTHORITY, b"founder")
     erin = PeerId(bytes([4]) * 32)
     swarm = progress(record(), {peer: record() for peer in (BOB, CAROL, DAVE, erin)})
-    swarm._standing = {**dict.fromkeys((ALICE, BOB, CAROL, erin), class_), DAVE: founder}
+    swarm._found = {**dict.fromkeys((ALICE, BOB, CAROL, erin), class_), DAVE: founder}
     everyone = dict.fromkeys((ALICE, BOB, CAROL, DAVE, erin), 1.0)
     for step in range(1, 9):
         swarm.advance(b"new")
@@ -179,7 +179,7 @@ def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
 def test_a_boast_of_speed_does_not_let_the_others_await_the_step_all_the_time() -> None:
     honest = {BOB: record(), CAROL: record()}
     swarm = progress(record(), honest | {DAVE: record(samples_per_s=1e12)})
-    assert swarm.seconds_to_batch(0.0) == 100 / (3 + SLOWER)
+    assert swarm.seconds_to_batch(0.0) == 100 / (3 + PLAUSIBLE)
     swarm.own = record(samples_per_s=50.0)  # a fast peer knows its own speed
     assert swarm.seconds_to_batch(0.0) == 100 / (50 + 2 + 50)
 
@@ -189,8 +189,8 @@ def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> 
     swarm = progress(record(batch_s=2.0, samples=10), others)
     swarm.on_round([ALICE, BOB, CAROL], 1, b"next", now=10.0)
     swarm.advance(b"next", samples=10)
-    computable = (1 + SLOWER) * (5 + 2 * 2.0)
-    early_s = (100 - 10 - computable) / (2 + SLOWER)
+    computable = (1 + PLAUSIBLE) * (5 + 2 * 2.0)
+    early_s = (100 - 10 - computable) / (2 + PLAUSIBLE)
     assert swarm.early_s(15.0) == pytest.approx(early_s + 2.0)  # and a micro-batch
     assert swarm.early_s(16.0) == 0.0  # 10 + 9 * 10
     swarm.on_round([], 2, b"full", samples={ALICE: 100.0}, now=20.0)
@@ -288,13 +288,13 @@ def test_a_step_to_which_the_swarm_cannot_have_come_since_the_last_round_has_no_
     assert swarm.branch().step == 5000  # by an old checkpoint
 
 
-def test_mute_peers_have_no_vote_even_if_others_are_distrusted_but_a_peer_without_a_state_waits_for_them() -> (
+def test_suspects_have_no_vote_even_if_others_are_distrusted_but_a_peer_without_a_state_waits_for_them() -> (
     None
 ):
     others = {BOB: record(4, b"frozen"), CAROL: record(4, b"frozen")}
     swarm = progress(record(5), others)
     assert swarm.branch().step == 4
-    swarm.on_records(others, mute=[BOB, CAROL], now=0.0)
+    swarm.on_records(others, suspects=[BOB, CAROL], now=0.0)
     assert swarm.branch().step == 5
     swarm.distrust([DAVE], now=0.0)
     assert swarm.branch() == Branch(5, b"same", frozenset([ALICE]))
@@ -303,7 +303,7 @@ def test_mute_peers_have_no_vote_even_if_others_are_distrusted_but_a_peer_withou
     swarm.on_records(others, now=1.0)
     assert swarm.branch().step == 4
     joiner = progress(record(0, b"", syncing=True), {BOB: record(4)})
-    joiner.on_records({BOB: record(4)}, mute=[BOB], now=0.0)
+    joiner.on_records({BOB: record(4)}, suspects=[BOB], now=0.0)
     assert joiner.branch().peers == {BOB}
 
 
