@@ -63,8 +63,8 @@ class PeerError(SwarmError, ConnectionError):
 
     Cause: another peer left, is slow or misbehaves, or the network between you and it is broken.
 
-    Fix: training continues without that peer, so usually you need to do nothing. If it happens with every peer,
-    run cs.doctor(): then the cause is your own network.
+    Fix: training continues without that peer, so usually you need to do nothing. If it happens with
+    every peer, run cs.doctor(): then the cause is your own network.
     """
 
 
@@ -83,8 +83,8 @@ class PeerLost(PeerError):
 
     Cause: the peer was closed or killed, its notebook was disconnected, or the connection broke.
 
-    Fix: nothing; the peer is linked again when it comes back. If all links break at once, check your own
-    connection: cs.doctor().
+    Fix: nothing; the peer is linked again when it comes back. If all links break at once, check
+    your own connection: cs.doctor().
     """
 
 
@@ -109,8 +109,8 @@ class WrongPeer(PeerError):
 class NotAdmitted(PeerError):
     """The peer has no membership of the run, or one that has expired or was revoked.
 
-    Cause: the run takes members only, and the membership of one of the two peers is missing, expired or revoked. A
-    wrong clock makes a valid one look expired.
+    Cause: the run takes members only, and the membership of one of the two peers is missing,
+    expired or revoked. A wrong clock makes a valid one look expired.
 
     Fix: join again with a new invitation from the run's authority, and check this machine's date and time.
 
@@ -154,8 +154,8 @@ class ExpertError(PeerError):
 
     Cause: the expert's host left or is busy, or the expert computed values that are not finite.
 
-    Fix: a mixture continues with those that answer. Wait until a peer takes the expert over, or host
-    it: swarm.host_experts(…).
+    Fix: a mixture continues with those that answer. Wait until a peer takes the expert over, or
+    host it: swarm.host_experts(…).
 
     Attributes:
         retry_s: a busy host's hint when to call again; None if it is not busy.
@@ -171,19 +171,19 @@ class InviteError(SwarmError, ValueError):
 
     Cause: the link was cut off when it was copied, has expired, was changed, or belongs to another version or purpose.
 
-    Fix: copy the whole line again. If that does not help, ask the person who invited you for a new one
-    (swarm.invite()).
+    Fix: copy the whole line again. If that does not help, ask the person who invited you for a new
+    one (swarm.invite()).
     """
 
 
 class JoinError(SwarmError, ConnectionError):
     """No peer named in the invitation could be reached; the text lists the attempts.
 
-    Cause: the peers of the invitation have stopped, or connections to them are blocked. On Kaggle the internet is
-    off until you switch it on in the notebook's settings.
+    Cause: the peers of the invitation have stopped, or connections to them are blocked. On Kaggle
+    the internet is off until you switch it on in the notebook's settings.
 
-    Fix: ask whether the run still exists. If it has ended, start a new one with cs.create(…). If not, ask for a new
-    invitation; cs.doctor() tests this machine's network.
+    Fix: ask whether the run still exists. If it has ended, start a new one with cs.create(…). If
+    not, ask for a new invitation; cs.doctor() tests this machine's network.
     """
 
 
@@ -192,8 +192,8 @@ class TermsError(SwarmError):
 
     Cause: this machine belongs to a platform whose free plan may not be used for such work.
 
-    Fix: read the platform's terms. If they allow it, pass accept_terms=True; if not, cs.simulate(peers=4)
-    shows the same in one notebook.
+    Fix: read the platform's terms. If they allow it, pass accept_terms=True; if not,
+    cs.simulate(peers=4) shows the same in one notebook.
     """
 
 
@@ -202,8 +202,8 @@ class SecretError(SwarmError, LookupError):
 
     Cause: the secret was not set on this platform, or this notebook may not read it.
 
-    Fix: store it under the name in the text: as a secret of Colab or Kaggle (and allow this notebook to read it), or as
-    an environment variable. Never write it into a cell.
+    Fix: store it under the name in the text: as a secret of Colab or Kaggle (and allow this
+    notebook to read it), or as an environment variable. Never write it into a cell.
     """
 
 
@@ -246,11 +246,11 @@ class StoreError(SwarmError):
 class MismatchError(SwarmError, ValueError):
     """This peer would train something else than the swarm; the text names both values.
 
-    Cause: the peers of a model run different scripts: another model, frozen base, optimizer, learning rate or
-    batch size. Averages of theirs would be silently wrong.
+    Cause: the peers of a model run different scripts: another model, frozen base, optimizer,
+    learning rate or batch size. Averages of theirs would be silently wrong.
 
-    Fix: use the swarm's value, or pass another name=… to swarm.optimizer(…) to train a model of your own. If no
-    peer with the swarm's value is alive, wait a minute until its record expires.
+    Fix: use the swarm's value, or pass another name=… to swarm.optimizer(…) to train a model of
+    your own. If no peer with the swarm's value is alive, wait a minute until its record expires.
     """
 
 
@@ -259,8 +259,8 @@ class StateError(SwarmError):
 
     Cause: the state is of another model or optimizer, damaged, or no peer could send it in time.
 
-    Fix: build model and optimizer exactly as the swarm's organizer does, then run the cell again. A damaged checkpoint
-    is skipped if there is an older one.
+    Fix: build model and optimizer exactly as the swarm's organizer does, then run the cell again. A
+    damaged checkpoint is skipped if there is an older one.
     """
 
 

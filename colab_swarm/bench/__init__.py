@@ -1,8 +1,8 @@
 """Reproduce every performance claim: ``python -m colab_swarm.bench NAME``.
 
-`all` (or `make bench`) runs every benchmark. `--quick` takes under a minute each and is rougher, `--json FILE` writes
-the figures, `--plot PNG` draws those that the papers draw, and `averaging --vs hivemind --python PATH` compares with
-hivemind in an environment of its own.
+`all` (or `make bench`) runs every benchmark. `--quick` takes under a minute each and is rougher,
+`--json FILE` writes the figures, `--plot PNG` draws those that the papers draw, and
+`averaging --vs hivemind --python PATH` compares with hivemind in an environment of its own.
 
 The figures below are from two cores of a shared virtual machine, over loopback, with encryption.
 Those of hivemind are of version 1.1.12 on the same kind of machine, those of a paper as published.
@@ -55,13 +55,13 @@ tries, 0.29 s after the first call. Pairs with a router that changes ports use a
 - `experts.nop_calls_per_s`: calls of 128 KiB each way without computation: **2,049** (hivemind: 86)
 - `moe.retained_at_200ms`: throughput at 200 ms mean delay a block, share of that without delay: **102 %**
 - `moe.vs_model_parallel_at_200ms`: the same against a pipeline that waits (Learning@home: 42): **60**
-- `beam.cold_ms_10k`, `warm_ms`: finding the top 4 of 1,024 experts among 10,000 simulated peers (Learning@home: 764
-  ms): **428 ms, 2.5 ms**
+- `beam.cold_ms_10k`, `warm_ms`: finding the top 4 of 1,024 experts among 10,000 simulated peers
+  (Learning@home: 764 ms): **428 ms, 2.5 ms**
 
 ## Work units (`colab_swarm.workunits`)
 
-- `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters (VC-ASGD: Redis 870 ms, MySQL 1,290
-  ms): **39 ms, 32 ms, 302 ms**
+- `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters (VC-ASGD: Redis
+  870 ms, MySQL 1,290 ms): **39 ms, 32 ms, 302 ms**
 - `workunits.p1c3t8_vs_p3c3t8`: time per epoch with 1 parameter server against 3, which are the bottleneck: **1.36**
 - `vc_asgd.serial_minus_best`: accuracy lost to work units after 40 epochs (VC-ASGD: 9 points): **2.0 points**
 - `work_ordeal.once`: units assimilated exactly once, 20 kills of the coordinator, 76 of volunteers: **360 of 360**

@@ -1,8 +1,8 @@
 """Train a small model while peers are killed, frozen and restarted: ``colab-swarm chaos``.
 
-The peers are processes on this machine or simulated; one script of faults (`colab_swarm.sim.chaos`) serves both.
-A process stays the same peer after a kill, by its folder. Faults of the network are simulated only: on a real one
-they need the rights of an administrator.
+The peers are processes on this machine or simulated; one script of faults (`colab_swarm.sim.chaos`)
+serves both. A process stays the same peer after a kill, by its folder. Faults of the network are
+simulated only: on a real one they need the rights of an administrator.
 """
 
 import math

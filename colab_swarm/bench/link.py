@@ -2,8 +2,8 @@
 
 *link*: bulk data and calls, compared with a plain asyncio socket. Two ways lead to the same child
 process. Each gets 64 KiB pieces in turn, round by round, so that other load on the machine hits
-both. *raw* is an asyncio socket read by a `BufferedProtocol`, *link* a stream between two nodes, *iroh* the same over
-QUIC, where iroh is installed.
+both. *raw* is an asyncio socket read by a `BufferedProtocol`, *link* a stream between two nodes,
+*iroh* the same over QUIC, where iroh is installed.
 
 *relay*: this process sends, one child receives, another one is the relay between them. Transfers
 through it and over the direct link alternate. Then circuits stay idle.

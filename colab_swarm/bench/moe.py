@@ -1,21 +1,21 @@
 """Figure 4 of Learning@home: throughput under delays, the cost of stale updates and failures; and experts under load.
 
-*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is a chain
-of blocks, each an expert behind an encrypted link on loopback. After each block its answer waits for an
-exponentially distributed time, in real time. *Ours* has many batches in flight. *Model-parallel* is one
-batch that goes from block to block with the same delays and no network. Forward only, as published; blocks
-are small, for a machine without a GPU.
+*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is
+a chain of blocks, each an expert behind an encrypted link on loopback. After each block its answer
+waits for an exponentially distributed time, in real time. *Ours* has many batches in flight.
+*Model-parallel* is one batch that goes from block to block with the same delays and no network.
+Forward only, as published; blocks are small, for a machine without a GPU.
 
 *moe-convergence* (bottom): digits (8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything
-is smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top
-4 of E feed-forward experts of width 64, or for the baseline one such block of width 128, which
+is smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture,
+top 4 of E feed-forward experts of width 64, or for the baseline one such block of width 128, which
 computes about as much. Low delay: 16 trainers whose batch takes 0.1 s on average; high: 64 and 1 s.
 Computing takes no virtual time, so the number of trainers alone determines the staleness. Experts
-are the product's feed-forward block, many computed at a time. The baseline's gradients are all taken
-from one copy and applied when the batch ends. With experts, each layer's forward and backward takes
-an eighth of the delay, an expert computes with its weights at that moment and steps at once; stem,
-gating and head are updated at the end. ``--faithful`` follows the published emulator: the gating is
-never trained, experts' updates are never delayed, and the learning rate is constant.
+are the product's feed-forward block, many computed at a time. The baseline's gradients are all
+taken from one copy and applied when the batch ends. With experts, each layer's forward and backward
+takes an eighth of the delay, an expert computes with its weights at that moment and steps at once;
+stem, gating and head are updated at the end. ``--faithful`` follows the published emulator: the
+gating is never trained, experts' updates are never delayed, and the learning rate is constant.
 
 *experts*: one host and many callers, each a process, over encrypted links on loopback. The limit is
 what the same expert computes on the same thread of the same process without callers.

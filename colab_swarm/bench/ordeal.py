@@ -1,8 +1,8 @@
 """Experts and work units while their processes are killed all the time (SIGKILL).
 
-*expert-ordeal*: a model trains through the experts of four hosts, over encrypted links. At intervals
-one is killed, at random. In turn, it comes back two seconds later with its disk and identity, or a
-new host without.
+*expert-ordeal*: a model trains through the experts of four hosts, over encrypted links. At
+intervals one is killed, at random. In turn, it comes back two seconds later with its disk and
+identity, or a new host without.
 
 *work-ordeal*: the coordinator is killed at random moments together with its parameter servers, and
 restarted in the same folder. Volunteers are killed in the middle of a unit with probability 0.2 and

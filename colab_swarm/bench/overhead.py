@@ -1,7 +1,7 @@
 """The costs of being a peer, joining late and watching, against the same loop without a swarm.
 
-*join*: a fresh process runs the cells of ``notebooks/swarm.ipynb`` from the top, in IPython, with the invitation as
-a secret. The creator has trained a step before.
+*join*: a fresh process runs the cells of ``notebooks/swarm.ipynb`` from the top, in IPython, with
+the invitation as a secret. The creator has trained a step before.
 
 *soak*: do all peers keep training in twenty virtual hours of churn? The ideal is what the online
 peers could do without ever waiting: their samples, divided by the target batch size.

@@ -1,12 +1,12 @@
 """Memory and time of a peer with a large model: real peers, as processes on loopback, and gloo beside them.
 
-Each peer has a `SwarmOptimizer` over a model of a few large matrices and many small tensors, which is
-not run: its gradients are filled in. Every step has one micro-batch and includes a round.
+Each peer has a `SwarmOptimizer` over a model of a few large matrices and many small tensors, which
+is not run: its gradients are filled in. Every step has one micro-batch and includes a round.
 
 *memory_vectors*: the peak of a peer's resident memory during the steps, minus that before
-`Swarm.optimizer`, in vectors; the larger of all peers. A vector is a float32 for each trained value. What
-is subtracted is the process with torch, the parameters, and the inner optimizer's own state. The
-gradients as autograd makes them count, and so does all that the swarm adds.
+`Swarm.optimizer`, in vectors; the larger of all peers. A vector is a float32 for each trained
+value. What is subtracted is the process with torch, the parameters, and the inner optimizer's own
+state. The gradients as autograd makes them count, and so does all that the swarm adds.
 
 *step_over_round*: the whole ``optimizer.step()`` by `RoundFinished.averaging_s` of its round.
 *vs_gloo*: that round by an all-reduce of a float32 vector of the same size among as many processes.

@@ -12,8 +12,8 @@ all peers: each record is stored at the few peers whose ids are nearest to its k
       queries those                               ->  … until the nearest 3 that are alive have answered
       merges the answers, owner by owner: the newest version of each wins
 
-Under a key each peer has **one record**, signed, with its own value, version and expiration. So a hundred
-peers publish their progress under one key, and one lookup reads them all.
+Under a key each peer has **one record**, signed, with its own value, version and expiration. So a
+hundred peers publish their progress under one key, and one lookup reads them all.
 
 ## Modules
 
@@ -28,13 +28,13 @@ caching along the path (section 2.5) is left out: progress written each second m
 
 ## How it works
 
-- **Contacts.** 256 k-buckets of 20 contacts. A contact that still answers stays; a full bucket takes no new one. Peers
-  that cannot be dialled look up and store, but are never queried.
+- **Contacts.** 256 k-buckets of 20 contacts. A contact that still answers stays; a full bucket
+  takes no new one. Peers that cannot be dialled look up and store, but are never queried.
 - **Lookup.** Up to 3 queries at once, without a barrier between rounds. A slow peer frees its place until it answers.
 - **Store.** At the 5 peers nearest to the key; readers hear 3. So a reader sees every write that missed at most two of
   its replicas. Holders store records again every 600 s at the peers that are nearest by then.
-- **Owners.** Only its owner, by its signature, replaces a record: by one of a higher version, so all holders end with
-  the same one.
+- **Owners.** Only its owner, by its signature, replaces a record: by one of a higher version, so
+  all holders end with the same one.
 
 | limit | value |
 |---|---|
@@ -48,14 +48,14 @@ caching along the path (section 2.5) is left out: progress written each second m
 
 ## Failures
 
-A peer that does not answer twice in a row leaves its bucket. One of the lost peers is queried again every 30 s, and
-every 2 s by a peer without any contact. A peer's failure raises nothing: `publish` returns how many peers hold the
-record, `get` the values found.
+A peer that does not answer twice in a row leaves its bucket. One of the lost peers is queried again
+every 30 s, and every 2 s by a peer without any contact. A peer's failure raises nothing: `publish`
+returns how many peers hold the record, `get` the values found.
 
-**Security.** A holder can drop or hide records, and a member that makes many ids near a key can hold all its replicas.
-So do not publish secrets. No peer can forge another's record or bring back an expired one. A member that
-fills a key or a peer displaces its own records first; still, revocations
-also travel from peer to peer (see `colab_swarm.trust`).
+**Security.** A holder can drop or hide records, and a member that makes many ids near a key can
+hold all its replicas. So do not publish secrets. No peer can forge another's record or bring back
+an expired one. A member that fills a key or a peer displaces its own records first; still,
+revocations also travel from peer to peer (see `colab_swarm.trust`).
 
 Services call `DHT.publish(key, value, ttl_s=…)` and `DHT.published` or `DHT.get`; users rarely do.
 

@@ -55,11 +55,11 @@ error that names the difference. The first member, by id, sends its parameters a
 
 ## Failures
 
-The group continues without a lost peer: its share of the mean is missing, and the bound grows by M / p. The
-gradients that it still owed are not part of the measured distance. The peer cannot rejoin this group. Error feedback,
-on by default, sends later the values that a lossy codec cuts off. Without it the bound is unknown, and the meter says
-so. `swarm.elastic_optimizer` raises `ValueError` if peers have different terms, and `StateError` if not enough peers
-come in time.
+The group continues without a lost peer: its share of the mean is missing, and the bound grows by
+M / p. The gradients that it still owed are not part of the measured distance. The peer cannot
+rejoin this group. Error feedback, on by default, sends later the values that a lossy codec cuts
+off. Without it the bound is unknown, and the meter says so. `swarm.elastic_optimizer` raises
+`ValueError` if peers have different terms, and `StateError` if not enough peers come in time.
 
 **Security.** Members are workers of the run (`colab_swarm.trust`) and links are encrypted. A member's values are taken
 as its gradient. Within a data centre, `colab_swarm.elastic.process_group.group_optimizer` trains

@@ -1,15 +1,15 @@
 """One member's account of its group's gradients, and how far its parameters are off. Free of I/O.
 
-A step applies equation 11 of "Elastic Consistency", as in `ElasticOptimizer`. A stand-in is zero, or
-the peer's own values of the same bucket. A correction is the difference between a late bucket and
-its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
+A step applies equation 11 of "Elastic Consistency", as in `ElasticOptimizer`. A stand-in is zero,
+or the peer's own values of the same bucket. A correction is the difference between a late bucket
+and its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
 
 Invariants: a bucket is applied once; nothing older than the scheduler's ``max_delay`` is missing
 from a live peer; gradients are summed in peer order, so equal ones give equal bits at all peers.
 
 The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i
-lacks the gradients under way, and the residuals eps_j that compression sends later. With plain SGD at
-a learning rate alpha::
+lacks the gradients under way, and the residuals eps_j that compression sends later. With plain SGD
+at a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 

@@ -115,8 +115,8 @@ class Buckets:
 class ElasticOptimizer(WrappedOptimizer):
     """Data-parallel training in a small group whose members need not wait for all gradients (Elastic Consistency).
 
-    Each member sends its gradient to all others in buckets, last layer first, during ``backward()``. `step` waits
-    until the scheduler has enough, and applies, by equation 11::
+    Each member sends its gradient to all others in buckets, last layer first, during
+    ``backward()``. `step` waits until the scheduler has enough, and applies, by equation 11::
 
         g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps,   all / p
 

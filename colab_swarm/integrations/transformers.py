@@ -36,9 +36,9 @@ def attach(
 ) -> SwarmOptimizer:
     """Let the swarm step the trainer's optimizer, until ``max_steps`` of the swarm; call it before ``train()``.
 
-    The ``options`` are those of `Swarm.optimizer`. Every peer shuffles its data in an order of its own. At the end of
-    the session the training ends, and this peer's last samples are handed over. Attach again to continue with
-    other ``max_steps``.
+    The ``options`` are those of `Swarm.optimizer`. Every peer shuffles its data in an order of its
+    own. At the end of the session the training ends, and this peer's last samples are handed over.
+    Attach again to continue with other ``max_steps``.
 
     Raises:
         ValueError: a setting of the Trainer contradicts the swarm's; or what `Swarm.optimizer` raises.

@@ -2,8 +2,8 @@
 
 ## The problem
 
-A layer larger than any machine is spread over many. Peers host some of its *experts*. For each input a trainer finds
-the best live experts, across slow links and without a central list.
+A layer larger than any machine is spread over many. Peers host some of its *experts*. For each
+input a trainer finds the best live experts, across slow links and without a central list.
 
     input x --gating--> a score for every index of every dimension of a grid      expert ffn.3.7
        |                        |                                                       ^
@@ -13,8 +13,8 @@ the best live experts, across slow links and without a central list.
        ^                                                                                |
        '---- sum_f w_f f(x), w = softmax of the scores of answering experts <-----------'
 
-`backward` takes the same path, and each expert takes a step of its own optimizer. Experts have names on a grid,
-``prefix.u_0.….u_(d-1)``, so that a few look-ups find the k best of thousands.
+`backward` takes the same path, and each expert takes a step of its own optimizer. Experts have
+names on a grid, ``prefix.u_0.….u_(d-1)``, so that a few look-ups find the k best of thousands.
 
 ## Messages and records
 
@@ -47,9 +47,9 @@ sample without an answer is tried once more with other experts, then passes unch
 counts as zero gradient for its part. If no expert of the grid is live, the layer raises `NoExpertsError`. A host that
 dies loses the steps since its last save.
 
-**Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing is pickled. A host
-could send wrong finite values: `reject_outliers=5` drops answers far from the median of three or more. A host can read
-its inputs: do not send it secrets.
+**Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing
+is pickled. A host could send wrong finite values: `reject_outliers=5` drops answers far from the
+median of three or more. A host can read its inputs: do not send it secrets.
 
 ## Use
 
@@ -67,8 +67,8 @@ step on the gradients they receive. In a shell: `colab-swarm experts INVITATION 
 
 ## Paper and modules
 
-Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks using Decentralized Mixture-of-Experts*
-(Learning@home), [arXiv 2002.04013](https://arxiv.org/abs/2002.04013).
+Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks using Decentralized
+Mixture-of-Experts* (Learning@home), [arXiv 2002.04013](https://arxiv.org/abs/2002.04013).
 
 | section | module of `colab_swarm.moe` |
 |---|---|

@@ -294,8 +294,8 @@ def plan_host(
     """Build one expert, let it take a step, and compute how many this device can host.
 
     ``sample`` None: the module's attribute ``sample``. ``count`` may be the names of exactly these
-    experts; None: three quarters of the number that fits in the free memory. Raises `ValueError` if none
-    fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
+    experts; None: three quarters of the number that fits in the free memory. Raises `ValueError` if
+    none fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
     """
     module, rule = make_expert(), rule or ADAM
     shape = getattr(module, "sample", None) if sample is None else sample

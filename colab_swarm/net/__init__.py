@@ -39,9 +39,9 @@ for a better one: it takes no new calls or streams, and closes when the present 
 
 They are fields of `colab_swarm.net.carrier.NodeSettings`, or constants beside the code.
 
-**Security.** Relays and tunnels see sizes and times, no content. Every length is bounded before memory is allocated. A
-dialled peer must own the expected key. Handlers state the least `Role` that they serve; see `colab_swarm.trust`. Not
-hidden: which peers talk, when, and how much.
+**Security.** Relays and tunnels see sizes and times, no content. Every length is bounded before
+memory is allocated. A dialled peer must own the expected key. Handlers state the least `Role` that
+they serve; see `colab_swarm.trust`. Not hidden: which peers talk, when, and how much.
 
 ## Reachability
 
@@ -63,8 +63,8 @@ is closed. A punch takes 4 s at most; it fails if one NAT takes a new port for e
 full cone, and on Windows. An end that cannot punch, or whose router changes ports, stays on its relay unless it dials.
 Failed punches are tried again every 3 minutes. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay.
 
-**At least one peer must be reachable.** Without one, peers train alone and diverge; when it is back, one branch wins. A
-relay that is cut off is noticed after half a minute.
+**At least one peer must be reachable.** Without one, peers train alone and diverge; when it is
+back, one branch wins. A relay that is cut off is noticed after half a minute.
 
 **iroh** (`pip install iroh`; no account, no open port) carries the same sealed bytes in one QUIC stream. With
 `cs.NetworkOptions(iroh="public")` a peer waits at one of the free relays that iroh's makers run, until a direct path
@@ -92,12 +92,12 @@ that breaks the protocol loses its link.
 
 ## Measured
 
-Bulk throughput is 55 % of a plain asyncio socket's, for 0.97 CPU seconds per GB at both ends together; a call takes
-0.18 ms (median). A relay carries 49 % of the direct link's throughput, and 100 idle circuits cost it 7 MB. In network
-namespaces (`python -m tests.netlab.matrix`, 20 ms round trip), NATs that keep ports are punched in 40 of 40 tries,
-0.29 s after the first call (median). By iroh on loopback, 240 MB/s pass for 6.1 CPU seconds per GB at both ends
-together, of which iroh alone takes 3.7; a call takes 0.6 ms. `python -m colab_swarm.bench link` and `relay` measure
-again.
+Bulk throughput is 55 % of a plain asyncio socket's, for 0.97 CPU seconds per GB at both ends
+together; a call takes 0.18 ms (median). A relay carries 49 % of the direct link's throughput, and
+100 idle circuits cost it 7 MB. In network namespaces (`python -m tests.netlab.matrix`, 20 ms round
+trip), NATs that keep ports are punched in 40 of 40 tries, 0.29 s after the first call (median). By
+iroh on loopback, 240 MB/s pass for 6.1 CPU seconds per GB at both ends together, of which iroh
+alone takes 3.7; a call takes 0.6 ms. `python -m colab_swarm.bench link` and `relay` measure again.
 
 ## Sources
 

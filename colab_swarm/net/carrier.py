@@ -7,9 +7,9 @@ The speed test between two peers:
                              <--------  `TransferReport` after each: upload
                              <------->  the same the other way: download
 
-Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, as both ends
-see by the report, and the last one gives the rate. So a slow link needs a second or two, and a fast one
-carries at most 4/3 of the size.
+Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, as both
+ends see by the report, and the last one gives the rate. So a slow link needs a second or two, and a
+fast one carries at most 4/3 of the size.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, VisitLimit, is_address
 from colab_swarm.net.noise import Keys
 from colab_swarm.net.peers import (
     MAX_ADDRESSES,
+    MAX_RUN_ID_BYTES,
     Contact,
     LinkStatistics,
     Message,
@@ -39,7 +40,6 @@ from colab_swarm.net.peers import (
 )
 from colab_swarm.runtime import loop_now
 
-MAX_RUN_ID_BYTES = 64
 BURST_S, MIN_BURST_BYTES = 0.1, 1 << 16
 MAX_SIZE_BYTES = 32 << 20
 FIRST_BYTES = 64 << 10

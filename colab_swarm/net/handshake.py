@@ -136,8 +136,8 @@ class HandshakeReceiver:
 
     The link is made in `on_message`, since the same buffer may hold a message for it. ``make_link``
     gets the carrier, the result and the round trip (seconds), and sends nothing yet; if it raises a
-    `PeerError`, the other end receives no further message. ``held``: the first message only says that
-    the handshake may begin, as a relay's does.
+    `PeerError`, the other end receives no further message. ``held``: the first message only says
+    that the handshake may begin, as a relay's does.
     """
 
     def __init__(
@@ -224,11 +224,11 @@ async def dial_any(
 class Listener:
     """Accepts connections until `close`.
 
-    About ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``. Beyond that
-    the address with the most of them loses its oldest one, so no address takes room from others.
-    ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a relay's
-    ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets what
-    ``page_at`` has for its path.
+    About ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``. Beyond
+    that the address with the most of them loses its oldest one, so no address takes room from
+    others. ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a
+    relay's ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets
+    what ``page_at`` has for its path.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """iroh carries links to peers that no port leads to: QUIC between keys, hole punching, relays.
 
-An address is ``iroh://ENDPOINT_ID@HOST``: an IP address with a port is dialled directly, a name is the iroh
-relay where the endpoint waits. iroh tries to replace the relay's path by a direct one. It carries and is not
-trusted: the handshake, the sealed frames and the credit of links run unchanged inside one stream of its
-connection, framed as in `colab_swarm.net.websocket`. A peer of iroh that was killed sends no reset: its links
-end by the keep-alive.
+An address is ``iroh://ENDPOINT_ID@HOST``: an IP address with a port is dialled directly, a name is
+the iroh relay where the endpoint waits. iroh tries to replace the relay's path by a direct one. It
+carries and is not trusted: the handshake, the sealed frames and the credit of links run unchanged
+inside one stream of its connection, framed as in `colab_swarm.net.websocket`. A peer of iroh that
+was killed sends no reset: its links end by the keep-alive.
 
-The generated code of iroh 1.2 copies each byte in Python; `_copy_fast` replaces that one method, where
-it is the expected one.
+The generated code of iroh 1.2 copies each byte in Python; `_copy_fast` replaces that one method,
+where it is the expected one.
 """
 
 import asyncio

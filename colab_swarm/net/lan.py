@@ -20,8 +20,7 @@ from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from colab_swarm.net.addresses import ip_of, is_loopback, own_ips, relay_of
-from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
+from colab_swarm.net.peers import MAX_ADDRESSES, MAX_RUN_ID_BYTES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
 MAX_SERVICES = 256

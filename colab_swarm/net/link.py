@@ -66,9 +66,9 @@ def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
 class Unread:
     """Bounds what all streams of a node hold unread: `PEER_UNREAD_BYTES` of a peer, `UNREAD_BYTES` in all.
 
-    Beyond it the fullest stream of that peer, or of the voucher that holds the most, is reset as busy. So
-    peers of other vouchers keep theirs. It counts again after each `RECOUNT_BYTES`, when new handlers have
-    begun; a stream with a reader that waits is about to be empty.
+    Beyond it the fullest stream of that peer, or of the voucher that holds the most, is reset as
+    busy. So peers of other vouchers keep theirs. It counts again after each `RECOUNT_BYTES`, when
+    new handlers have begun; a stream with a reader that waits is about to be empty.
     """
 
     def __init__(self, events: EventLog) -> None:
@@ -111,9 +111,9 @@ class Unread:
 class Link:
     """One link, from the end of the handshake until ``on_lost``; ``dialled`` if this end opened it.
 
-    A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
-    The two ``services`` are of calls and of streams; ``traffic`` counts what is sent and received. The
-    ``events`` get a `Fault` when a handler fails. ``unread`` is the node's.
+    A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost`
+    instead. The two ``services`` are of calls and of streams; ``traffic`` counts what is sent and
+    received. The ``events`` get a `Fault` when a handler fails. ``unread`` is the node's.
     """
 
     def __init__(

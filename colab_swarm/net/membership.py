@@ -21,9 +21,8 @@ import aiohttp
 import msgspec
 
 from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError, require
-from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role, decoded, remember
+from colab_swarm.net.peers import MAX_RUN_ID_BYTES, UNDECODABLE, Message, PeerId, Role, decoded, remember
 from colab_swarm.project import update
 
 SLACK_S = 600.0  # how far clocks may be apart
@@ -257,8 +256,8 @@ class Account(msgspec.Struct, frozen=True):
 async def whoami(token: str) -> Account | None:
     """Return the user of a token, by the Hub's ``whoami-v2``; None if it is not known as a person's.
 
-    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough; it
-    is not logged. Raises `PeerUnreachable` if no answer that can be decoded comes in 10 s.
+    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough;
+    it is not logged. Raises `PeerUnreachable` if no answer that can be decoded comes in 10 s.
     """
     if not _TOKEN.fullmatch(token):
         return None

@@ -70,8 +70,8 @@ REDIAL_S, MAX_REDIAL_S = 1.0, 30.0  # until an address that did not answer is di
 class SwarmClock:
     """Collects clock offsets, one per peer. Free of I/O.
 
-    ``offset_s`` is to be added to the own clock, 10 minutes at most; ``behind_s`` is by how much that
-    is behind the linked peers' median, negative if it is ahead.
+    ``offset_s`` is to be added to the own clock, 10 minutes at most; ``behind_s`` is by how much
+    that is behind the linked peers' median, negative if it is ahead.
     """
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@
 - A *call* is one message and its reply. A *stream* carries any number of items both ways. An item is a small message
   with an optional raw payload. Items arrive whole and in order, or the stream fails with `PeerLost`.
 - `receive` raises `StreamEnded` only after the peer called `end()`. An early end of the stream is `PeerLost`.
-- A handler's `Refusal` reaches the caller as `CallRefused(code="refused")`, any other exception as ``failed``. A
-  handler is cancelled when its caller gives up or is lost.
+- A handler's `Refusal` reaches the caller as `CallRefused(code="refused")`, any other exception as
+  ``failed``. A handler is cancelled when its caller gives up or is lost.
 - Peers are dialled on demand: `call` and `stream` open a link if there is none and an address is known.
 """
 
@@ -32,6 +32,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 MAX_PAYLOAD_BYTES = 1 << 20  # of one stream item; best at 120 KiB: one packet, no copy
 MAX_MESSAGE_BYTES = 1 << 18  # encoded, of a call or a stream item
 MAX_ADDRESSES = 16
+MAX_RUN_ID_BYTES = 64
 _encoder = msgspec.msgpack.Encoder()
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # on a stranger's bytes
 

@@ -12,8 +12,8 @@ message on every connection that opens. An end that punches with another peer an
 busy. The link table prefers the new link, and both ends leave the relayed one when its streams are
 over.
 
-**TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the local
-port of their connection to the relay, to the address at which the relay saw the other end:
+**TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the
+local port of their connection to the relay, to the address at which the relay saw the other end:
 
 - Where an unsolicited SYN is dropped, the later SYN finds the hole open and meets a socket that
   waits for it (simultaneous open, RFC 9293 section 3.5). So a connect that is not refused is left
@@ -76,8 +76,8 @@ def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
 def allowed(targets: Sequence[Endpoint], own: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
     """Leave out private addresses of a peer that is not, as it would have to say, behind our own NAT.
 
-    Otherwise a stranger could have us connect to other machines of our network. ``own`` begins with the
-    address at which the relay sees us.
+    Otherwise a stranger could have us connect to other machines of our network. ``own`` begins with
+    the address at which the relay sees us.
     """
     near = bool(own) and (is_local(own[0][0]) or own[0][0] in [host for host, _ in targets])
     return tuple(target for target in targets if near or not is_local(target[0]))

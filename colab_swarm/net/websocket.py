@@ -102,8 +102,8 @@ def write_message(data: memoryview, out: memoryview) -> int:
 class WebSocket(asyncio.BufferedProtocol):
     """A taken-over connection, whose former protocol still gets ``connection_lost``.
 
-    ``scratch`` is `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop. A
-    ``client`` dialled, and so must mask. ``after_read`` is called when the receiver has got all
+    ``scratch`` is `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop.
+    A ``client`` dialled, and so must mask. ``after_read`` is called when the receiver has got all
     messages of a read.
     """
 

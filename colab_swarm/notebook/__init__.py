@@ -16,8 +16,8 @@ training, grow the notebook, or break when you run a cell again, interrupt it, o
                      view: a pure function, snapshot -> `theme.Document`: HTML, and text with the same content
 
 Only the user's thread touches a widget: some platforms do not repaint what other threads change. A
-button's callback hands its work to a thread. No JavaScript is ours but the *Copy* of an invitation. A view has its own
-style sheet (`colab_swarm.notebook.theme`): light and dark, never colour alone.
+button's callback hands its work to a thread. No JavaScript is ours but the *Copy* of an invitation.
+A view has its own style sheet (`colab_swarm.notebook.theme`): light and dark, never colour alone.
 
 ## Three ways to stay live
 
@@ -65,21 +65,21 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 
 PyTorch and transformers are preinstalled and stay as they are; the rest installs in seconds.
 
-**Read the terms first.** The FAQ of Colab is reported to forbid *running distributed computing workers* on runtimes
-without paid compute units, and *peer-to-peer file-sharing* and *connecting to remote proxies* on
-all. Joining a swarm from a free runtime is the first of these. Use paid units, your own machine, a
-lab's, or `cs.simulate`, which needs no network and no permission. On Colab, `cs.join` and
-`cs.create` require `accept_terms=True`. On Kaggle, read the terms too, and switch the internet on
-(*Settings, Internet*; it needs a verified phone number).
+**Read the terms first.** The FAQ of Colab is reported to forbid *running distributed computing
+workers* on runtimes without paid compute units, and *peer-to-peer file-sharing* and *connecting to
+remote proxies* on all. Joining a swarm from a free runtime is the first of these. Use paid units,
+your own machine, a lab's, or `cs.simulate`, which needs no network and no permission. On Colab,
+`cs.join` and `cs.create` require `accept_terms=True`. On Kaggle, read the terms too, and switch the
+internet on (*Settings, Internet*; it needs a verified phone number).
 
-Tokens of ngrok and Hugging Face come from the platform's secrets and are never shown. The organizer of an allowlist
-sees the Hugging Face tokens of those who join: create one that may only read.
+Tokens of ngrok and Hugging Face come from the platform's secrets and are never shown. The organizer
+of an allowlist sees the Hugging Face tokens of those who join: create one that may only read.
 
 ## Failures
 
-A view that cannot be drawn does not end the training: the reason is logged, and the loop draws nothing for a minute.
-A second panel of the same swarm works. *Stop cell* interrupts the running cell where the kernel
-handles clicks meanwhile; elsewhere use ■. *Leave swarm* needs a second click.
+A view that cannot be drawn does not end the training: the reason is logged, and the loop draws
+nothing for a minute. A second panel of the same swarm works. *Stop cell* interrupts the running
+cell where the kernel handles clicks meanwhile; elsewhere use ■. *Leave swarm* needs a second click.
 
 **Security.** Names, reasons and all other texts of peers are escaped and bounded (`colab_swarm.markup`). Invitations
 are secrets: they show themselves, and no other object's ``repr`` contains one.

@@ -3,8 +3,8 @@
 Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``:
 two neighbouring pieces of text, swapped with probability one half.
 
-Sources are streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3): each document comes from
-one source, drawn by probability, and samples are drawn from a buffer of its passages.
+Sources are streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3): each document comes
+from one source, drawn by probability, and samples are drawn from a buffer of its passages.
 """
 
 import hashlib
@@ -248,8 +248,8 @@ def _joined(shard: Shard) -> Iterator[str]:
 class TextMix:
     """Documents of a text, or of sources by weight, as ``{"wiki": 0.23}``; see `open_text`.
 
-    Short rows of a text are joined, and its errors are raised at once. Sources of a mix come from the network: their
-    rows are documents, and what breaks is tried again; see `ShardReader`.
+    Short rows of a text are joined, and its errors are raised at once. Sources of a mix come from
+    the network: their rows are documents, and what breaks is tried again; see `ShardReader`.
     """
 
     def __init__(

@@ -346,8 +346,8 @@ def swav(
 def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[Lars, LambdaLR]:
     """Return LARS and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
 
-    ``settings`` are your own, or those of the named size. A learning rate of 0 freezes the prototypes
-    for the first global steps, at all peers alike.
+    ``settings`` are your own, or those of the named size. A learning rate of 0 freezes the
+    prototypes for the first global steps, at all peers alike.
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]

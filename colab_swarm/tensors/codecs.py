@@ -53,8 +53,8 @@ class Codec(Protocol):
     def gamma(self, numel: int) -> float:
         """Return the least known gamma, 0 to 1: ``||Q(w) - w||^2 <= gamma ||w||^2``.
 
-        w has ``numel`` values, and Q(w) is the decoded encoding of w. Values beyond the codec's range,
-        or too small to differ from 0, are excluded (Elastic Consistency, equation 25).
+        w has ``numel`` values, and Q(w) is the decoded encoding of w. Values beyond the codec's
+        range, or too small to differ from 0, are excluded (Elastic Consistency, equation 25).
         """
 
     def encode(self, values: Floats) -> Buffer:

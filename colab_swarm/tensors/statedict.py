@@ -7,8 +7,8 @@ exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-Both may come from a stranger: `unflatten` checks all of it. A file is in the safetensors format; its
-metadata hold the skeleton and a SHA-256 over all. A relay keeps checkpoints without torch.
+Both may come from a stranger: `unflatten` checks all of it. A file is in the safetensors format;
+its metadata hold the skeleton and a SHA-256 over all. A relay keeps checkpoints without torch.
 """
 
 import base64

@@ -18,9 +18,9 @@ membership in the handshake (`colab_swarm.net`), and every other peer checks the
 call, in up to 0.34 ms, once per peer.
 
 An invitation is one line, `swarm://NAME.PAYLOAD` (`colab_swarm.invite.Invite`). PAYLOAD holds the
-secret: give the line to the people you invite only. Where a backbone has an https address, the line is
-`https://HOST/join#NAME.PAYLOAD`: a page that tells a browser how to join. A browser sends no server
-what follows the ``#``.
+secret: give the line to the people you invite only. Where a backbone has an https address, the line
+is `https://HOST/join#NAME.PAYLOAD`: a page that tells a browser how to join. A browser sends no
+server what follows the ``#``.
 
 | `cs.create(…, access=…)` | who may join |
 |---|---|

@@ -321,9 +321,9 @@ ENTRIES, ADDRESSES = 3, 4  # of an invitation, and of each: it must fit in a QR 
 class RunAccess:
     """A peer's way into a run, and its rights there.
 
-    ``admission`` is None in an open run. The ``invitation`` admits it to a closed one, with a Hugging
-    Face ``token`` if required; the authority has a ``book`` instead. ``membership``, ``known`` peers
-    and the ``tally`` are of an earlier session.
+    ``admission`` is None in an open run. The ``invitation`` admits it to a closed one, with a
+    Hugging Face ``token`` if required; the authority has a ``book`` instead. ``membership``,
+    ``known`` peers and the ``tally`` are of an earlier session.
     """
 
     run_id: str

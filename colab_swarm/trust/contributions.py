@@ -1,9 +1,9 @@
 """The contribution ledger: what each peer contributed, as other peers saw it. No peer can credit itself.
 
-- *Samples.* A contributor is credited once in total with the samples of its gradient in a round. The
-  other reducers divide this by their shares of the averaged vector: j
-  credits p with ``samples_p * share_j / (1 - share_p)``. If p is the only reducer, the other members
-  divide the credit evenly. A round of one is not counted.
+- *Samples.* A contributor is credited once in total with the samples of its gradient in a round.
+  The other reducers divide this by their shares of the averaged vector: j credits p with
+  ``samples_p * share_j / (1 - share_p)``. If p is the only reducer, the other members divide the
+  credit evenly. A round of one is not counted.
 - *Bytes reduced.* Every other member credits a reducer with the float32 bytes that it averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of the circuit's bytes.
 - *Work units, expert calls.* The served peer credits the serving one.

@@ -13,8 +13,8 @@ the coordinator must be reachable. A volunteer that vanishes costs one small pie
          |
        queue in the store --> parameter server:  W_s <- alpha W_s + (1 - alpha) W_c
 
-Each result moves the server's parameters a little, in whatever order results arrive. With the paper's `alpha =
-e/(e+1)` a result weighs one half in the first epoch, and less in each later one.
+Each result moves the server's parameters a little, in whatever order results arrive. With the
+paper's `alpha = e/(e+1)` a result weighs one half in the first epoch, and less in each later one.
 
 ## Requests
 
@@ -36,9 +36,9 @@ is a list of entries that takes effect once they are in the log. So a coordinato
 and the same call resumes the job. A parameter server replaces the parameters, logs the assimilation and removes the
 result from the queue in one step: exactly once, whichever process is killed.
 
-A unit's deadline is 600 s at first, then follows the times of earlier units, and doubles after each expiry. A new or
-unreliable volunteer has 2 units in flight. A volunteer saves its unit every 30 s, and counts as gone after 600 s of
-silence.
+A unit's deadline is 600 s at first, then follows the times of earlier units, and doubles after each
+expiry. A new or unreliable volunteer has 2 units in flight. A volunteer saves its unit every 30 s,
+and counts as gone after 600 s of silence.
 
 ## Failures
 
@@ -51,13 +51,13 @@ silence.
 - *The coordinator, a server or the store is down.* Volunteers retry. SQLite and SQL databases lose nothing. In Redis
   two overlapping assimilations may lose one change of the values, as in the paper, but never an entry of the log.
 
-**Security.** The link holds the coordinator's key and a grant (`colab_swarm.trust`). Sizes are checked before a body is
-read, nothing of a request becomes a path, nothing is pickled. But:
+**Security.** The link holds the coordinator's key and a grant (`colab_swarm.trust`). Sizes are
+checked before a body is read, nothing of a request becomes a path, nothing is pickled. But:
 
-- A volunteer runs the organizer's program without a sandbox. The code is signed, and you see it first.
-  Volunteer for people you trust, or in a notebook that holds no secrets.
-- Anyone with the link can join under many identities, hold units until their deadlines, and outvote others. Give short
-  links to people you know (`coordinator.invite(hours=2)`).
+- A volunteer runs the organizer's program without a sandbox. The code is signed, and you see it
+  first. Volunteer for people you trust, or in a notebook that holds no secrets.
+- Anyone with the link can join under many identities, hold units until their deadlines, and outvote
+  others. Give short links to people you know (`coordinator.invite(hours=2)`).
 - Without `https` in front (a tunnel, a proxy) data and parameters can be read on the network.
 
 ## How to use it
@@ -75,9 +75,9 @@ read, nothing of a request becomes a path, nothing is pickled. But:
     coordinator.wait()
     model = coordinator.model()
 
-In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a swarm use
-`swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere
-(with the extra `workunits`). `job.train_serially()` is the baseline.
+In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a
+swarm use `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB
+hold the state elsewhere (with the extra `workunits`). `job.train_serially()` is the baseline.
 
 ## The paper and the modules
 

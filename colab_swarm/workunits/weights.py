@@ -95,8 +95,8 @@ class Schema:
         self, data: bytes, base: Floats, changes: Sequence[float], max_change: float, most: float
     ) -> tuple[Floats, float]:
         """Return a result's values (numel,) and the L2 norm of its change from ``base``; raise
-        ValueError if that is over ``most``, or over ``max_change`` times the median of ``changes``, or the
-        file is unusable.
+        ValueError if that is over ``most``, or over ``max_change`` times the median of ``changes``,
+        or the file is unusable.
         """
         values = self.decode(data)
         if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
