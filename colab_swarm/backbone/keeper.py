@@ -96,11 +96,10 @@ class LossCurve:
         for peer, record in records.items():
             self._report(peer, record, branch.step)
         points = []
-        for step in sorted(self._reported):
-            if step >= branch.step:
-                break
+        for step in sorted(step for step in self._reported if step < branch.step):
             reported = self._reported.pop(step).values()
-            most = median(weight for _, weight in reported)
+            _, weights = zip(*reported, strict=True)
+            most = median(weights)
             loss = weighted_median([(loss, min(weight, most) or 1.0) for loss, weight in reported])
             points.append(LossPoint(step, at, loss, len(reported)))
             self._add(points[-1])

@@ -184,7 +184,7 @@ SETUPS = {
 
 @benchmark("albert")
 def run_albert(report: BenchReport) -> None:
-    scale = 8 if report.quick else 1
+    scale, whole, counts = (8, 16, (1, 8, 64)) if report.quick else (1, 4, (1, 2, 4, 8, 16, 32, 64))
     averaging_s = {name: simulate_round(*setup, ALBERT_LARGE, scale) for name, setup in SETUPS.items()}
     batch_s = averaging_s["heterogeneous"] / SLOWDOWN  # of `TRAINERS` trainers
     # a step's seconds of computing and averaging: delayed it takes their maximum, else their sum
@@ -203,15 +203,14 @@ def run_albert(report: BenchReport) -> None:
         ("hidden", hidden, "", "of averaging behind computing by delayed updates, load balancing"),
     )
     for name, hosts in (("high_bandwidth", HIGH), ("load_balancing", MIXED)):
-        for count in (1, 8, 64) if report.quick else (1, 2, 4, 8, 16, 32, 64):
+        for count in counts:
             crowd = tuple(hosts[index * 5 % TRAINERS] for index in range(count))  # all kinds, however few
             # crowds move a part of the bytes to save memory; coarser chunks make their averaging look slower
             part_s = simulate_round(crowd, adaptive_shares, ALBERT_LARGE, max(scale, count // TRAINERS))
             seconds = max(_computing_s(crowd, batch_s), part_s)
             report.add(f"scaling_{name}_{count}_s", seconds, "s", f"{count} peers, delayed")
-    scale = 16 if report.quick else 4
     for delayed, key in ((False, "whole_peers_sequential_s"), (True, "whole_peers_s")):
-        report.add(key, _whole_peers_s(batch_s, scale, delayed=delayed), "s", f"1/{scale} of the bytes")
+        report.add(key, _whole_peers_s(batch_s, whole, delayed=delayed), "s", f"1/{whole} of the bytes")
 
 
 def _computing_s(hosts: Sequence[Ticket], batch_s: float) -> float:

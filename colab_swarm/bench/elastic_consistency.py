@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, pairwise, product
 from typing import Any, Literal
 
 import numpy as np
@@ -296,10 +296,12 @@ def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
         chance = random.Random(f"{seed} {sender} {receiver} {step} {bucket}")
         return task.sizes[bucket] / len(task.start) + chance.expovariate(2)
 
-    def backward_s(peer: int, step: int) -> float:
-        return random.Random(f"{peer} {step}").uniform(0.8, 1.2)
-
-    slow = replace(scene, sizes=task.sizes, backward_s=backward_s, delay=delay)
+    slow = replace(
+        scene,
+        sizes=task.sizes,
+        backward_s=lambda peer, step: random.Random(f"{peer} {step}").uniform(0.8, 1.2),
+        delay=delay,
+    )
     return Emulation(slow, task.start, task.gradient).run()
 
 
@@ -400,9 +402,8 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
         for rank in range(PEERS):
             words = command(rank, "nice", "-n", "-10", *python_command(train, rank, invite))
             invite = crew.start(words).receive()["invite"]
-        for seed in range(seeds):
-            for way, found in runs.items():
-                found.append(call_all(crew, way=way, seed=seed, steps=steps))
+        for seed, way in product(range(seeds), runs):
+            runs[way].append(call_all(crew, way=way, seed=seed, steps=steps))
     step_s, accuracy = dict[str, float](), dict[str, float]()
     for way, found in runs.items():
         step_s[way] = statistics.median(max(one["step_s"] for one in peers) for peers in found)

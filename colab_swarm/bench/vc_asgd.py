@@ -154,8 +154,10 @@ def run(report: BenchReport, data: str = "digits") -> None:
         name: [train_by_volunteers(_job(data, seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
         for name, alpha in ALPHAS.items()
     }
-    serial = [_job(data, seed, 0.0, quick=report.quick).train_serially()[1] for seed in seeds]
-    runs["serial"] = [[Epoch(one, one, one) for one in curve] for curve in serial]
+    runs["serial"] = [
+        [Epoch(one, one, one) for one in _job(data, seed, 0.0, quick=report.quick).train_serially()[1]]
+        for seed in seeds
+    ]
     report.curves |= runs
     for name, curves in runs.items():
         key = re.sub(r"[()]", "", name.replace("/", "_over_"))

@@ -329,8 +329,7 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
             for key in found:
                 check_fit(found[key], model[key], f"{path}/{key}")
         case list() | tuple(), list() | tuple() if len(found) == len(model):
-            for i, (one, other) in enumerate(zip(found, model, strict=True)):
-                check_fit(one, other, f"{path}/{i}")
+            check_fit(dict(enumerate(found)), dict(enumerate(model)), path)
         case None, _ if path:  # created by the first step
             pass
         case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():

@@ -174,14 +174,15 @@ class ReachabilityPolicy:
         if not self.listening:
             return "this peer does not listen (listen=False)"
         local = level is ReachabilityLevel.LAN
+        kind, nobody = ("private", "nobody") if local else ("public", "no peer outside this network")
         for address, fault in self._outcomes():
             if fault and is_local(host_of(address)) == local:
                 return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
         if not self._own(local=local):
-            return f"this machine has no {'private' if local else 'public'} address"
+            return f"this machine has no {kind} address"
         if not local and self._untried():
             return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
-        return "nobody has tried" if local else "no peer outside this network has tried"
+        return f"{nobody} has tried"
 
 
 class ReachabilityWatch:

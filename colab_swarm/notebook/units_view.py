@@ -66,20 +66,22 @@ def draw_job(status: "JobStatus") -> Document:
         lines = [marks[begin : begin + ACROSS] for begin in range(0, len(marks), ACROSS)]
         style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
         drawn = f'<p style="{style}">{"<br>".join(map(html.escape, lines))}</p>'
-        shown.draw(drawn, *(f"  {line}" for line in lines))
+        shown.draw(drawn, *map("  {}".format, lines))
         more = len(status.rows) - len(marks)
         shown.note(f"units: {'  '.join(MARKS.values())}" + (f"; and {more:,} more units" if more > 0 else ""))
     shown.draw(_accuracy(status))
-
-    def cells(row: "VolunteerState") -> tuple[str, ...]:
-        reliability = f"{1 - row.error_rate:.0%}" if row.accepted + row.rejected + row.expired else "new"
-        if row.banned_until > status.at:
-            reliability = f"banned for {duration(row.banned_until - status.at)}"
-        counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
-        return (plain(row.name or row.volunteer[:8], 40), reliability, *counts)
-
-    shown.table(COLUMNS, status.volunteers, cells, numbers=range(2, 6), what="volunteers")
+    shown.table(
+        COLUMNS, status.volunteers, lambda row: _cells(row, status.at), numbers=range(2, 6), what="volunteers"
+    )
     return shown
+
+
+def _cells(row: "VolunteerState", now: float) -> tuple[str, ...]:
+    reliability = f"{1 - row.error_rate:.0%}" if row.accepted + row.rejected + row.expired else "new"
+    if row.banned_until > now:
+        reliability = f"banned for {duration(row.banned_until - now)}"
+    counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
+    return (plain(row.name or row.volunteer[:8], 40), reliability, *counts)
 
 
 def _accuracy(status: "JobStatus") -> str:

@@ -69,7 +69,7 @@ def create(
         return swarm
     with _reserved(state_dir) as (store, saved):
         if saved is not None:
-            if saved.invitation or (saved.run, saved.access) != (name, access):
+            if (saved.invitation, saved.run, saved.access) != ("", name, access):
                 raise _saves_another(state_dir, saved)
         elif not options.identity and (opened := find_open(run=name, name=peer_name)) is not None:
             return _same(opened, store, options, access=access, allow=allow)

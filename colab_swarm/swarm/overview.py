@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 logger = logging.getLogger(__name__)
-MAX_ROUNDS = 20
+MAX_ROUNDS, MAX_LOSSES = 20, 1000
 LOG_LINES = 8
 SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
@@ -102,23 +102,25 @@ class Overview:
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, PeerLeft):
-            known = [one for one in self._events if isinstance(one, PeerLeft) and one.peer == event.peer]
-            if any(event.at - one.at < SAME_LOSS_S for one in known):
-                return
-        if isinstance(event, RoundFinished | Waited):
-            self._silent = event if isinstance(event, Waited) else None
-        if isinstance(event, RoundFinished):
-            self._on_round(event)
-            if not (event.spans_lost or event.kept_local or any(member.dropped for member in event.members)):
-                return
-        if not isinstance(event, StepFinished | Applied | Contributed):
-            self._tell(event)
-        elif isinstance(event, StepFinished) and event.loss is not None:
-            old = self._losses if len(self._losses) < 1000 else (self._losses[0], *self._losses[2:])
-            self._losses = (*old, (event.step, event.loss))
+        match event:
+            case StepFinished(step=step, loss=loss) if loss is not None:
+                first, *others = *self._losses, (step, loss)
+                self._losses = (first, *others[1 - MAX_LOSSES :])
+            case StepFinished() | Applied() | Contributed():
+                pass
+            case PeerLeft(peer=peer, at=at) if any(
+                isinstance(one, PeerLeft) and one.peer == peer and at - one.at < SAME_LOSS_S
+                for one in self._events
+            ):
+                pass
+            case RoundFinished():
+                self._on_round(event)
+            case _:
+                self._silent = event if isinstance(event, Waited) else self._silent
+                self._tell(event)
 
     def _on_round(self, event: RoundFinished) -> None:
+        self._silent = None
         self.names()  # of its members: one may have left when the panel shows the round
         self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
         self._counted.update(
@@ -131,6 +133,8 @@ class Overview:
         ):
             self._bottlenecks.add(ways)
             self._tell(Notice(event.at, f"round {event.step}: {reason}"))
+        if event.spans_lost or event.kept_local or any(member.dropped for member in event.members):
+            self._tell(event)
 
     def _awaited(self, now: float) -> str:
         if (late := self._silent) is None:
@@ -244,12 +248,13 @@ def peer_rows(
             upload_bps=record.upload_bps,
             download_bps=record.download_bps,
         )
-    for peer in sorted(assistants.keys() - rows.keys()):
-        rows[peer] = _row(peers, peer, assistants[peer].name, "assistant", True)
+    rows |= {
+        peer: _row(peers, peer, assistants[peer].name, "assistant", True)
+        for peer in sorted(assistants.keys() - rows.keys())
+    }
     if peers.id not in rows:
         rows[peers.id] = _row(peers, peers.id, own_name, "peer", bool(peers.contact.addresses))
-    for peer in sorted(peers.linked() - rows.keys()):
-        rows[peer] = _row(peers, peer, "", "peer", None)
+    rows |= {peer: _row(peers, peer, "", "peer", None) for peer in sorted(peers.linked() - rows.keys())}
     return tuple(rows.values())
 
 
