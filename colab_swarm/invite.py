@@ -101,14 +101,6 @@ class Invite(Signed, frozen=True):
         rights = self.expires_at, self.member_until, self.uses, offline
         return Grant(self.run_id, self.role, key, *rights, signature=self.grant_signature)
 
-    def with_entries(self, entries: Iterable[Contact]) -> "Invite":
-        """Return the same invitation with other entries; every peer that has it can do this."""
-        return self._replaced(entries=tuple(entries))
-
-    def with_page(self, page: str) -> "Invite":
-        """Return it as a link to the page at ``https://HOST``."""
-        return self._replaced(page=page)
-
     def with_settings(self, settings: Mapping[str, Setting]) -> "Invite":
         """Return it with these settings for training; raises ValueError if they do not fit."""
         try:
@@ -116,9 +108,10 @@ class Invite(Signed, frozen=True):
         except msgspec.ValidationError as error:
             limits = "16 settings, names of up to 32 characters, and numbers or texts of up to 64"
             raise ValueError(f"an invitation carries at most {limits}: {error}") from None
-        return self._replaced(settings=checked)
+        return self.replaced(settings=checked)
 
-    def _replaced(self, **fields: Any) -> "Invite":
+    def replaced(self, **fields: Any) -> "Invite":
+        """Return it with other ``entries``, or another ``page``; every peer that has it can do this."""
         changed = msgspec.structs.replace(self, **fields)
         return changed if self.access == "open" else changed.signed(self.key.sign)
 

@@ -78,10 +78,10 @@ def test_an_invitation_of_another_version_says_what_to_do() -> None:
 
 @ANY
 def test_an_invitation_with_a_page_is_a_link_to_it(invite: Invite) -> None:
-    linked = invite.with_page("https://run.example.org:8443")
+    linked = invite.replaced(page="https://run.example.org:8443")
     assert str(linked) == f"https://run.example.org:8443/join#{linked.code}"
     assert Invite.parse(f" {str(linked)[:60]}\n {str(linked)[60:]} ", now=0.0) == linked
-    assert linked.grant == invite.grant and str(linked.with_page("")) == str(invite)
+    assert linked.grant == invite.grant and str(linked.replaced(page="")) == str(invite)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_an_invitation_with_a_page_is_a_link_to_it(invite: Invite) -> None:
 )
 def test_a_page_is_a_host_with_https(page: str) -> None:
     with pytest.raises(InviteError, match="cannot be read"):
-        Invite.parse(str(INVITE.with_page(page)), now=0.0)
+        Invite.parse(str(INVITE.replaced(page=page)), now=0.0)
 
 
 def test_an_invited_peer_passes_the_invitation_on_with_other_entries() -> None:
-    passed_on = Invite.parse(str(INVITE.with_entries([OTHER])), now=0.0)
+    passed_on = Invite.parse(str(INVITE.replaced(entries=(OTHER,))), now=0.0)
     assert passed_on.entries == (OTHER,) and passed_on.grant == INVITE.grant
-    assert Invite.parse(str(OPEN.with_entries([OTHER])), now=0.0).entries == (OTHER,)
+    assert Invite.parse(str(OPEN.replaced(entries=(OTHER,))), now=0.0).entries == (OTHER,)
 
 
 def test_settings_travel_along_and_those_that_cannot_be_read_are_refused_at_once() -> None:
@@ -202,6 +202,6 @@ def test_any_text_and_any_body_give_an_invitation_or_one_clear_sentence(text: st
     ],
 )
 def test_an_invitation_warns_if_all_its_addresses_are_private(addresses: str, local: bool) -> None:
-    invite = OPEN.with_entries([Contact(ENTRY.id, tuple(addresses.split()))])
+    invite = OPEN.replaced(entries=(Contact(ENTRY.id, tuple(addresses.split())),))
     assert invite.warning == (LOCAL_ONLY if local else "")
     assert LOCAL_ONLY.count(". ") == 0 and all(way in LOCAL_ONLY for way in ("tunnel", "create", "relay"))

@@ -137,7 +137,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         if settings is not None:
             invite = invite.with_settings(settings)
         if self.page:
-            invite = invite.with_page(self.page)
+            invite = invite.replaced(page=self.page)
         if invite.warning and not in_notebook():  # notebooks show it with the invitation
             logger.warning(invite.warning)
         return Invitation(

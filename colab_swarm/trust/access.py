@@ -415,7 +415,7 @@ class RunAccess:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
         if authority is None:
             assert self.invitation is not None  # only the authority has none
-            return self.invitation.with_entries(entries)
+            return self.invitation.replaced(entries=entries)
         grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
         require(
             grant.offline or (peers.contact.addresses and peers.contact.direct),

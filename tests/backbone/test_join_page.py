@@ -41,7 +41,9 @@ def test_an_invitation_of_a_backbone_with_an_https_address_is_a_link_to_its_page
         assert backbone.invite.startswith("https://run.example.org:8443/join#my-run.")
         assert backbone.swarm.invite().startswith("https://run.example.org:8443/join#my-run.")
         invite = Invite.parse(backbone.invite)
-        assert invite.page == "https://run.example.org:8443" and invite.with_entries([]).page == invite.page
+        assert (
+            invite.page == "https://run.example.org:8443" and invite.replaced(entries=()).page == invite.page
+        )
         status, body, headers = asked(backbone, "/join")
         assert status == 200 and "<h1>Join my-run</h1>" in body
         assert headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'sha256-")
