@@ -34,24 +34,24 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
-    "": (685, 52, 84),
+    "": (681, 52, 82),
     "averaging": (2120, 42, 236),
-    "backbone": (445, 14, 46),
-    "bench": (2609, 34, 272),
+    "backbone": (444, 14, 46),
+    "bench": (2597, 34, 267),
     "cli": (322, 2, 31),
     "dht": (598, 17, 81),
     "elastic": (854, 27, 124),
     "integrations": (156, 2, 18),
-    "moe": (1989, 50, 235),
-    "net": (3602, 86, 490),
-    "notebook": (1556, 21, 199),
-    "recipes": (892, 20, 100),
+    "moe": (1987, 50, 235),
+    "net": (3595, 86, 488),
+    "notebook": (1556, 21, 198),
+    "recipes": (890, 20, 99),
     "sim": (643, 19, 99),
-    "swarm": (1948, 17, 228),
+    "swarm": (1941, 17, 227),
     "tensors": (630, 18, 103),
     "training": (2213, 37, 282),
     "trust": (569, 16, 68),
-    "workunits": (2420, 60, 306),
+    "workunits": (2419, 60, 306),
 }
 """A ratchet: statements, classes and functions of each folder. Lower them after a cut, never raise them."""
 

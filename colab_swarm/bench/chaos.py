@@ -212,11 +212,9 @@ class Simulated:
         return self._simulation.time
 
     def _train(self, swarm: Swarm) -> None:
-        def on_step(**step: Any) -> None:
-            self._meter.on_step(self.now(), swarm.name, **step)
-
+        tell = partial(self._meter.on_step, peer=swarm.name)
         try:
-            train(swarm, len(self._meter.peers), on_step, lambda: None)
+            train(swarm, len(self._meter.peers), lambda **step: tell(self.now(), **step), lambda: None)
         except Exception as error:  # of any kind: the report names it
             self._meter.on_stop(self.now(), swarm.name, f"{swarm.name}: {error!r}")
 

@@ -90,7 +90,10 @@ class CallPeer:
                 if {self.name, other.name} & network.silent:
                     await asyncio.get_running_loop().create_future()
                 if peer not in self._links:
-                    await self._link_to(other)
+                    latency_s = PAPER_CLOUD.pair_latency_s(self.name, other.name, seed=network.seed)
+                    if not network.linked(self, other):
+                        await asyncio.sleep(2 * latency_s * DIAL_ROUND_TRIPS)
+                    self._links[peer] = other._links[self.id] = latency_s
                 await network.carry(message, self._links[peer])
                 answer: R = await other._handlers[type(message)](self.id, message)
                 await network.carry(answer, self._links[peer])
@@ -99,12 +102,6 @@ class CallPeer:
             raise PeerTimeout(f"{other.name} does not answer") from error
         except Refusal as error:
             raise CallRefused("refused", str(error)) from error
-
-    async def _link_to(self, other: "CallPeer") -> None:
-        latency_s = PAPER_CLOUD.pair_latency_s(self.name, other.name, seed=self._network.seed)
-        if not self._network.linked(self, other):
-            await asyncio.sleep(2 * latency_s * DIAL_ROUND_TRIPS)
-        self._links[other.id] = other._links[self.id] = latency_s
 
 
 def found_each_other(peers: Sequence[CallPeer], rng: random.Random) -> list[DHT]:

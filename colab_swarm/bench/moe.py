@@ -318,10 +318,8 @@ class Experts:
 class Trunk(nn.Module):
     def __init__(self, pixels: int, sides: tuple[int, ...]) -> None:
         super().__init__()
-        self.stem, self.head = (
-            nn.Linear(pixels, DIM),
-            nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES)),
-        )
+        self.stem = nn.Linear(pixels, DIM)
+        self.head = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
         self.blocks = nn.Sequential(*(FeedForward(DIM, 2 * DIM) for _ in range(0 if sides else LAYERS)))
         self.gates = nn.ModuleList(Gating(DIM, sides) for _ in range(LAYERS if sides else 0))
 

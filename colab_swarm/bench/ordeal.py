@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark
 from colab_swarm.errors import JoinError
-from colab_swarm.events import Event, ExpertHosted
+from colab_swarm.events import ExpertHosted
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
 from colab_swarm.workunits.job import Job
@@ -42,15 +42,15 @@ GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 
 
 def host_experts(parent: Channel, folder: str, invite: str, name: str) -> None:
-    def on_event(event: Event) -> None:
-        if isinstance(event, ExpertHosted):
-            parent.send(taken_over=event.taken_over)
-
     path = Path(folder) / name
     path.mkdir(parents=True, exist_ok=True)
     options = cs.NetworkOptions(lan=False, identity=path / "key")
     with cs.join(invite, peer_name=name, options=options) as swarm:
-        swarm.events.listen(on_event)
+        swarm.events.listen(
+            lambda event: (
+                parent.send(taken_over=event.taken_over) if isinstance(event, ExpertHosted) else None
+            )
+        )
         settings: dict[str, Any] = {"save_s": 3.0, "takeover_s": 5.0, "spare": 2 * PER_HOST}
         make = partial(cs.moe.FeedForward, DIM)
         hosted = swarm.host_experts("ffn", make, grid=GRID, count=PER_HOST, folder=path / "saves", **settings)

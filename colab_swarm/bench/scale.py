@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -81,13 +81,12 @@ def _measure(report: BenchReport, case: Case, rounds: int) -> None:
         call_all(peers)
         pairs = [(call_all(peers), run_together(gloo)) for _ in range(rounds + 1)]
     ours, theirs = zip(*pairs[1:], strict=True)
-
-    def median(key: str, found: Any = ours) -> float:
-        return float(statistics.median(max(one[key] for one in members) for members in found))
-
+    step_s, round_s, gloo_s = (
+        statistics.median(max(one[key] for one in members) for members in found)
+        for key, found in (("step_s", ours), ("round_s", ours), ("seconds", theirs))
+    )
     note = f"{case.peers} peers, {numel / 1e6:.0f} M values, {case.dtype} parameters, {case.inner}"
     vectors = max(one["peak_mib"] for members in ours for one in members) * 2**18 / numel
-    step_s, round_s, gloo_s = median("step_s"), median("round_s"), median("seconds", theirs)
     report.add_rows(
         (f"memory_vectors_{case.name}", vectors, "vectors", note),
         (f"step_over_round_{case.name}", step_s / round_s, "times", "lower is better"),

@@ -438,10 +438,7 @@ def _volunteer(options: Options) -> None:
 
 COMMANDS = (
     Command(
-        _demo,
-        "train ALBERT-tiny with several processes here; 2 minutes",
-        DEMO,
-        ("demo", "demo --steps 20"),
+        _demo, "train ALBERT-tiny with several processes here; 2 minutes", DEMO, ("demo", "demo --steps 20")
     ),
     Command(
         _create,

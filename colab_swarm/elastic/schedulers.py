@@ -45,9 +45,7 @@ class StepStatus:
 
     own_norm: float  # of its own gradient
     own_numel: int
-    norms: tuple[
-        float, ...
-    ]  # of the arrived part of step t's gradient, from each other peer that is not lost
+    norms: tuple[float, ...]  # of the arrived part of step t's gradient, by other peer that is not lost
     numels: tuple[int, ...]  # the number of these values
     overdue: int  # peers, not lost, that still owe something of step t - max_delay or earlier
     owed: int  # incomplete gradients (of one peer and step, up to t) of peers that are not lost

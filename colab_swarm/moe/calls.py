@@ -401,8 +401,7 @@ class ExpertServer:
             return call.answer.result()
         finally:
             call.answer.cancel()
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
+            await end_tasks(leaving)
 
     def _work(self) -> list[tuple[Call, Outcome]]:
         with self._lock:

@@ -256,8 +256,7 @@ class IrohEndpoint:
     async def _accept(self) -> None:
         most = self._settings.max_handshakes
         while (incoming := await self._endpoint.accept_next()) is not None:
-            at = await incoming.remote_addr()
-            source = network_of(host_of(f"//{getattr(at, 'addr', '')}"))
+            source = network_of(host_of(f"//{getattr(await incoming.remote_addr(), 'addr', '')}"))
             # those of one network take no room from others; all that come by relays are one
             if self._fresh.total() >= most or self._fresh[source] >= max(1, most // 4):
                 await incoming.ignore()

@@ -17,7 +17,6 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Container
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -32,6 +31,7 @@ from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
+from colab_swarm.runtime import wait_until
 
 logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
@@ -343,9 +343,7 @@ class Circuits:
 
     async def wait_looked(self, timeout_s: float) -> None:
         """Return when all relays known at the start have been tried, or the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._looked.wait()
+        await wait_until(self._loop.time() + timeout_s, self._looked)
 
     def stop(self) -> None:
         if self._keeping is not None:
@@ -403,9 +401,7 @@ class Circuits:
             if len(self.places) > PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
             wait_s = (RETRY_S, SECOND_PLACE_S, LOOK_EVERY_S)[min(len(self.places), 2)]
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(began + wait_s * self._rng.uniform(0.8, 1.2)):
-                    await self._look.wait()
+            await wait_until(began + wait_s * self._rng.uniform(0.8, 1.2), self._look)
             # a relay may give places and hang up, again and again
             await asyncio.sleep(began + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 

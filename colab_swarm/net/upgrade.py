@@ -34,6 +34,7 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, TypeAlias
 
@@ -46,6 +47,7 @@ from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
 from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
+from colab_swarm.runtime import wait_until
 
 logger = logging.getLogger(__name__)
 MAX_TARGETS = 2  # where the relay sees the other end, and its address in its own network
@@ -263,19 +265,15 @@ class Upgrades:
         require(port and targets, "one of the two ends cannot punch holes", PeerUnreachable)
         now, linked = self._loop.time(), asyncio.Event()
         tries = plan_tries(now, now + PUNCH_S, rtt_s=rtt_s, answering=answering, rng=self._rng)
-
-        def take(connected: socket.socket) -> None:
-            self._node.linker.spawn(self._greet(connected, None if answering else peer, linked))
-
-        punching = self._node.linker.spawn(punch(port, targets, tries, take))
+        spawn, expected = self._node.linker.spawn, None if answering else peer
+        greet = partial(self._greet, expected, linked)
+        punching = spawn(punch(port, targets, tries, lambda connected: spawn(greet(connected))))
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(now + PUNCH_S):
-                    await linked.wait()
+            await wait_until(now + PUNCH_S, linked)
         finally:
             punching.cancel()
 
-    async def _greet(self, connected: socket.socket, expected: PeerId | None, linked: asyncio.Event) -> None:
+    async def _greet(self, expected: PeerId | None, linked: asyncio.Event, connected: socket.socket) -> None:
         async def take_over(receiver: Receiver) -> WebSocket:
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
             client, scratch = expected is not None, self._node.linker.scratch

@@ -16,7 +16,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -129,8 +129,10 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def ends(self) -> tuple[HostPort | None, HostPort | None]:
-        info = self._transport.get_extra_info
-        return _host_port(info("sockname")), _host_port(info("peername"))
+        names = map(self._transport.get_extra_info, ("sockname", "peername"))
+        # a socket for both families puts ::ffff: before IPv4 addresses
+        local, remote = ((name[0].removeprefix("::ffff:"), name[1]) if name else None for name in names)
+        return local, remote
 
     @property
     def backlog_bytes(self) -> int:
@@ -243,11 +245,6 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self._closed.done():
             self._closed.set_result(None)
         self.receiver.on_lost(self._reason or str(exc or "") or NO_FAREWELL)
-
-
-def _host_port(name: tuple[Any, ...] | None) -> HostPort | None:
-    # a socket for both families puts ::ffff: before IPv4 addresses
-    return (name[0].removeprefix("::ffff:"), name[1]) if name else None
 
 
 def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:

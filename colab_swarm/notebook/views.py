@@ -37,7 +37,10 @@ GROUP = "forming the group"
 def summary(snapshot: SwarmSnapshot) -> str:
     parts = [_state(snapshot)]
     if snapshot.target_batch_size > 0:
-        parts += [_speed(snapshot)] if snapshot.samples_per_s else []
+        if snapshot.samples_per_s:
+            trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
+            peers = count(len(snapshot.peers), "peer")
+            parts.append(f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {peers}")
         parts.append(f"{_collected(snapshot)} samples for the next step")
         if loss := _loss(snapshot):
             parts.append(f"loss {loss}")
@@ -129,11 +132,6 @@ def _state(snapshot: SwarmSnapshot) -> str:
     if snapshot.target_batch_size > 0 or snapshot.model:
         return f"{state}, step {snapshot.step}" if snapshot.step else f"{state}, before the first round"
     return f"{state}, {count(len(snapshot.peers), 'peer')}"
-
-
-def _speed(snapshot: SwarmSnapshot) -> str:
-    trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
-    return f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {count(len(snapshot.peers), 'peer')}"
 
 
 def _collected(snapshot: SwarmSnapshot) -> str:

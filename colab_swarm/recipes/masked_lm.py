@@ -262,11 +262,6 @@ def albert_config(shape: AlbertSize, tokenizer: "PreTrainedTokenizerFast") -> "A
     )
 
 
-def mean_loss(model: torch.nn.Module, batches: Batches, *, count: int = 8) -> float:
-    """Return the mean loss over the next ``count`` batches, without training on them."""
-    return sum(float(call(model, None, **next(batches)).loss) for _ in range(count)) / count
-
-
 @dataclass(frozen=True)
 class Guess:
     """A token for a masked place, and how sure the model is of it."""

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
@@ -118,7 +118,8 @@ class NetworkSession:
         self.store: PeerStore | None = None  # the folder that saves this peer
         self.clock: SessionClock | None = None  # None if the session's end is unknown
         self.stops: list[Callable[[], None]] = []  # give work back at the session's end
-        services.averager.on_round = self._on_round
+        ledger = self.trust.contributions.ledger
+        services.averager.on_round = lambda one: ledger.on_round(one.group, one.contributors, one.spans_lost)
         self.reachability = ReachabilityWatch(
             node,
             self.relays,
@@ -246,9 +247,6 @@ class NetworkSession:
             optimizer.end(why, hand_over_s=min(60.0, most_s))
         for optimizer in trained:  # `leave` closes those that the user no longer steps
             optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
-
-    def _on_round(self, result: RoundResult) -> None:
-        self.trust.contributions.ledger.on_round(result.group, result.contributors, result.spans_lost)
 
     async def announce_in_lan(self, name: str) -> None:
         if not self.options.lan or self.node.port is None:

@@ -282,8 +282,7 @@ class CoordinatorServer:
             raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
         self._wanted(request)
         async with self._one_of(request, "upload", MAX_UPLOADS):
-            piece = await self._read(request, MAX_PIECE_BYTES)
-            taken = await self._add(request, start, piece)
+            taken = await self._add(request, start, await self._read(request, MAX_PIECE_BYTES))
             return _answer(taken, 200 if taken.received == start + size else GAP)
 
     def _wanted(self, request: web.Request) -> str:
