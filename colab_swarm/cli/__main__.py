@@ -49,8 +49,7 @@ class Command(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
-STATUS_EVERY_S = 5.0
-LOOK_S = 0.2
+STATUS_EVERY_S, LOOK_S = 5.0, 0.2
 DEMO_S = 600.0  # time limit
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
 ABOUT = "Train one large model together with others."

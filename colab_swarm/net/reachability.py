@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 1.5  # for one address; an open port answers within three round trips
 CALL_TIMEOUT_S = 5.0
 VERIFIERS = 3
-CHECK_EVERY_S = 5.0
-VERIFY_EVERY_S = 300.0
+CHECK_EVERY_S, VERIFY_EVERY_S = 5.0, 300.0
 DIAL_BACK_GAP_S = 1.0  # least time between two dial-backs for the same peer
 DIAL_BACKS = 8  # of one host, however many peers are there, and in all, within a gap
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH = 32
-MAX_NODES = 1_000_000
+MAX_DEPTH, MAX_NODES = 32, 1_000_000
 MAX_SKELETON_BYTES = 64 << 20
 MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"

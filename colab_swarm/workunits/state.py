@@ -122,8 +122,7 @@ encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
 BAN_RATE = 0.25  # share of bad results that leads to a ban: three in a row, or every fourth
-FIRST_BAN_S = 600.0
-LONGEST_BAN_S = 86_400.0
+FIRST_BAN_S, LONGEST_BAN_S = 600.0, 86_400.0
 FREE_RETURNS = 3  # without a result in between; then a volunteer rests, as each fills the log
 LONGEST_REST_S = 600.0
 
