@@ -54,7 +54,7 @@ T = TypeVar("T")
 Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
 
 HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
-LEAST_USUAL_S, FIRST_USUAL_S = 0.1, 1.0  # of an answer to a call, and after a promise; before any is known
+LEAST_USUAL_S, FIRST_USUAL_S = 0.1, 2.0  # of an answer to a call, and after a promise; before any is known
 ORGANIZER_PATIENCE = 2.0  # it may wait for a peer itself
 IN_VAIN_S = 0.25  # what an answer without a group costs: the records are read, and peers called, once more
 PASSED_S = 10.0  # an honest refusal of one step ends with the round that runs without us

@@ -332,7 +332,7 @@ async def test_an_organizer_that_refuses_twice_is_not_asked_for_the_same_step_ag
 
     refusals: list[RoundRefused] = []
     await one_group(*map(insist, honest), size=2)
-    assert len(refusals) == 4 and loop_now() < 6  # it promises to come, too
+    assert len(refusals) == 4 and loop_now() < 8  # it promises to come, too
 
 
 @pytest.mark.parametrize(("count", "facts"), [(2, {"reduces": False}), (1, {"assists": True})])
