@@ -106,7 +106,7 @@ class Matchmaker:
         self._passed: dict[PeerId, float] = {}  # organizers that it asked in vain for it, until when
         self._refusers = set[PeerId]()  # that refused once
         self._promised = set[PeerId]()  # that said to come to it
-        self._few = False  # and whether its own group of a minority was refused
+        self._few = False  # and whether a group of a minority was refused
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._asks: tuple[PeerId, asyncio.Timeout] | None = None  # an organizer, until when
         self._told: PeerId | None = None  # for whom it waits, by its last heartbeat
@@ -161,13 +161,13 @@ class Matchmaker:
         """Refuse, once a step, a group without most of the live peers."""
         alive = {self._peers.id, *awaited} - self.standing.suspects(loop_now())
         here = alive & {member.id for member in group.members}
-        mine = organizer == self._peers.id
-        if 2 * len(here) > len(alive) or (mine and self._few):
+        parted = len(here) == 1 and organizer != self._peers.id
+        # A second time it stands: the others may have stopped training, and not said so yet.
+        if 2 * len(here) > len(alive) or (self._few and not parted):
             return
         self.forget(*group.terms.key)
-        if mine:
-            self._few = True
-        else:
+        self._few = True
+        if parted:
             self._pass_over(organizer)
         missing = len(alive) - len(here)
         raise RoundRefused("unreachable", f"{missing} of {len(alive)} trainers are not in the group")
