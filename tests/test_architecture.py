@@ -35,7 +35,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (681, 52, 82),
-    "averaging": (2136, 42, 237),
+    "averaging": (2134, 43, 236),
     "backbone": (444, 14, 46),
     "bench": (2599, 34, 268),
     "cli": (321, 2, 31),

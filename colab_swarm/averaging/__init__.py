@@ -48,7 +48,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
   down.
 - **Closing a group.** A group closes when all peers that accepted have joined, or have cost as much
   time as they have earned (Times). Every member passes the group on, so it survives its organizer. One
-  without most of the live peers is refused once: this peer reads the records again.
+  without most of the live peers is refused once, and one that holds a peer alone each time.
 - **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of
   the vector, and codecs.
 - **A chunk** is finished when all members that are still expected have delivered it. Its mean never
@@ -81,7 +81,7 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
   means with that, and passes the digests on to another, at random. Two signed digests of one span are a proof: all
   members leave the reducer out for half an hour. One that breaks off before the last mean counts as vanished.
 - *An organizer misbehaves.* Peers leave it out for half an hour if its group is invalid, and pass it over for the step
-  if it was silent, refused twice, sent them in circles or left out most of the live peers.
+  if it was silent, refused twice, sent them in circles or made a group of one.
 
 **Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for
 16 times the median at most, and a 16th at least. Not guarded against: plausible but false values.

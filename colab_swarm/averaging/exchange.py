@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, GroupMember, Span, SpanRoot, chunk_values
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
-from colab_swarm.averaging.standing import Standing
+from colab_swarm.averaging.standing import AWAKE_S, CHAINED, Standing
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import Message, PeerId, Peers, Role, Stream, StreamEnded, allowance_s, short
@@ -119,9 +119,8 @@ logger = logging.getLogger(__name__)
 
 DIGEST_BYTES, CHECKED = 16, 4  # one of CHECKED chunks is audited
 NO_DIGEST = bytes(DIGEST_BYTES)
-REDUCER_PATIENCE = 2.0  # a reducer may wait for a contributor that this peer knows nothing of
 LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
-TICK_S, AWAKE_S = 0.1, 1.0  # between two looks for late members; a timer of a running process is not so late
+TICK_S = 0.1  # between two looks for late members
 
 
 def digest_of(payload: Buffer) -> bytes:
@@ -169,8 +168,8 @@ class UploadEncoding:
     feedback: ErrorFeedback | None = None  # records what compression cut off each value
 
 
-class RoundPing(Message, frozen=True):
-    """Check that a peer is alive; the answer is the same if it takes part in the round, else empty."""
+class Noted(Message, frozen=True):
+    """The answer to what a member tells of a round's reducers."""
 
     round_id: bytes
 
@@ -546,7 +545,7 @@ class AllReduce:
             for reducer, limit in self._limits.items():
                 # It may wait for the same contributor as this peer.
                 late_s = self._lateness_s(reducer, now, self._own_at) if self._own_at <= now else 0.0
-                left_s = REDUCER_PATIENCE * self.patience_s(reducer, now) - late_s
+                left_s = CHAINED * self.patience_s(reducer, now) - late_s
                 if late_s and left_s <= 0:
                     limit.reschedule(now)
                 sleep_s = min(sleep_s, max(left_s, TICK_S / 10))
@@ -561,7 +560,7 @@ class AllReduce:
         """Return how long to wait for what a member gives in a recovery."""
         usual_s = min(self.usual.round_s, self.settings.patience_s)
         slow_s = allowance_s(self.peers, self.member(member).id)
-        return usual_s + slow_s + REDUCER_PATIENCE * self.patience_s(member, loop_now())
+        return usual_s + slow_s + CHAINED * self.patience_s(member, loop_now())
 
     def _lateness_s(self, member: int, now: float, since: float) -> float:
         """Return, and note, for how long the round has waited for a member beyond the usual."""

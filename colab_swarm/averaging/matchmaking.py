@@ -12,10 +12,9 @@ import logging
 import math
 import statistics
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
-from colab_swarm.averaging.exchange import AWAKE_S
 from colab_swarm.averaging.group import (
     Group,
     GroupFormation,
@@ -33,19 +32,10 @@ from colab_swarm.averaging.group import (
     wrong_numbers,
 )
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.averaging.standing import BURST_S, PART, Standing
+from colab_swarm.averaging.standing import AWAKE_S, BURST_S, CHAINED, PART, Standing
 from colab_swarm.averaging.strategy import adaptive_shares, follows
 from colab_swarm.errors import PeerError, require
-from colab_swarm.net.peers import (
-    Contact,
-    Patience,
-    PeerId,
-    Role,
-    Stream,
-    allowance_s,
-    remember,
-    short,
-)
+from colab_swarm.net.peers import Contact, Patience, PeerId, Role, Stream, allowance_s, remember, short
 from colab_swarm.runtime import loop_now, wait_until, wake
 
 logger = logging.getLogger(__name__)
@@ -55,12 +45,23 @@ Organized: TypeAlias = Group | Contact | None  # the group, another organizer, o
 
 HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
 LEAST_USUAL_S, FIRST_USUAL_S = 0.1, 2.0  # of an answer to a call, and after a promise; before any is known
-ORGANIZER_PATIENCE = 2.0  # it may wait for a peer itself
 IN_VAIN_S = 0.25  # what an answer without a group costs: the records are read, and peers called, once more
 PASSED_S = 10.0  # an honest refusal of one step ends with the round that runs without us
 KEPT_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
+
+
+@dataclass
+class Search:
+    """One peer's search for the group of a step, over all attempts."""
+
+    key: tuple[int, bytes] | None = None
+    candidates: Collection[PeerId] = ()
+    passed: dict[PeerId, float] = field(default_factory=dict)  # organizers that it asked in vain, until when
+    refusers: set[PeerId] = field(default_factory=set)  # that refused once
+    promised: set[PeerId] = field(default_factory=set)  # that said to come
+    few: bool = False  # a group of a minority was refused
 
 
 class Matchmaker:
@@ -101,12 +102,7 @@ class Matchmaker:
         self._answers = Patience(LEAST_USUAL_S, call_s, FIRST_USUAL_S)  # to calls of linked peers
         self._lateness = Patience(LEAST_USUAL_S, slack_s, FIRST_USUAL_S)  # after a promise
         self._calls = set[asyncio.Task[Any]]()
-        self._expected_now: Collection[PeerId] = ()
-        self._step: tuple[int, bytes] | None = None  # for which this peer looks for a group
-        self._passed: dict[PeerId, float] = {}  # organizers that it asked in vain for it, until when
-        self._refusers = set[PeerId]()  # that refused once
-        self._promised = set[PeerId]()  # that said to come to it
-        self._few = False  # and whether a group of a minority was refused
+        self._search = Search()
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._asks: tuple[PeerId, asyncio.Timeout] | None = None  # an organizer, until when
         self._told: PeerId | None = None  # for whom it waits, by its last heartbeat
@@ -137,10 +133,9 @@ class Matchmaker:
             raise RoundRefused("invalid", why)
         key = ticket.terms.key
         self.forget(*key)  # a second call needs another group
-        if self._step != key:
-            self._step, self._passed, self._few = key, {}, False
-            self._refusers, self._promised = set(), set()
-        self._expected_now, began = candidates, loop_now()
+        if self._search.key != key:
+            self._search = Search(key)
+        self._search.candidates, began = candidates, loop_now()
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -163,10 +158,10 @@ class Matchmaker:
         here = alive & {member.id for member in group.members}
         parted = len(here) == 1 and organizer != self._peers.id
         # A second time it stands: the others may have stopped training, and not said so yet.
-        if 2 * len(here) > len(alive) or (self._few and not parted):
+        if 2 * len(here) > len(alive) or (self._search.few and not parted):
             return
         self.forget(*group.terms.key)
-        self._few = True
+        self._search.few = True
         if parted:
             self._pass_over(organizer)
         missing = len(alive) - len(here)
@@ -190,29 +185,29 @@ class Matchmaker:
         return [*rank(self._prefix, step, [*reachable, me.id] if me.addresses else reachable), *last]
 
     def _may_organize(self, peer: PeerId) -> bool:
-        now, others = loop_now(), {*self._expected_now, peer} - {self._peers.id}
-        if now < self._passed.get(peer, now) or self._left_out.holds(peer, now):
+        now, others = loop_now(), {*self._search.candidates, peer} - {self._peers.id}
+        if now < self._search.passed.get(peer, now) or self._left_out.holds(peer, now):
             return False
         return peer in self.standing.trusted(others, now)
 
     def _pass_over(self, organizer: PeerId, cost_s: float = IN_VAIN_S) -> None:
         """Do not ask it again for this step, and charge it for the lost time."""
         if organizer != self._peers.id:
-            self._passed[organizer] = loop_now() + PASSED_S
+            self._search.passed[organizer] = loop_now() + PASSED_S
         self._charge(organizer, cost_s)
 
     def _charge(self, organizer: PeerId, cost_s: float) -> None:
         if organizer != self._peers.id:
-            awaited, told = {self._peers.id, organizer, *self._expected_now}, {organizer: self._told}
+            awaited, told = {self._peers.id, organizer, *self._search.candidates}, {organizer: self._told}
             self.standing.settle("to organize a round", {organizer: cost_s}, awaited, loop_now(), told)
 
     async def _answer_of(self, organizer: PeerId, ticket: Ticket) -> Joined | None:
         asked_at, step, self._told = loop_now(), ticket.terms.step, None
-        believed_s = max(map(self._believed_s, self._expected_now), default=math.inf)
+        believed_s = max(map(self._believed_s, self._search.candidates), default=math.inf)
         usual_s = min(believed_s + self._lateness.seconds, self._settings.max_window_s)
         usual_s += self._answers.seconds
         patience_s = self.standing.patience_s(organizer, asked_at)
-        limit_s = usual_s + ORGANIZER_PATIENCE * patience_s
+        limit_s = usual_s + CHAINED * patience_s
         try:
             async with asyncio.timeout(None if organizer == self._peers.id else limit_s):
                 joined = await self._join_at(organizer, ticket, patience_s)
@@ -239,15 +234,17 @@ class Matchmaker:
         if organizer != self._peers.id or joined.reason is not None:
             self._answered_at = loop_now()
         if refusal := self._refusal(joined, ticket):
-            if organizer in self._refusers:
+            if organizer in self._search.refusers:
                 self._pass_over(organizer)
-            self._refusers.add(organizer)
+            self._search.refusers.add(organizer)
             raise RoundRefused(refusal.reason, f"{short(organizer)}: {refusal}")
         other = joined.organizer
         if joined.group is not None:
             return joined.group, organizer
         if other is None or other.id == self._peers.id:
-            if ticket.reduces and organizer in self._promised:  # a client may hear that nobody can reduce
+            if (
+                ticket.reduces and organizer in self._search.promised
+            ):  # a client may hear that nobody can reduce
                 self._pass_over(organizer)
             return None
         if rank(self._prefix, ticket.terms.step, [other.id, organizer])[0] == organizer:
@@ -300,8 +297,8 @@ class Matchmaker:
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
         """Ask a peer whether it comes."""
         answer = await self._peers.call(peer, terms, JoinEta, timeout_s=self._settings.call_timeout_s)
-        if answer.ready_in_s is not None and terms.key == self._step:
-            self._promised.add(peer)
+        if answer.ready_in_s is not None and terms.key == self._search.key:
+            self._search.promised.add(peer)
         return answer
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:

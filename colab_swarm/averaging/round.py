@@ -33,9 +33,9 @@ from colab_swarm.averaging.exchange import (
     AllReduce,
     AveragingSettings,
     Chunk,
+    Noted,
     RecallSpan,
     ReduceSpan,
-    RoundPing,
     UploadEncoding,
     Usual,
 )
@@ -46,16 +46,7 @@ from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
-from colab_swarm.net.peers import (
-    LeftOut,
-    Patience,
-    PeerId,
-    Peers,
-    Refusal,
-    Role,
-    Stream,
-    short,
-)
+from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -301,12 +292,11 @@ class Averager:
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
-        peers.serve(RoundPing, self._serve_ping)
         peers.serve(SpanRoots, self._serve_roots, role=Role.REDUCER)
         peers.serve(Accusation, self._serve_accusation, role=Role.REDUCER)
 
     async def close(self) -> None:
-        for kind in (ReduceSpan, RecallSpan, RoundPing, SpanRoots, Accusation):
+        for kind in (ReduceSpan, RecallSpan, SpanRoots, Accusation):
             self._peers.unserve(kind)
 
     def holds(self, values: Floats) -> bool:
@@ -357,7 +347,7 @@ class Averager:
     async def _tell(self, exchange: AllReduce, reducer: int, message: Accusation | SpanRoots) -> None:
         members, timeout_s = enumerate(exchange.group.members), self._settings.dial_timeout_s
         others = [one.id for i, one in members if i not in (exchange.me, reducer)]
-        calls = (self._peers.call(one, message, RoundPing, timeout_s=timeout_s) for one in others)
+        calls = (self._peers.call(one, message, Noted, timeout_s=timeout_s) for one in others)
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _compare(self, exchange: AllReduce, rng: random.Random) -> None:
@@ -373,9 +363,9 @@ class Averager:
         if roots and others:
             told, timeout_s = SpanRoots(group.round_id, tuple(roots.values())), self._settings.dial_timeout_s
             with suppress(PeerError):
-                await self._peers.call(rng.choice(others), told, RoundPing, timeout_s=timeout_s)
+                await self._peers.call(rng.choice(others), told, Noted, timeout_s=timeout_s)
 
-    async def _serve_roots(self, peer: PeerId, told: SpanRoots) -> RoundPing:
+    async def _serve_roots(self, peer: PeerId, told: SpanRoots) -> Noted:
         exchange = self._rounds.get(told.round_id)
         if exchange is not None and exchange.group.index_of(peer) is not None:
             known = dict(exchange.signed)
@@ -385,7 +375,7 @@ class Averager:
                 other = known.setdefault(one.reducer, one)
                 if one.root != other.root and self._leave_out(exchange.member(one.reducer).id):
                     await self._tell(exchange, one.reducer, SpanRoots(told.round_id, (one, other)))
-        return RoundPing(told.round_id)
+        return Noted(told.round_id)
 
     async def _judge(self, exchange: AllReduce, reducer: int, index: int) -> bool:
         if lied := await lies(exchange, reducer, index):
@@ -400,13 +390,13 @@ class Averager:
         self._events.emit(Fault(loop_now(), f"reducer {short(reducer)}", text))
         return True
 
-    async def _serve_accusation(self, peer: PeerId, accusation: Accusation) -> RoundPing:
+    async def _serve_accusation(self, peer: PeerId, accusation: Accusation) -> Noted:
         exchange, chunk = self._rounds.get(accusation.round_id), (accusation.reducer, accusation.index)
         if exchange is not None and chunk in exchange.told and peer not in exchange.accusers:
             exchange.accusers.add(peer)
             if exchange.group.index_of(peer) is not None:
                 await self._judge(exchange, *chunk)
-        return RoundPing(accusation.round_id)
+        return Noted(accusation.round_id)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -560,9 +550,6 @@ class Averager:
             logger.debug("recall ended: %s", error)
         except ValueError as error:
             raise Refusal(str(error)) from error
-
-    async def _serve_ping(self, peer: PeerId, ping: RoundPing) -> RoundPing:
-        return RoundPing(ping.round_id if ping.round_id in self._rounds else b"")
 
 
 async def _obtain(exchange: AllReduce, reducer: int) -> None:

@@ -9,7 +9,8 @@ an attacker delays and at whatever wait: in T seconds, A accounts cost this peer
 seconds beyond the usual, if at most half of the accounts of each wait are hostile.
 
 A late peer may tell for whom it waits itself. That one is charged then, as far as its credit goes, and the teller
-for a `TELLERS` part only: else honest peers would soon have no credit at each other.
+for a `TELLERS` part only: else honest peers would soon have no credit at each other. So an account that tells lies
+costs four times the bound, at most.
 
 Where more than half are late at once, this peer's own line is the likely cause, and nobody is charged. Accounts
 count here and not peers, of which an invitation admits any number.
@@ -28,7 +29,9 @@ from colab_swarm.net.peers import PeerId, remember
 SHARE = 0.01  # of the time that an account may cost this peer in the long run
 BURST_S = 5.0
 PART = 2  # a single wait may take half of the credit: 2.5 s at first, then less and less
+CHAINED = 2.0  # an organizer or a reducer may wait for another peer itself: twice the patience
 TELLERS = 0.25
+AWAKE_S = 1.0  # a timer of a running process is not so late
 SILENT_S, SUSPECTED_S = 1.0, 60.0  # least silence of a suspect, and how long it is one at most
 MAX_ACCOUNTS = 4096
 
@@ -110,7 +113,8 @@ class Standing:
                 tellers[peer], peer = TELLERS * seconds, other
             if seconds > 0:
                 late[peer] = max(late.get(peer, 0.0), seconds)
-        if 2 * len(set(map(self._account_of, late))) > len(set(map(self._account_of, awaited))):
+        behind = [peer for peer, seconds in beyond_s.items() if seconds > 0]
+        if 2 * len(set(map(self._account_of, behind))) > len(set(map(self._account_of, awaited))):
             return {}
         costs: dict[bytes, tuple[float, PeerId]] = {}
         for peer, seconds in (*late.items(), *tellers.items()):  # those of one account were awaited together

@@ -12,10 +12,12 @@ from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.standing import BURST_S, SHARE
 from colab_swarm.events import EventLog, Waited
 from colab_swarm.runtime import loop_now
-from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
+from colab_swarm.sim import LAN, SimNetwork, run_virtual
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
 
 ROUNDS, NUMEL, LIAR = 40, 400_000, "dave"  # six chunks a span
+HONEST_ROUNDS = 3  # of one that takes no part later
+USUAL_S = 0.1
 
 
 async def hold(*_: Any) -> None:
@@ -76,9 +78,9 @@ def test_silence_within_rounds_costs_a_burst_in_all(kind: str, monkeypatch: pyte
             vectors = [vector(4 * number + index, NUMEL) for index in range(4)]
             own = [values.copy() for values in vectors]
             lying = None
-            if kind != "takes no part" or number < 3:
+            if kind != "takes no part" or number < HONEST_ROUNDS:
                 lying = asyncio.create_task(liar.average(group, own[3]))
-            elif kind == "takes no part":
+            else:
                 fired.append(began)
             results: list[RoundResult] = await asyncio.gather(
                 *(one.average(group, values) for one, values in zip(honest, own, strict=False))
@@ -94,13 +96,13 @@ def test_silence_within_rounds_costs_a_burst_in_all(kind: str, monkeypatch: pyte
                     averager.standings[""].earn(peer, loop_now())
             await asyncio.sleep(1.0)
 
-        names = {peer.id.hex(): peer.name for peer in peers if isinstance(peer, SimPeers)}
+        names = {peer.id.hex(): peer.name for peer in peers}
         for log in logs[:3]:
-            waited = [one for one in log.recent(Waited) if isinstance(one, Waited)]
+            waited = log.recent(Waited)
             assert LIAR in {names[one.peer] for one in waited}
             assert sum(one.seconds for one in waited if names[one.peer] != LIAR) < 1.0
 
     run_virtual(main())
-    usual_s = 0.5
-    assert len(fired) >= ROUNDS - 5
-    assert sum(waits) < 1.5 * BURST_S + SHARE * ROUNDS + usual_s * ROUNDS and max(waits[10:]) < 2 * usual_s
+    assert len(fired) >= ROUNDS - HONEST_ROUNDS
+    # The liar's chunks are late for one reducer after another, so each of the three loses a burst.
+    assert sum(waits) < 3 * (BURST_S + SHARE * ROUNDS) + USUAL_S * ROUNDS and max(waits[10:]) < 2 * USUAL_S

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import Chunk, ReduceSpan, RoundPing
-from colab_swarm.averaging.group import RoundRefused
+from colab_swarm.averaging.exchange import Chunk, Noted, ReduceSpan
+from colab_swarm.averaging.group import RoundRefused, SpanRoots
 from colab_swarm.averaging.round import DRAIN_S, Averager, AveragingSettings, RecallSpan
 from colab_swarm.errors import PeerLost
 from colab_swarm.net.peers import Message, Stream
@@ -281,7 +281,7 @@ async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> N
 async def test_a_contributor_that_cannot_be_dialled_is_dropped_when_its_link_is_lost() -> None:
     alice, bob = pair(dial_out="bob")
     averager, group = Averager(alice, SETTINGS), make_group([alice, bob], [1, 1], 10)
-    await bob.call(alice.id, RoundPing(b""), RoundPing, timeout_s=1)
+    await bob.call(alice.id, SpanRoots(b"no round", ()), Noted, timeout_s=1)
     going = asyncio.create_task(averager.average(group, vector(0, 10)))
     await asyncio.sleep(1.0)
     bob.crash()

@@ -17,11 +17,14 @@ def by_letter(peer: bytes) -> bytes:
     return peer[:1]
 
 
-@given(st.integers(0, 1 << 32), st.integers(1, 20), st.integers(1, 3))
+@given(st.integers(0, 1 << 32), st.integers(1, 20), st.integers(1, 3), st.booleans())
 def test_hostile_vouchers_cost_a_share_of_the_time_and_one_burst_each(
-    seed: int, attackers: int, vouchers: int
+    seed: int, attackers: int, vouchers: int, tellers: bool
 ) -> None:
-    """Any delays, pauses and numbers of identities; at most half of the accounts of a wait are hostile."""
+    """Any delays, pauses and numbers of identities; at most half of the accounts of a wait are hostile.
+
+    If they tell that they wait for honest peers, they cost four times as much.
+    """
     rng, rounds, now, lost_s, hostile_accounts = random.Random(seed), Counter[bytes](), 0.0, 0.0, set[bytes]()
 
     def account_of(peer: bytes) -> bytes:
@@ -44,14 +47,17 @@ def test_hostile_vouchers_cost_a_share_of_the_time_and_one_burst_each(
         }
         wait_s = max(beyond.values())
         lost_s, now = lost_s + wait_s, now + 1.0 + wait_s + rng.choice([0.0, 5.0]) * rng.random()
-        charged = one.settle("to come", beyond, [ME, *HONEST, *hostile], now)
-        assert sum(charged.values()) >= wait_s - 1e-9 and set(charged) <= set(beyond)
+        told = {peer: rng.choice([None, *HONEST]) for peer in hostile} if tellers else {}
+        charged = one.settle("to come", beyond, [ME, *HONEST, *hostile], now, told)
+        paid_s = sum(seconds for peer, seconds in charged.items() if peer in beyond)
+        assert paid_s >= (TELLERS if tellers else 1.0) * wait_s - 1e-9
         if turn % 3 == 0:  # one trains, to be waited for again
             trained = rng.choice(sorted(hostile))
             rounds[trained] += 1
             hostile_accounts.add(account_of(trained))
             one.earn(trained, now)
-    assert lost_s <= len(hostile_accounts) * (BURST_S + SHARE * now) + 1e-6
+    most_s = len(hostile_accounts) * (BURST_S + SHARE * now) + 1e-6
+    assert lost_s <= most_s / (TELLERS if tellers else 1.0)
 
 
 def test_credit_comes_back_by_counted_samples_only() -> None:

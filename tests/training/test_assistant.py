@@ -71,6 +71,16 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
 
 
 @pytest.mark.slow
+def test_a_late_joiner_gets_the_state_of_unreachable_peers_through_the_assistant() -> None:
+    with simulation("bob", "carol") as sim:
+        sim.join("dave", at=6.0, listen=False)
+        results = sim.run(lambda swarm: train_or_assist(swarm, 20))
+        received = sim.swarms["dave"].events.recent(StateReceived)
+        assert received[0].donors == (sim.swarms["alice"].id.hex(),) and received[0].seconds < 6
+    assert results["dave"] and len(toy.lineages(results)) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [ReduceSpan, Chunk])
 def test_training_continues_when_the_assistant_crashes_in_a_round_and_returns(phase: type[Message]) -> None:
     role = {"receiver": "alice"} if phase is ReduceSpan else {"sender": "alice"}
@@ -93,6 +103,17 @@ def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -
         assert sim.swarms["alice"].assistant.rounds >= 8
     assert len(toy.lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
     assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
+
+
+@pytest.mark.slow
+def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -> None:
+    with simulation("bob", "carol") as sim:
+        sim.join("dave")
+        sim.network.when(lambda m: isinstance(m, Chunk), sender="alice", nth=8).crash("alice")
+        results = sim.run(lambda swarm: train_or_assist(swarm, 12))
+        rounds = sim.swarms["bob"].events.recent(RoundFinished)
+    assert sim.network.fired and len(toy.lineages(results)) == 1
+    assert not any(e.kept_local for e in rounds)
 
 
 @pytest.mark.slow
