@@ -183,6 +183,10 @@ class SpanReducer:
     def missing(self, chunk: int) -> tuple[int, ...]:
         return tuple(sorted(self._everyone - self._delivered[chunk]))
 
+    def has_all_of(self, member: int) -> bool:
+        """Return True if its whole contribution to this span has come; False if the span is empty."""
+        return bool(self._delivered) and all(member in delivered for delivered in self._delivered)
+
     def awaited(self) -> list[int]:
         return sorted({m for chunk in self.unfinished for m in self._expected - self._delivered[chunk]})
 

@@ -473,7 +473,12 @@ class Averager:
         """Charge the members that this round waited for; what the median one did is usual."""
         members, prefix = exchange.group.members, exchange.group.terms.prefix
         late_s = {members[one].id: seconds for one, seconds in exchange.late_s.items()}
-        told = {members[reducer].id: members[other].id for reducer, other in exchange.ledger.waited().items()}
+        # Who sent all of its part here did not keep the reducer waiting either, whatever that one says.
+        told = {
+            members[reducer].id: members[other].id
+            for reducer, other in exchange.ledger.waited().items()
+            if not exchange.reducer.has_all_of(other)
+        }
         everyone, standing = [one.id for one in members], exchange.usual.standing
         standing.settle("its part of a round", late_s, everyone, loop_now(), told)
         if ended_s := exchange.trace.ended_s():

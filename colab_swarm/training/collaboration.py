@@ -432,8 +432,11 @@ class Collaboration:
         ahead = self.progress.records.get(caller, own).step > step  # by its record: nobody expects it here
         if own.absent or ahead or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
             return None
-        self._called = (step, lineage)
-        self._wake.set()
+        if (
+            caller != self.services.peers.id
+        ):  # as its own organizer it has begun, and would follow itself forever
+            self._called = (step, lineage)
+            self._wake.set()
         patience_s, now = self._settings.matchmaking_timeout_s, loop_now()
         ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
         early_s = 0.0 if own.syncing or applying else self.progress.early_s(now)

@@ -143,7 +143,6 @@ def test_four_identities_of_one_invitation_move_nobody_to_their_step(poison: flo
         invite, sybils = honest.swarms["alice"].invite(), list[Mallory]()
         for index in range(4):
             sybil = Mallory(honest.join(f"mallory-{index}", invite), honest.prefix)
-            sybil.ready_in_s = None
             sybil.record = lambda one: msgspec.structs.replace(one, step=5000, lineage=b"m" * 16)
             stack.enter_context(sybil)
             sybil.swarm.runtime.call(sybil.serve_state(poisoned(honest.trainers[0], poison)))
@@ -384,7 +383,6 @@ def test_samples_that_nobody_computed_do_not_fill_the_batch() -> None:
         honest.go_on(10)
         before = statistics.mean(counted()[-10:])
         with Mallory(honest.join("mallory"), honest.prefix) as mallory:
-            mallory.ready_in_s = None
             mallory.record = lambda one: msgspec.structs.replace(one, samples=9e11, samples_per_s=9e11)
             honest.go_on(5)
             honest.wait(

@@ -140,7 +140,7 @@ def test_an_organizer_that_sends_all_round_in_circles_is_asked_once() -> None:
     with town() as honest:
         honest.train()
         with Mallory(honest.join("mallory"), honest.prefix) as mallory:
-            mallory.on_join, mallory.ready_in_s = redirect, None  # a broken promise would cost it its credit
+            mallory.on_join = redirect
             honest.wait(lambda: mallory.fired["joins"] > 0, "attack")
             honest.go_on(30)
             asked = mallory.fired["joins"]

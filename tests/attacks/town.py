@@ -219,7 +219,7 @@ class Mallory:
         self.swarm, self.prefix = swarm, prefix
         self.services, self.peers = swarm.services, swarm.services.peers
         self.fired: dict[str, int] = defaultdict(int)  # attacks by kind
-        self.ready_in_s: float | None = 0.0
+        self.ready_in_s: float | None = None  # a broken promise would cost it its credit
         self.record: Callable[[ProgressRecord], ProgressRecord] = lambda honest: honest
         self.on_join: Callable[[JoinRound, Stream], Awaitable[None]] | None = None
         self.on_call: Callable[[PeerId, RoundTerms], Awaitable[None]] | None = None

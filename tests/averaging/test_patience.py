@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,7 +30,21 @@ async def drip(send: Callable[..., Any], *message: Any) -> None:
     await send(*message)
 
 
-ATTACKS = ("withholds its means", "contributes nothing", "sends a chunk each two seconds", "takes no part")
+async def blame(self: AllReduce, stream: Any) -> None:
+    """Return the means late, and without a member that sent everything in time."""
+    await asyncio.sleep(2.0)
+    other = (self.me + 1) % len(self.group.members)
+    for message, payload in [*self._means]:
+        await stream.send(msgspec.structs.replace(message, missing=(other,)), payload)
+
+
+ATTACKS = (
+    "withholds its means",
+    "blames another",
+    "contributes nothing",
+    "sends a chunk each two seconds",
+    "takes no part",
+)
 
 
 def attack(kind: str, fired: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +63,8 @@ def attack(kind: str, fired: list[float], monkeypatch: pytest.MonkeyPatch) -> No
 
     if kind == "withholds its means":
         instead("_return_means", hold)
+    elif kind == "blames another":
+        instead("_return_means", blame)
     elif kind == "contributes nothing":
         instead("_send_chunks", hold)
     elif kind == "sends a chunk each two seconds":

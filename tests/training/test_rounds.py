@@ -8,6 +8,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import RoundTerms
+from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.collaboration import Collaboration
 from tests.training.toy import alone, join_training, model, take, wait_for_peers
@@ -24,6 +25,20 @@ def test_a_call_to_the_next_round_is_answered_while_the_last_mean_is_applied(app
         return swarm.runtime.call(answered(join_training(swarm, model()).collaboration))
 
     assert alone(ask) == [False, applying, False]
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_peer_that_organizes_its_own_round_does_not_call_itself_to_it_again(by_itself: bool) -> None:
+    async def called(mine: Collaboration) -> bool:
+        own, me = mine.progress.own, mine.progress.me
+        terms = RoundTerms(mine.progress.prefix, own.step, own.lineage, 10)
+        assert mine._on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
+        return mine._called is not None
+
+    def ask(swarm: Swarm) -> bool:
+        return swarm.runtime.call(called(join_training(swarm, model()).collaboration))
+
+    assert alone(ask) is not by_itself  # while it catches up, it would follow that round without a pause
 
 
 COMMON_STEPS, IDLE_UNTIL_S, LAST = 3, 300.0, 90
