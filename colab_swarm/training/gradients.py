@@ -85,14 +85,22 @@ class Gradients:
         )
         require_gradient(self._replica.model)
 
-    def add(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> str | None:
-        """Add the model's gradient, a mean by ``weight``; return the reason if it is dropped."""
+    def add(
+        self,
+        samples: float,
+        weight: float,
+        loss: float | torch.Tensor | None,
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> str | None:
+        """Add the model's gradient, a mean by ``weight`` times ``scale``; return the reason if it is dropped."""
         finite = finite_gradients(self._replica.model)
+        divisor = 1.0 if scale is None else float(scale)
         self._take_back(self._given)
         if finite and weight:
             for parameter, part in parts(self._replica.model, self._total()[self._replica.front :]):
                 if parameter.grad is not None:
-                    part.add_(parameter.grad.detach().to(part), alpha=weight)
+                    part.add_(parameter.grad.detach().to(part), alpha=weight / divisor)
         self._replica.zero_grad()
         if not finite:
             return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"

@@ -55,6 +55,7 @@ class SwarmOptimizer(WrappedOptimizer):
     """
 
     made_by = "swarm.optimizer(…)"
+    grad_scale: torch.Tensor | None  # set by a GradScaler
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class SwarmOptimizer(WrappedOptimizer):
     ) -> RoundResult | None:
         """Count the last ``backward()``'s gradient and step with the swarm if its batch is full.
 
-        Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer)``. A peer that
+        Call it after each micro-batch; gradients are zeroed. With float16: ``scaler.step(optimizer)``. A peer that
         fell behind tries again at the next call if no peer gave it the state.
 
         Args:
@@ -220,10 +221,19 @@ class SwarmOptimizer(WrappedOptimizer):
             self._gathered.check()
             landed = self._land()
             self._recover()
-            dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss))
+            scale = getattr(self, "grad_scale", None)
+            dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
             return (
                 self._act(self._runtime.call(self.collaboration.report(samples, dropped=dropped))) or landed
             )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True: a GradScaler skips no step, and what overflows is dropped and zeroed as any gradient.
+
+        Accelerate replaces ``step``, to see what is skipped, and zeroes gradients itself.
+        """
+        return "step" not in vars(self)
 
     def next_batch(
         self,

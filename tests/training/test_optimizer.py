@@ -165,14 +165,16 @@ def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() 
             torch.testing.assert_close(parameters, toy.parameters_of(net), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow(delayed: bool) -> None:
+def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow(delayed: bool, unscales: bool) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
         optimizer = toy.join_training(swarm, net := toy.model(), overlap=delayed)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
-            optimizer.zero_grad()
             scaler.scale(toy.loss_of(net, step) * factor).backward()
+            if unscales:  # to clip
+                scaler.unscale_(optimizer)
             scaler.step(optimizer, samples=10)
             scaler.update()
             if delayed and optimizer._flight is not None:
