@@ -102,15 +102,14 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
         averaged = ledger.settled(opening.reducer, index)
         has_mean, missing = ledger.result(opening.reducer, index)
-        full = has_mean if averaged else contribute
+        message, payload = Chunk(index, averaged, missing), memoryview(b"")
+        if has_mean:
+            payload = ledger.values[chunk.start : chunk.stop].data.cast("B")
+        elif contribute and not averaged:
+            message, contribution = round_.encoded(opening.reducer, index, chunk)
+            payload = memoryview(contribution)
         # Copied: the round may end, and its vector be reused, while the item waits for room.
-        message, payload = Chunk(index, averaged, missing), b""
-        if full and averaged:
-            payload = ledger.values[chunk.start : chunk.stop].tobytes()
-        elif full:
-            message, values = round_.encoded(opening.reducer, index, chunk)
-            payload = bytes(values)
-        await stream.send(message, payload)
+        await stream.send(message, bytes(payload))
         round_.sent_bytes += len(payload)
     await stream.end()
 

@@ -227,10 +227,7 @@ def encoded_bytes(precision: str, numel: int) -> int:
 
 
 def mean_bytes(terms: RoundTerms, contributors: int) -> int:
-    """Return the size of the encoded mean: of sparse vectors it has the values that any of them has.
-
-    Their places are taken as independent; where contributors agree, the mean is smaller.
-    """
+    """Return the size of the encoded mean: of sparse vectors it has all places, at most if these are independent."""
     dense, codec = encoded_bytes(terms.mean_codec, terms.numel), Precision(terms.codec).widest
     if not isinstance(codec, Sparse) or terms.mean_codec != "float16" or not terms.numel:
         return dense

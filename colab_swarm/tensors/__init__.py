@@ -19,8 +19,7 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, from which `colab_
 | subject | module |
 |---|---|
 | codecs and error feedback | `colab_swarm.tensors.codecs` |
-| codecs of the largest values, means without zeros | `colab_swarm.tensors.sparse` |
-| blocks, packed small integers, the quantiser of 2 bits | `colab_swarm.tensors.vectors` |
+| those of the largest values; their parts | `colab_swarm.tensors.sparse`, `colab_swarm.tensors.vectors` |
 | a model's gradients as one flat float32 vector | `colab_swarm.training.replica` |
 | any training state as named tensors and a plain skeleton, in one safetensors file | `colab_swarm.tensors.statedict` |
 | a state as hashed chunks, fetched from several donors | `colab_swarm.tensors.chunks` |

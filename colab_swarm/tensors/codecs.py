@@ -301,7 +301,8 @@ class Int4:
         return 2 * -(-numel // SMALL_BLOCK) + -(-numel // 2)
 
     def gamma(self, numel: int) -> float:
-        return min(numel, SMALL_BLOCK) / (min(numel, SMALL_BLOCK) + 195)
+        """One value is the largest, and the others are half a step, max|block| / 14, which is lost."""
+        return min(numel, SMALL_BLOCK) / (min(numel, SMALL_BLOCK) + 14**2 - 1)
 
     def encode(self, values: Floats) -> Buffer:
         require_finite(values, self.name)

@@ -1,4 +1,4 @@
-"""Codecs that send only the largest values, and float16 without its zeros, for the means of what they send.
+"""Codecs that send only the largest values, and float16 without its zeros, for their means.
 
 **topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code: the
 lowest ``l = floor(log2(d / K))`` bits of each directly, bit by bit of all, the rest, h, as a one at
@@ -22,10 +22,10 @@ from colab_swarm.tensors.vectors import (
     Buffer,
     Codes,
     Floats,
+    T,
     all_finite,
     block_rows,
     checked,
-    dequantised,
     pack,
     quantised,
     quantiser_gamma,
@@ -36,6 +36,8 @@ from colab_swarm.tensors.vectors import (
 
 # below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better
 LEAST_SHARE, LARGEST_SHARE = 1e-4, 0.5
+KEPT = BLOCK_VALUES // 64  # of each block, by sparseloco
+SPARSE16 = "sparse16"
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -75,8 +77,8 @@ class TopK:
         encoded, kept = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8), self.kept(numel)
         values = encoded[: 4 * kept].view(np.float32)
         require(all_finite(values), "a topk vector has values that are not finite")
-        indices = _unpack_indices(encoded[values.nbytes :], kept, numel, "topk")
-        return _scattered(values, indices, numel, scratch)
+        indices = _unpack_indices(encoded[values.nbytes :], kept, numel)
+        return _scattered(values, indices, target(numel, scratch))
 
 
 class SparseLoCo:
@@ -91,15 +93,16 @@ class SparseLoCo:
     name = "sparseloco"
 
     def kept(self, numel: int) -> int:
-        return numel // BLOCK_VALUES * KEPT + _kept_of_last(numel)
+        whole, last = divmod(numel, BLOCK_VALUES)
+        return whole * KEPT + min(last, max(2, last // 128 * 2))
 
     def encoded_bytes(self, numel: int) -> int:
         kept = self.kept(numel)
         return 4 * BINS + -(-kept // 4) + 3 * -(-kept // 2) if kept else 0
 
     def gamma(self, numel: int) -> float:
-        last = numel % BLOCK_VALUES
-        part = min(_kept_of_last(numel) / last if last else 1.0, KEPT / BLOCK_VALUES if numel > last else 1.0)
+        blocks = {size for size in (min(numel, BLOCK_VALUES), numel % BLOCK_VALUES) if size}
+        part = min((self.kept(size) / size for size in blocks), default=1.0)  # of a block's energy, at least
         return 1 - part * (1 - quantiser_gamma(self.kept(numel)))
 
     def encode(self, values: Floats) -> Buffer:
@@ -115,18 +118,11 @@ class SparseLoCo:
         encoded, kept = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8), self.kept(numel)
         means, codes, places = np.split(encoded, [4 * BINS, 4 * BINS + -(-kept // 4)])
         require(all_finite(means.view(np.float32)), "a sparseloco vector has means that are not finite")
-        indices = _ascending(unpack_12(places, kept) + _starts(kept), numel, self.name)
-        values = dequantised(unpack(codes, 2, kept)[None], means.view(np.float32))
-        return _scattered(values, indices, numel, scratch)
+        values = means.view(np.float32)[unpack(codes, 2, kept)]
+        return _scattered(values, unpack_12(places, kept) + _starts(kept), target(numel, scratch))
 
 
 Sparse: TypeAlias = TopK | SparseLoCo
-KEPT = BLOCK_VALUES // 64
-
-
-def _kept_of_last(numel: int) -> int:
-    last = numel % BLOCK_VALUES
-    return min(last, max(2, last // 128 * 2))
 
 
 def _starts(kept: int) -> Indices:
@@ -148,9 +144,6 @@ def unpack_12(packed: Codes, count: int) -> Indices:
     return np.hstack([pairs & 0xFFF, pairs >> 12]).ravel()[:count].astype(np.int64)
 
 
-SPARSE16 = "sparse16"
-
-
 def drop_zeros(halves: Buffer) -> bytes:
     """Return encoded float16 as sparse16, if that is shorter; else nothing."""
     values = np.frombuffer(halves, np.uint16)
@@ -166,30 +159,23 @@ def restore_zeros(buffer: Buffer, numel: int) -> memoryview:
     kept = int.from_bytes(buffer[:4], "little")
     require(kept <= numel, f"a sparse16 vector has {kept} values, at most {numel} expected")
     encoded = np.frombuffer(checked(buffer, sparse16_bytes(kept, numel)), np.uint8)
-    halves = np.zeros(numel, np.uint16)
-    halves[_unpack_indices(encoded[4 + 2 * kept :], kept, numel, SPARSE16)] = encoded[4 : 4 + 2 * kept].view(
-        np.uint16
-    )
-    return memoryview(halves.tobytes())
+    indices = _unpack_indices(encoded[4 + 2 * kept :], kept, numel)
+    values = encoded[4 : 4 + 2 * kept].view(np.uint16)
+    return memoryview(_scattered(values, indices, np.empty(numel, np.uint16)).tobytes())
 
 
 def sparse16_bytes(kept: int, numel: int) -> int:
     return 4 + 2 * kept + _index_bytes(kept, numel)
 
 
-def _scattered(values: Floats, indices: Indices, numel: int, scratch: Floats | None) -> Floats:
-    out = target(numel, scratch)
-    out.fill(0.0)
+def _scattered(values: npt.NDArray[T], indices: Indices, out: npt.NDArray[T]) -> npt.NDArray[T]:
+    require(
+        not len(indices) or ((np.diff(indices) > 0).all() and indices[-1] < len(out)),
+        "the indices of a sparse vector are not ascending, or beyond its end",
+    )
+    out.fill(0)
     out[indices] = values
     return out
-
-
-def _ascending(indices: Indices, numel: int, name: str) -> Indices:
-    require(
-        not len(indices) or ((np.diff(indices) > 0).all() and indices[-1] < numel),
-        f"the indices of a {name} vector are not ascending, or beyond its end",
-    )
-    return indices
 
 
 def _largest(rows: Floats, count: int) -> Indices:
@@ -225,12 +211,12 @@ def _pack_indices(indices: Indices, numel: int) -> bytes:
     return np.packbits(lows.astype(np.uint8)).tobytes() + np.packbits(highs).tobytes()
 
 
-def _unpack_indices(packed: Codes, kept: int, numel: int, name: str) -> Indices:
+def _unpack_indices(packed: Codes, kept: int, numel: int) -> Indices:
     low_bits = _low_bits(kept, numel)
     lows, highs = np.split(packed, [-(-kept * low_bits // 8)])
     ones = np.flatnonzero(np.unpackbits(highs, count=kept + (max(numel - 1, 0) >> low_bits)))
-    require(len(ones) == kept, f"a {name} vector names {len(ones)} indices, {kept} expected")
+    require(len(ones) == kept, f"a sparse vector names {len(ones)} indices, {kept} expected")
     indices = (ones - np.arange(kept)) << low_bits
     planes = np.unpackbits(lows, count=kept * low_bits).reshape(low_bits, kept)
     indices |= np.bitwise_or.reduce(planes.astype(np.int64) << np.arange(low_bits)[:, None], axis=0)
-    return _ascending(indices, numel, name)
+    return indices
