@@ -214,7 +214,7 @@ def _pack_indices(indices: Indices, numel: int) -> bytes:
 def _unpack_indices(packed: Codes, kept: int, numel: int) -> Indices:
     low_bits = _low_bits(kept, numel)
     lows, highs = np.split(packed, [-(-kept * low_bits // 8)])
-    ones = np.flatnonzero(np.unpackbits(highs, count=kept + (max(numel - 1, 0) >> low_bits)))
+    ones = np.flatnonzero(np.unpackbits(highs, count=kept + (max(numel - 1, 0) >> low_bits)).view(bool))
     require(len(ones) == kept, f"a sparse vector names {len(ones)} indices, {kept} expected")
     indices = (ones - np.arange(kept)) << low_bits
     planes = np.unpackbits(lows, count=kept * low_bits).reshape(low_bits, kept)
