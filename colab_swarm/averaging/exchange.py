@@ -21,7 +21,8 @@ from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import Message, PeerId, Peers, Role, Stream, StreamEnded, allowance_s, short
 from colab_swarm.runtime import loop_now, wake
-from colab_swarm.tensors.codecs import Buffer, ErrorFeedback, Floats, Precision, codec_of
+from colab_swarm.tensors.codecs import Buffer, Codec, ErrorFeedback, Floats, Precision, codec_of
+from colab_swarm.tensors.sparse import SPARSE16, Sparse, drop_zeros, restore_zeros
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Chunk(Message, frozen=True):
     index: int
     averaged: bool = False
     missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
-    codec: str = ""  # empty: the group's
+    codec: str = ""  # empty: the group's; a mean may be sparse16
     digests: bytes = b""  # of all members' contributions to a clipped mean, `DIGEST_BYTES` each
     signed: SpanRoot | None = None  # with the last mean of a span
 
@@ -260,13 +261,13 @@ class AllReduce:
 
     async def contribute_own(self) -> None:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
-        for index, chunk in enumerate(self.ledger.chunks[self.me]):
-            values = self.ledger.values[chunk.start : chunk.stop]
-            if len(self._contribution):
-                self._contribution[chunk.start : chunk.stop] = values
-                self._digests.setdefault(index, {})[self.me] = digest_of(self.sent(self.me, index)[1])
-            self._take(self.me, index, values)
-            await asyncio.sleep(0)
+        chunks = self.ledger.chunks[self.me] if self.member(self.me).weight > 0 else ()
+        try:
+            for index, chunk in enumerate(chunks):
+                self._take(self.me, *self.encoded(self.me, index, chunk))
+                await asyncio.sleep(0)
+        except ValueError as error:  # the codec cannot encode it
+            self.drop(self.me, str(error))
 
     async def talk_to(self, reducer: int) -> None:
         peer = self.member(reducer).id
@@ -319,7 +320,7 @@ class AllReduce:
                 if not self.ledger.settled(reducer, index):
                     while not self._pace.may_send(reducer, now=clock()):
                         await self._paced.wait()
-                    message, payload = self._encoded(index, chunk)
+                    message, payload = self.encoded(reducer, index, chunk)
                     self.trace.on_traffic("sent", reducer, clock())
                     await stream.send(message, payload)
                     self.trace.on_traffic("sent", reducer, clock())
@@ -337,11 +338,17 @@ class AllReduce:
         """
         chunk = self.ledger.chunk(reducer, index)
         require(len(self._contribution) > 0, "this peer sent nothing, or nothing that is audited")
-        codec = codec_of("float32") if reducer == self.me else self._precision.at(chunk.start)
+        codec = self._codec_to(reducer, chunk)
         return codec.name, codec.encode(self._contribution[chunk.start : chunk.stop])
 
-    def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
-        codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
+    def _codec_to(self, reducer: int, chunk: Span) -> Codec:
+        """Return a contribution's codec: the own span's is exact, but that would make a sparse mean dense."""
+        codec = self._precision.at(chunk.start)
+        return codec if reducer != self.me or isinstance(codec, Sparse) else codec_of("float32")
+
+    def encoded(self, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
+        """Return this peer's contribution to a chunk; raises ValueError if the codec refuses it."""
+        codec, values = self._codec_to(reducer, chunk), self.ledger.values[chunk.start : chunk.stop]
         if len(self._contribution):
             self._contribution[chunk.start : chunk.stop] = values
         payload, feedback = codec.encode(values), self._encoding.feedback
@@ -363,8 +370,10 @@ class AllReduce:
             missing, mean = self.missing_in(message, payload), None
             numel = self.ledger.chunk(reducer, message.index).numel
             if len(payload):
-                codec = codec_of(message.codec or self.group.terms.mean_codec)
-                mean = codec.decode(payload, numel, scratch=self._scratch)
+                name = message.codec or self.group.terms.mean_codec
+                if name == SPARSE16:
+                    name, payload = "float16", restore_zeros(payload, numel)
+                mean = codec_of(name).decode(payload, numel, scratch=self._scratch)
                 if not (rms := root_mean_square(mean)) < LARGEST_MEAN * self.usual.most_rms:  # NaN, too
                     text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
                     raise ValueError(text)  # the others recover the span
@@ -435,24 +444,14 @@ class AllReduce:
             self.drop(member, "its stream is over")
 
     async def _take_all(self, stream: Stream, member: int) -> None:
-        clock, chunks = asyncio.get_running_loop().time, self.ledger.chunks[self.me]
+        clock = asyncio.get_running_loop().time
         try:
             while True:
                 message, payload = await stream.receive(Chunk)
                 self._heard_at[member] = now = clock()
                 self.trace.on_traffic("received", member, now)
                 self.received_bytes += len(payload)
-                try:
-                    numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
-                    codec = codec_of(message.codec or self.group.terms.codec)
-                    scratch = None if self.group.terms.clip else self._scratch  # it holds them for a while
-                    values = codec.decode(payload, numel, scratch=scratch)
-                except ValueError as error:
-                    self.drop(member, str(error))
-                else:
-                    if self.group.terms.clip and message.index in self.reducer.unfinished:
-                        self._digests.setdefault(message.index, {}).setdefault(member, digest_of(payload))
-                    self._take(member, message.index, values)
+                self._take(member, message, payload)
         except StreamEnded:
             self.drop(member, "it ended before its last chunk")
 
@@ -484,8 +483,14 @@ class AllReduce:
         doubted = ((key, missing) for key, (_, missing) in self.doubted.items())
         return {key[0] for key, missing in doubted if len(self.ledger.result(*key)[1]) < len(missing)}
 
-    def _take(self, member: int, index: int, values: Floats) -> None:
+    def _take(self, member: int, message: Chunk, payload: Buffer) -> None:
+        chunks, index, clip = self.ledger.chunks[self.me], message.index, self.group.terms.clip
         try:
+            numel = chunks[index].numel if 0 <= index < len(chunks) else 0
+            scratch = None if clip else self._scratch  # the reducer holds clipped values for a while
+            values = codec_of(message.codec or self.group.terms.codec).decode(payload, numel, scratch=scratch)
+            if clip and index in self.reducer.unfinished:
+                self._digests.setdefault(index, {}).setdefault(member, digest_of(payload))
             if self.reducer.on_chunk(member, index, values):
                 self._publish([index])
         except ValueError as error:
@@ -505,11 +510,13 @@ class AllReduce:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""
             codec = self.mean_precision.at(self.ledger.chunk(self.me, index).start)
+            name = "" if codec.name == self.group.terms.mean_codec else codec.name
             if mean is not None:
                 payload = codec.encode(mean)
                 mean = codec.decode(payload, len(mean), scratch=self._scratch)
+                if codec.name == "float16" and (shorter := drop_zeros(payload)):
+                    name, payload = SPARSE16, shorter
             self.ledger.place(self.me, index, mean, missing)
-            name = "" if codec.name == self.group.terms.mean_codec else codec.name
             told = self._digests.pop(index, {})
             everyone = range(len(self.group.members)) if self.group.terms.clip else ()
             digests = b"".join(NO_DIGEST if one in missing else told.get(one, NO_DIGEST) for one in everyone)

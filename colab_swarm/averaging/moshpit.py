@@ -344,7 +344,7 @@ class MoshpitResult:
 class MoshpitAverager:
     """Averages one named vector repeatedly with the other peers that call for it.
 
-    Warning: onebit and topk lose most of a vector: no error feedback here. Means are float16 then.
+    Warning: onebit, topk and sparseloco lose most of a vector: no error feedback here. Means are float16 then.
     """
 
     def __init__(

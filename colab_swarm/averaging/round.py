@@ -102,10 +102,14 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
         averaged = ledger.settled(opening.reducer, index)
         has_mean, missing = ledger.result(opening.reducer, index)
-        full = has_mean if averaged else contribute
+        message, payload = Chunk(index, averaged, missing), memoryview(b"")
+        if has_mean:
+            payload = ledger.values[chunk.start : chunk.stop].data.cast("B")
+        elif contribute and not averaged:
+            message, contribution = round_.encoded(opening.reducer, index, chunk)
+            payload = memoryview(contribution)
         # Copied: the round may end, and its vector be reused, while the item waits for room.
-        payload = ledger.values[chunk.start : chunk.stop].tobytes() if full else b""
-        await stream.send(Chunk(index, averaged, missing), payload)
+        await stream.send(message, bytes(payload))
         round_.sent_bytes += len(payload)
     await stream.end()
 
@@ -153,7 +157,10 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
         [chunk], weights, sums, round_.usual.most_rms, own=[own], clip=round_.group.terms.clip
     )
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
-    contributions[round_.me] = own
+    with suppress(ValueError):  # it may not be finite
+        message, payload = round_.encoded(reducer, index, chunk)
+        codec = codec_of(message.codec or round_.group.terms.codec)
+        contributions[round_.me] = codec.decode(payload, chunk.numel)
     for member, values in sorted(contributions.items()):
         with suppress(ValueError):  # our own may not be finite
             again.on_chunk(member, 0, values)
@@ -186,7 +193,8 @@ async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> 
     round_.missing_in(message, payload)
     if not len(payload):
         return message, None
-    values = codec_of("float32").decode(payload, round_.ledger.chunk(reducer, index).numel)
+    codec = codec_of("float32" if message.averaged else message.codec or round_.group.terms.codec)
+    values = codec.decode(payload, round_.ledger.chunk(reducer, index).numel)
     require(all_finite(values), f"chunk {index} has values that are not finite")
     return message, values
 

@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.averaging.group import Group, SharePlan, Ticket, equal_shares, offer_of, reducing
+from colab_swarm.averaging.group import Group, RoundTerms, SharePlan, Ticket, equal_shares, offer_of, reducing
 from colab_swarm.tensors.codecs import Precision
+from colab_swarm.tensors.sparse import Sparse, sparse16_bytes
 
 Array = npt.NDArray[np.float64]
 
@@ -49,9 +50,9 @@ class _Loads:
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         terms = tickets[0].terms
-        up, down = (encoded_bytes(one, terms.numel) for one in (terms.codec, terms.mean_codec))
         facts = [(ticket.weight > 0, not ticket.assists) for ticket in tickets]
         c, w = np.array(facts, np.float64).T
+        up, down = encoded_bytes(terms.codec, terms.numel), mean_bytes(terms, int(c.sum()))
         self._reduces = np.array(reducing(tickets), np.float64)
         if not self._reduces.any():
             raise ValueError("nobody reduces: no peer accepts connections")
@@ -223,3 +224,12 @@ def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> l
 def encoded_bytes(precision: str, numel: int) -> int:
     """Return the size of an encoded vector, neglecting small tensors, which may be encoded finer."""
     return Precision(precision, fine=0).at(0).encoded_bytes(numel)
+
+
+def mean_bytes(terms: RoundTerms, contributors: int) -> int:
+    """Return the size of the encoded mean: of sparse vectors it has all places, at most if these are independent."""
+    dense, codec = encoded_bytes(terms.mean_codec, terms.numel), Precision(terms.codec).widest
+    if not isinstance(codec, Sparse) or terms.mean_codec != "float16" or not terms.numel:
+        return dense
+    density = 1 - (1 - codec.kept(terms.numel) / terms.numel) ** contributors
+    return min(dense, sparse16_bytes(math.ceil(density * terms.numel), terms.numel))

@@ -94,7 +94,7 @@ JOIN: Arguments = {
     "--target-batch-size": ("samples per global step, all peers", INT | {"default": 256}),
     "--batch-size": ("samples of one micro-batch", INT | {"default": 16}),
     "--lr": ("LAMB learning rate", FLOAT | {"default": 1e-2}),
-    "--compression": ("float16, int8, adaptive, onebit, topk:0.01 …", {"default": "float32"}),
+    "--compression": ("float16, int8, adaptive, int4, sparseloco, topk:0.01 …", {"default": "float32"}),
     "--overlap": ("compute during an averaging round", FLAG),
     "--local-steps": ("local steps per round: a number, or auto", {"type": number_or_auto, "default": 1}),
     "--gb-per-hour": ("traffic budget, GB/h", FLOAT),

@@ -284,7 +284,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         ``values`` is a NumPy array or torch tensor of one length at all peers, ``weight`` theirs,
         0 to only receive. ``name`` distinguishes averages. Groups of ``group_size`` take turns;
-        None chooses it. ``compression`` is one per name; onebit and topk lose most of the values.
+        None chooses it. ``compression`` is one per name; onebit, topk and sparseloco lose most values.
         """
         self._check(worker=True)
         average = self.averages.average(

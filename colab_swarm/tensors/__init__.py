@@ -5,9 +5,10 @@ every codec knows its encoded size in advance, decodes in pieces, and rejects in
 
 ## Codecs
 
-float32, float16 and bfloat16 cast values. int8 and onebit scale blocks of 4096. topk sends the largest values only.
-The table in `colab_swarm.tensors.codecs` has sizes and errors. `adaptive` is int8, but float16 for small tensors. Use
-onebit and topk with **error feedback**, which sends the values cut off one vector with the next:
+float32, float16 and bfloat16 cast values. int8, int4, int2 and onebit scale blocks. topk and sparseloco send the
+largest values only, and a float16 mean of them travels without its zeros. The table in `colab_swarm.tensors.codecs`
+has sizes and errors. `adaptive` is int8, but float16 for small tensors. Use int2, onebit, topk and sparseloco with
+**error feedback**, which sends the values cut off one vector with the next:
 
     w = residual + g;   send Q(w);   residual <- w - Q(w)
 
@@ -18,6 +19,7 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, from which `colab_
 | subject | module |
 |---|---|
 | codecs and error feedback | `colab_swarm.tensors.codecs` |
+| those of the largest values; their parts | `colab_swarm.tensors.sparse`, `colab_swarm.tensors.vectors` |
 | a model's gradients as one flat float32 vector | `colab_swarm.training.replica` |
 | any training state as named tensors and a plain skeleton, in one safetensors file | `colab_swarm.tensors.statedict` |
 | a state as hashed chunks, fetched from several donors | `colab_swarm.tensors.chunks` |

@@ -6,39 +6,51 @@
     float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
     bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
     int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
+    int4        1/2 + 1/32       <= max|block of 64| / 14; under 1e-35 are 0     the encoder refuses the vector
+    int2        1/4 + 1/256      <= 1.5 sigma of the block, more in its tails    the encoder refuses the vector
     onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
+    sparseloco  0.027            |x|, or as int2 for the largest 1 in 64         the encoder refuses the vector
     topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
-Use onebit and topk with error feedback (`ErrorFeedback`), which sends the cut values later. All
-is little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
-
-**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code: the
-lowest ``l = floor(log2(d / K))`` bits of each directly, the rest, h, as a one at place ``h + i`` of
-a string of ``K + ((d - 1) >> l)`` bits, for the i-th index. The encoder estimates a threshold from
-a sample, slightly too low, and picks the K largest of the values above it.
+Use those after int4 with error feedback (`ErrorFeedback`), which sends the cut values later. All is
+little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
 """
 
-import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from colab_swarm.errors import StateError, require
+from colab_swarm.tensors.sparse import SparseLoCo, TopK
+from colab_swarm.tensors.vectors import (
+    BINS,
+    BLOCK_VALUES,
+    MAX_BLOCKS,
+    Buffer,
+    Floats,
+    all_finite,
+    block_count,
+    block_rows,
+    checked,
+    dequantised,
+    pack,
+    quantised,
+    quantiser_gamma,
+    require_finite,
+    target,
+    unpack,
+)
 
 if TYPE_CHECKING:
     import torch
 
-Floats: TypeAlias = npt.NDArray[np.float32]
-Buffer: TypeAlias = bytes | bytearray | memoryview
-
-# values that share one scale in the int8 and onebit codecs; chunk offsets are multiples of it
-BLOCK_VALUES = 4096
-MAX_BLOCKS = 64  # most blocks encoded at once, for every codec: one mebibyte of float32, which fits a message
+__all__ = ["BLOCK_VALUES", "CODECS", "MAX_BLOCKS", "Buffer", "Codec", "ErrorFeedback", "Floats", "Precision"]
+__all__ += ["all_finite", "codec_of", "mean_codec_for"]
 
 
 class Codec(Protocol):
@@ -58,7 +70,7 @@ class Codec(Protocol):
         """
 
     def encode(self, values: Floats) -> Buffer:
-        """Encode a contiguous vector, maybe as a view; onebit and topk refuse what is not finite."""
+        """Encode a contiguous vector, maybe as a view; from int4 on all refuse what is not finite."""
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         """Decode ``numel`` values: a view of ``buffer`` (read-only) or ``scratch``, or a new array.
@@ -67,125 +79,18 @@ class Codec(Protocol):
         """
 
 
-def all_finite(values: Floats) -> bool:
-    return bool(np.isfinite(values).all())
-
-
-def _checked(buffer: Buffer, size_bytes: int) -> Buffer:
-    require(len(buffer) == size_bytes, f"{len(buffer)} encoded bytes, {size_bytes} expected")
-    return buffer
-
-
-def _target(numel: int, scratch: Floats | None) -> Floats:
-    return np.empty(numel, np.float32) if scratch is None else scratch[:numel]
-
-
-# below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better
-LEAST_SHARE, LARGEST_SHARE = 1e-4, 0.5
-SAMPLE_VALUES = 1 << 14
-MARGIN = 3.0  # standard deviations by which a sample's threshold is lowered, so that it is rarely too high
-_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
-
-Indices = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class TopK:
-    """Sends the ``ceil(share * numel)`` values of largest magnitude, exactly; all others decode as 0."""
-
-    share: float
-
-    def __post_init__(self) -> None:
-        require(
-            LEAST_SHARE <= self.share <= LARGEST_SHARE,
-            f"topk:{self.share:g}: the share of values to send must be {LEAST_SHARE:g} to {LARGEST_SHARE:g}, "
-            "such as topk:0.01",
-        )
-
-    @property
-    def name(self) -> str:
-        return f"topk:{self.share:g}"
-
-    def kept(self, numel: int) -> int:
-        return math.ceil(self.share * numel)
-
-    def encoded_bytes(self, numel: int) -> int:
-        low_bytes, high_bits = self._index_sizes(numel)[1:]
-        return 4 * self.kept(numel) + low_bytes + -(-high_bits // 8)
-
-    def gamma(self, numel: int) -> float:
-        return (numel - self.kept(numel)) / numel if numel else 0.0
-
-    def encode(self, values: Floats) -> Buffer:
-        kept, (low_bits, _, high_bits) = self.kept(len(values)), self._index_sizes(len(values))
-        indices = _largest(values, kept)
-        lows = (indices[:, None] >> np.arange(low_bits)) & 1
-        highs = np.zeros(high_bits, np.uint8)
-        highs[(indices >> low_bits) + np.arange(kept)] = 1
-        index_bytes = np.packbits(lows.astype(np.uint8)).tobytes() + np.packbits(highs).tobytes()
-        return values[indices].tobytes() + index_bytes
-
-    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        encoded = np.frombuffer(_checked(buffer, self.encoded_bytes(numel)), np.uint8)
-        values = encoded[: 4 * self.kept(numel)].view(np.float32)
-        require(all_finite(values), "a topk vector has values that are not finite")
-        kept, (low_bits, low_bytes, high_bits) = self.kept(numel), self._index_sizes(numel)
-        lows, highs = np.split(encoded[values.nbytes :], [low_bytes])
-        ones = np.flatnonzero(np.unpackbits(highs, count=high_bits))
-        require(len(ones) == kept, f"a topk vector names {len(ones)} indices, {kept} expected")
-        indices = (ones - np.arange(kept)) << low_bits
-        low = np.unpackbits(lows, count=kept * low_bits).reshape(kept, low_bits)
-        indices |= low @ (1 << np.arange(low_bits))
-        require(
-            not kept or ((np.diff(indices) > 0).all() and indices[-1] < numel),
-            "the indices of a topk vector are not ascending, or beyond its end",
-        )
-        out = _target(numel, scratch)
-        out.fill(0.0)
-        out[indices] = values
-        return out
-
-    def _index_sizes(self, numel: int) -> tuple[int, int, int]:
-        kept = self.kept(numel)
-        low_bits = (numel // kept).bit_length() - 1 if kept else 0
-        return low_bits, -(-kept * low_bits // 8), kept + (max(numel - 1, 0) >> low_bits)
-
-
-def _largest(values: Floats, count: int) -> Indices:
-    """Indices of the ``count`` values of largest magnitude, ascending; of equal ones the first."""
-    if not count:
-        return np.empty(0, np.int64)
-    # As integers, floats keep their order; infinity and NaN come last.
-    magnitudes = values.view(np.int32) & _MAGNITUDE
-    sample = magnitudes[:: len(magnitudes) // SAMPLE_VALUES | 1]  # an odd stride visits all columns
-    expected = len(sample) * count / len(magnitudes)
-    rank = math.ceil(expected + MARGIN * math.sqrt(expected) + 1)
-    threshold = 0
-    if rank <= len(sample):
-        threshold = np.partition(sample, len(sample) - rank)[len(sample) - rank]
-    found = np.flatnonzero(magnitudes >= threshold)
-    if len(found) < count:  # the sample was not representative
-        found = np.arange(len(values))
-    sizes = magnitudes[found]
-    require(sizes.max() < _INFINITY, "values that are not finite cannot travel as topk: drop this vector")
-    least = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
-    chosen = sizes > least
-    chosen[np.flatnonzero(sizes == least)[: count - np.count_nonzero(chosen)]] = True
-    indices: Indices = found[chosen]
-    return indices
-
-
-T = TypeVar("T", bound=np.generic)
-
 FLOAT16_MAX = 65504.0
 BFLOAT16_MAX = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
 MAX_MEAN_GAMMA = 0.1
 _SMALLEST_SCALED = np.float32(1e-35)  # below it 127 / max|block| would overflow
-_LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.float32(0))
+FLOAT32_MAX = np.finfo(np.float32).max
+_LARGEST_SCALE = np.nextafter(np.float32(FLOAT32_MAX / 127), np.float32(0))
+CACHED_VALUES = 6 * BLOCK_VALUES  # quantised at once: copies are below malloc's mmap threshold
+SMALL_BLOCK = 64  # values that share a scale in the int4 codec
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec called float32, float16, bfloat16, int8, onebit, or topk:0.01 (any share).
+    """Return the codec of a name in `CODECS`, or of topk:0.01 (any share).
 
     Raises ValueError if there is none, or the share is not written in its shortest form.
     """
@@ -248,7 +153,7 @@ class Float32:
         return _as_bytes(values)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        return np.frombuffer(_checked(buffer, 4 * numel), np.float32)
+        return np.frombuffer(checked(buffer, 4 * numel), np.float32)
 
 
 class Float16:
@@ -268,8 +173,8 @@ class Float16:
         return _as_bytes(np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16))
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        halves = np.frombuffer(_checked(buffer, 2 * numel), np.int16)
-        out = _target(numel, scratch)
+        halves = np.frombuffer(checked(buffer, 2 * numel), np.int16)
+        out = target(numel, scratch)
         if numel and (torch := sys.modules.get("torch")):
             torch.from_numpy(out).copy_(torch.frombuffer(bytearray(halves), dtype=torch.float16))
         else:
@@ -295,8 +200,8 @@ class BFloat16:
         return _as_bytes((rounded >> 16).astype(np.uint16))
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        upper = np.frombuffer(_checked(buffer, 2 * numel), np.uint16)
-        out = _target(numel, scratch)
+        upper = np.frombuffer(checked(buffer, 2 * numel), np.uint16)
+        out = target(numel, scratch)
         np.left_shift(upper, 16, out=out.view(np.uint32), dtype=np.uint32)
         return out
 
@@ -310,17 +215,17 @@ class Int8:
     name = "int8"
 
     def encoded_bytes(self, numel: int) -> int:
-        return 4 * _blocks(numel) + numel
+        return 4 * block_count(numel) + numel
 
     def gamma(self, numel: int) -> float:
         return min(numel, BLOCK_VALUES) / 250**2
 
     def encode(self, values: Floats) -> Buffer:
-        numel, blocks = len(values), _blocks(len(values))
+        numel, blocks = len(values), block_count(len(values))
         encoded = bytearray(self.encoded_bytes(numel))
         scales = np.frombuffer(encoded, np.float32, count=blocks)
         levels = np.frombuffer(encoded, np.int8, offset=4 * blocks)
-        for (here, rows), (_, out) in zip(_rows(values), _rows(levels), strict=True):
+        for (here, rows), (_, out) in zip(block_rows(values), block_rows(levels), strict=True):
             largest = np.maximum(rows.max(axis=1), -rows.min(axis=1))
             tiny = largest < _SMALLEST_SCALED
             with np.errstate(all="ignore"):  # NaN or infinity makes the scale NaN, which the decoder refuses
@@ -332,16 +237,16 @@ class Int8:
         return encoded
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        blocks = _blocks(numel)
-        _checked(buffer, self.encoded_bytes(numel))
+        blocks = block_count(numel)
+        checked(buffer, self.encoded_bytes(numel))
         scales = np.frombuffer(buffer, np.float32, count=blocks)
         require(
             bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()),
             "an int8 block has a scale that is negative, infinite or not a number",
         )
         levels = np.frombuffer(buffer, np.int8, offset=4 * blocks) if numel else np.empty(0, np.int8)
-        out = _target(numel, scratch)
-        for (here, rows), (_, steps) in zip(_rows(out), _rows(levels), strict=True):
+        out = target(numel, scratch)
+        for (here, rows), (_, steps) in zip(block_rows(out), block_rows(levels), strict=True):
             np.multiply(steps, scales[here, None], out=rows)
         return out
 
@@ -355,49 +260,114 @@ class OneBit:
     name = "onebit"
 
     def encoded_bytes(self, numel: int) -> int:
-        return 8 * _blocks(numel) + -(-numel // 8)
+        return 8 * block_count(numel) + -(-numel // 8)
 
     def gamma(self, numel: int) -> float:
         return 1 - 1 / min(numel, BLOCK_VALUES) if numel else 0.0
 
     def encode(self, values: Floats) -> Buffer:
-        means = np.empty((_blocks(len(values)), 2), np.float32)
-        for here, rows in _rows(values):
+        means = np.empty((block_count(len(values)), 2), np.float32)
+        for here, rows in block_rows(values):
             over = np.count_nonzero(rows > 0, axis=1)
             sums = [part(rows, 0).sum(axis=1, dtype=np.float64) for part in (np.maximum, np.minimum)]
             means[here] = (np.array(sums) / np.maximum([over, rows.shape[1] - over], 1)).T
-        require(all_finite(means), "values that are not finite cannot travel as onebit: drop this vector")
+        require_finite(means, self.name)
         return means.tobytes() + np.packbits(values > 0).tobytes()
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        encoded = np.frombuffer(_checked(buffer, self.encoded_bytes(numel)), np.uint8)
-        means = encoded[: 8 * _blocks(numel)].view(np.float32).reshape(-1, 2)
+        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        means = encoded[: 8 * block_count(numel)].view(np.float32).reshape(-1, 2)
         require(
             all_finite(means) and (means[:, 0] >= 0).all() and (means[:, 1] <= 0).all(),
             "a onebit block has means that are not finite, or of the wrong sign",
         )
         over = np.unpackbits(encoded[means.nbytes :], count=numel)
-        out = _target(numel, scratch)
-        for (here, rows), (_, bits) in zip(_rows(out), _rows(over), strict=True):
+        out = target(numel, scratch)
+        for (here, rows), (_, bits) in zip(block_rows(out), block_rows(over), strict=True):
             np.multiply(bits, means[here, :1], out=rows)
             rows += (1 - bits) * means[here, 1:]
         return out
 
 
-def _rows(values: npt.NDArray[T]) -> Iterator[tuple[slice, npt.NDArray[T]]]:
-    """Yield views of whole blocks (k, 4096), then of a shorter last one, and which these are."""
-    whole = len(values) // BLOCK_VALUES
-    cut = whole * BLOCK_VALUES
-    yield slice(whole), values[:cut].reshape(-1, BLOCK_VALUES)
-    if cut < len(values):
-        yield slice(whole, whole + 1), values[None, cut:]
+class Int4:
+    """Blocks of 64 values, each as multiples of max|block| / 7, from -7 to 7 (absmax scaling).
+
+    Layout: one bfloat16 scale per block, cut off and not rounded; then 4 bits per value, plus 8.
+    """
+
+    name = "int4"
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 2 * -(-numel // SMALL_BLOCK) + -(-numel // 2)
+
+    def gamma(self, numel: int) -> float:
+        """One value is the largest, and the others are half a step, max|block| / 14, which is lost."""
+        return min(numel, SMALL_BLOCK) / (min(numel, SMALL_BLOCK) + 14**2 - 1)
+
+    def encode(self, values: Floats) -> Buffer:
+        require_finite(values, self.name)
+        rows = np.zeros((-(-len(values) // SMALL_BLOCK), SMALL_BLOCK), np.float32)
+        rows.ravel()[: len(values)] = values
+        largest = np.abs(rows).max(axis=1)
+        upper = ((largest / 7).view(np.uint32) >> 16).astype(np.uint16)
+        upper[largest < _SMALLEST_SCALED] = 0
+        with np.errstate(divide="ignore"):
+            steps = np.where(upper, 1 / _from_upper(upper), 0).astype(np.float32)
+        rows *= steps[:, None]
+        levels = np.rint(rows, out=rows).astype(np.int8).ravel() + np.int8(8)
+        return bytes(upper) + pack(levels[: len(values)].view(np.uint8), 4)
+
+    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
+        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        upper, packed = np.split(encoded, [2 * -(-numel // SMALL_BLOCK)])
+        scales, levels = _from_upper(upper.view(np.uint16)), unpack(packed, 4, numel)
+        require(
+            bool(((scales >= 0) & (scales <= FLOAT32_MAX / 7)).all() and levels.all()),
+            "an int4 block has a scale or a level that no encoder writes",
+        )
+        out = target(numel, scratch)
+        np.subtract(levels, 8, out=out, dtype=np.float32)
+        out *= np.repeat(scales, SMALL_BLOCK)[:numel]
+        return out
 
 
-def _blocks(numel: int) -> int:
-    return -(-numel // BLOCK_VALUES)
+class Int2:
+    """Blocks of 4096 values, each by `quantised`: 2 bits a value (MuLoCo, arXiv 2505.23725).
+
+    Layout: the means of a block's codes as float32, then the codes of all.
+    """
+
+    name = "int2"
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 4 * BINS * block_count(numel) + -(-numel // 4)
+
+    def gamma(self, numel: int) -> float:
+        return quantiser_gamma(min(numel, BLOCK_VALUES))
+
+    def encode(self, values: Floats) -> Buffer:
+        require_finite(values, self.name)
+        pieces = [values[at : at + CACHED_VALUES] for at in range(0, len(values), CACHED_VALUES)]
+        found = [quantised(rows) for piece in pieces for _, rows in block_rows(piece)]
+        means = b"".join(means.tobytes() for _, means in found)
+        return means + pack(np.concatenate([codes.ravel() for codes, _ in found]), 2) if found else b""
+
+    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
+        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        means = encoded[: 4 * BINS * block_count(numel)].view(np.float32).reshape(-1, BINS)
+        require(all_finite(means), "an int2 block has means that are not finite")
+        codes, out = unpack(encoded[means.nbytes :], 2, numel), target(numel, scratch)
+        for (here, rows), (_, some) in zip(block_rows(out), block_rows(codes), strict=True):
+            rows[:] = dequantised(some, means[here])
+        return out
 
 
-CODECS: dict[str, Codec] = {one.name: one for one in (Float32(), Float16(), BFloat16(), Int8(), OneBit())}
+def _from_upper(upper: npt.NDArray[np.uint16]) -> Floats:
+    return np.left_shift(upper, 16, dtype=np.uint32).view(np.float32)
+
+
+_ALL = Float32(), Float16(), BFloat16(), Int8(), Int4(), Int2(), OneBit(), SparseLoCo()
+CODECS: dict[str, Codec] = {one.name: one for one in _ALL}
 ADAPTIVE = "adaptive"
 PRECISIONS = (*CODECS, ADAPTIVE)  # names for `Precision`, besides topk with a share
 

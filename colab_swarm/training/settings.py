@@ -14,7 +14,7 @@ from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.averaging.strategy import encoded_bytes
+from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId, Peers
@@ -96,8 +96,8 @@ class TrafficBudgetPolicy:
         total = sum(member.share for member in group.members)
         planned = sum(member.share for member in group.members if member.id == self._me) / total
         share = (planned or 1 / len(group.members)) if reduces else 0.0
-        codecs = precision, terms.codec, terms.mean_codec
-        mine, theirs, mean = (encoded_bytes(codec, terms.numel) for codec in codecs)
+        mine, theirs = (encoded_bytes(codec, terms.numel) for codec in (precision, terms.codec))
+        mean = mean_bytes(terms, sum(member.weight > 0 for member in group.members))
         sent = (1 - share) * mine + share * others * mean
         received = (1 - share) * mean + share * others * theirs
         budget, volume, pace = self._budget, 0.0, 0.0
@@ -174,10 +174,11 @@ class TrainingSettings:
         batch_size: samples of this peer's micro-batches, unless ``step(samples=…)`` says otherwise.
         weight_unit: what ``step(weight=…)`` counts, such as "target tokens", where the mean is not by samples.
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
-            small tensors float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit
-            and topk are biased without ``error_feedback``, and train a worse model.
-        mean_compression: of averaged gradients; by default the same, but float16 with onebit and
-            topk, because a mean has no error feedback.
+            small tensors float16), int4, int2, onebit, sparseloco (2 bits of the largest 1 in 64), or
+            topk and a share, as in topk:0.01. Warning: int2, onebit, sparseloco and topk are biased
+            without ``error_feedback``, and train a worse model.
+        mean_compression: of averaged gradients; by default the same, but float16 from int4 on, because a mean
+            has no error feedback. With sparseloco and topk its zeros are not sent, where that is less.
         error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory.
         overlap: average, and take the optimizer's step on copies in main memory, while this peer
             computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload).

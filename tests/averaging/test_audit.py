@@ -15,9 +15,9 @@ from colab_swarm.averaging.group import SpanRoots, plan_spans
 from colab_swarm.averaging.reducer import SpanLedger
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import PeerId, Refusal, Stream
+from colab_swarm.net.peers import Buffer, PeerId, Refusal, Stream
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.codecs import Floats, codec_of
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, signed, vector
 
 NUMEL = 200_000
@@ -43,10 +43,13 @@ def misquote(round_: AllReduce) -> None:
     """It averages something else than alice sent, and says so to all."""
     take, alice = round_._take, 0
 
-    def take_another(member: int, index: int, values: Any) -> None:
+    def take_another(member: int, message: Chunk, payload: Buffer) -> None:
         if member == alice:
-            values, round_._digests[index][alice] = -values, b"x" * 16
-        take(member, index, values)
+            codec = codec_of(message.codec or round_.group.terms.codec)
+            values = codec.decode(payload, round_.ledger.chunk(round_.me, message.index).numel)
+            payload = codec.encode(-values)
+            round_._digests.setdefault(message.index, {})[alice] = b"x" * 16
+        take(member, message, payload)
 
     round_._take = take_another  # type: ignore[method-assign]
 
@@ -102,11 +105,11 @@ def leave_alice_out(round_: AllReduce) -> None:
     """As a reducer does to which alice has a slow line: her values come too late."""
     take, alice = round_._take, 0
 
-    def take_others(member: int, index: int, values: Any) -> None:
+    def take_others(member: int, message: Chunk, payload: Buffer) -> None:
         if member == alice:
             round_.drop(alice, "too slow")
         else:
-            take(member, index, values)
+            take(member, message, payload)
 
     round_._take = take_others  # type: ignore[method-assign]
 
@@ -169,7 +172,7 @@ def test_a_member_notices_at_once_that_its_contribution_was_not_averaged(
     assert told["alice"] == [f"reducer {ids['erin'].hex()[:8]}"]
 
 
-@pytest.mark.parametrize("codec", ["float32", "float16", "int8", "topk:0.1"])
+@pytest.mark.parametrize("codec", ["float32", "float16", "int8", "topk:0.1", "sparseloco"])
 @pytest.mark.parametrize("silent", [(), ("dave",)])
 def test_an_honest_reducer_is_not_left_out(
     codec: str, silent: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
+from colab_swarm.averaging import exchange as module
 from colab_swarm.averaging.exchange import AllReduce, Chunk, UploadEncoding
-from colab_swarm.averaging.group import Span
+from colab_swarm.averaging.group import Span, chunk_values, cut_chunks
 from colab_swarm.net.peers import Buffer
 from colab_swarm.tensors import codecs
-from tests.averaging.swarm import NAMES, run_round, vector
+from tests.averaging.swarm import NAMES, Outcome, run_round, vector
 
 FINE = 4 * codecs.BLOCK_VALUES
 NUMEL = 64 * codecs.BLOCK_VALUES
+BIASED = ("int4", "int2", "onebit", "sparseloco", "topk:0.01", "topk:0.5")
 
 
 def test_adaptive_sends_small_tensors_finer_than_large_ones() -> None:
@@ -40,16 +42,16 @@ def test_a_member_may_send_less_than_the_group_has_agreed() -> None:
 
 
 def test_an_unknown_codec_costs_its_sender_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoilt, encoded = [], AllReduce._encoded
+    spoilt, encoded = [], AllReduce.encoded
 
-    def spoil(exchange: AllReduce, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
-        message, payload = encoded(exchange, index, chunk)
+    def spoil(exchange: AllReduce, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
+        message, payload = encoded(exchange, reducer, index, chunk)
         if exchange.me == 0:
             spoilt.append(index)
             message = Chunk(index, codec="zip")
         return message, payload
 
-    monkeypatch.setattr(AllReduce, "_encoded", spoil)
+    monkeypatch.setattr(AllReduce, "encoded", spoil)
     outcome = run_round()
     assert spoilt
     assert all(len(result.contributors) == 3 for result in outcome.results.values())
@@ -66,12 +68,12 @@ def test_the_residual_is_exactly_the_part_that_the_codec_cut_off() -> None:
     np.testing.assert_array_equal(feedback.residual[bobs], sent - arrived)
 
 
-@pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
+@pytest.mark.parametrize("codec", ["int4", "int2", "onebit", "topk:0.1"])
 def test_with_codecs_that_need_feedback_everyone_ends_with_the_same_mean(codec: str) -> None:
     outcome = run_round(numel=NUMEL, codec=codec)
     assert all(len(result.contributors) == 4 for result in outcome.results.values())
     got, wanted = outcome.assert_equal_vectors(), outcome.mean()
-    assert 0.1 < np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1
+    assert 0.05 < np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1
 
 
 @pytest.mark.slow
@@ -98,14 +100,58 @@ def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
 
 def test_means_lose_little_where_contributions_lose_much_and_an_unknown_precision_is_named() -> None:
     assert all(codecs.mean_codec_for(name) == name for name in ("float32", "int8", "adaptive"))
-    assert all(codecs.mean_codec_for(name) == "float16" for name in ("onebit", "topk:0.01", "topk:0.5"))
-    with pytest.raises(ValueError, match=r"int8, onebit, adaptive or topk:0\.01"):
+    assert all(codecs.mean_codec_for(name) == "float16" for name in BIASED)
+    with pytest.raises(ValueError, match=r"int8, int4, int2, onebit, sparseloco, adaptive or topk:0\.01"):
         codecs.Precision("zip")
 
 
-@pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
+@pytest.mark.parametrize("codec", ["int8", "onebit", "sparseloco", "topk:0.1"])
 def test_a_contribution_that_the_codec_refuses_costs_its_sender_the_round_and_no_time(codec: str) -> None:
     outcome = run_round(numel=NUMEL, codec=codec, prepare=lambda given: given["alice"].fill(np.inf))
     assert all(len(result.contributors) == 3 for result in outcome.results.values())
     assert max(outcome.seconds.values()) < 5 and len(outcome.results) == 4
     outcome.assert_equal_vectors()
+
+
+def as_sent(codec: str, outcome: Outcome, name: str) -> codecs.Floats:
+    """A contribution as others decode it."""
+    one, values = codecs.codec_of(codec), outcome.contributions[name]
+    chunks = [
+        cut for span in outcome.spans.values() for cut in cut_chunks(span, chunk_values(codec, "float16"))
+    ]
+    decoded = [one.decode(one.encode(values[cut.start : cut.stop]), cut.numel) for cut in sorted(chunks)]
+    return np.concatenate(decoded)
+
+
+@pytest.mark.parametrize(("codec", "smaller"), [("sparseloco", 10.0), ("topk:0.01", 8.0)])
+def test_the_mean_of_sparse_contributions_is_exact_and_sparse(codec: str, smaller: float) -> None:
+    feedback = codecs.ErrorFeedback(NUMEL)
+    encodings = {"alice": UploadEncoding(feedback=feedback)}
+    outcome = run_round(8, NUMEL, codec=codec, encodings=encodings, weights=[1.0] * 8)
+    got, sent = outcome.assert_equal_vectors(), [as_sent(codec, outcome, name) for name in NAMES]
+    np.testing.assert_allclose(got, np.mean(sent, axis=0), rtol=2**-10, atol=2**-25)
+    assert 0 < np.count_nonzero(got) < 8 * 0.016 * NUMEL
+    feedback.settle()
+    np.testing.assert_array_equal(feedback.residual, outcome.contributions["alice"] - sent[0])
+    dense = 2 * NUMEL * 2 * 7 / 8  # float16 to seven reducers, and to seven members
+    assert all(smaller * result.sent_bytes < dense for result in outcome.results.values())
+
+
+def test_a_damaged_sparse_mean_costs_its_reducer_the_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt, drop = [], module.drop_zeros
+
+    def spoil(halves: Buffer) -> bytes:
+        spoilt.append(len(halves))
+        return drop(halves) if len(spoilt) > 1 else b"\xff" * 20
+
+    monkeypatch.setattr(module, "drop_zeros", spoil)
+    outcome = run_round(numel=NUMEL, codec="sparseloco")
+    (liar,) = [name for name, result in outcome.results.items() if not result.spans_lost]
+    span = slice(*outcome.spans[liar])
+    wanted = Outcome(
+        outcome.names, outcome.weights, {name: as_sent("sparseloco", outcome, name) for name in outcome.names}
+    ).mean(*(name for name in outcome.names if name != liar))
+    del outcome.vectors[liar]  # it believes its mean
+    got = outcome.assert_equal_vectors()
+    np.testing.assert_allclose(got[span], wanted[span], rtol=1e-6, atol=1e-7)
+    assert spoilt and np.count_nonzero(got[span]) < 0.05 * len(got[span])  # recovered from sparse vectors

@@ -14,6 +14,8 @@ from colab_swarm.averaging import strategy as module
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Ticket, equal_shares
 from colab_swarm.averaging.strategy import AdaptiveShares, adaptive_shares, believed, forecast_s, plan_round
 from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.codecs import BLOCK_VALUES, codec_of
+from colab_swarm.tensors.sparse import drop_zeros
 
 EQUAL = "peers reduce equal shares because all finish together (8 Mbit/s)"
 
@@ -80,6 +82,30 @@ def test_fast_servers_among_slow_peers_reduce_everything() -> None:
     assert found.explanation == (
         "8 of 24 peers reduce 100% because upload and download of 16 peers (1.6 Mbit/s) are the bottleneck"
     )
+
+
+@pytest.mark.parametrize("codec", ["sparseloco", "topk:0.01"])
+@pytest.mark.parametrize("count", [1, 4, 8, 100])
+def test_the_forecast_knows_how_sparse_the_mean_of_several_peers_is(codec: str, count: int) -> None:
+    rng, one, numel = np.random.default_rng(count), codec_of(codec), 15 * BLOCK_VALUES
+    contributions = rng.standard_normal((count, numel), dtype=np.float32)
+    mean = np.mean([one.decode(one.encode(values), numel) for values in contributions], axis=0)
+    halves = codec_of("float16").encode(mean.astype(np.float32))
+    terms = RoundTerms("run", 7, b"lineage", numel, b"schema", codec, "float16")
+    forecast = module.mean_bytes(terms, count)
+    assert forecast == pytest.approx(len(drop_zeros(halves) or halves), rel=0.03) and forecast <= 2 * numel
+
+
+def test_a_mean_is_forecast_as_dense_where_contributions_or_the_means_codec_are() -> None:
+    for codec, mean_codec, size in (("int2", "float16", 8192), ("sparseloco", "float32", 16384)):
+        assert module.mean_bytes(RoundTerms("", 1, b"", 4096, b"", codec, mean_codec), 4) == size
+    assert module.mean_bytes(RoundTerms("", 1, b"", 0, b"", "sparseloco", "float16"), 4) == 0
+    terms = RoundTerms("", 1, b"", 10 * BLOCK_VALUES, b"", "sparseloco", "float16")
+    sparse, dense = (
+        plan_round([Ticket(one, 1.0, upload_bps=8e6, download_bps=8e6)] * 4).averaging_s
+        for one in (terms, RoundTerms("", 1, b"", 10 * BLOCK_VALUES, b"", "int2", "float16"))
+    )
+    assert sparse < dense / 4
 
 
 def random_peers(rng: random.Random) -> list[Ticket]:

@@ -1,0 +1,222 @@
+"""Codecs that send only the largest values, and float16 without its zeros, for their means.
+
+**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code: the
+lowest ``l = floor(log2(d / K))`` bits of each directly, bit by bit of all, the rest, h, as a one at
+place ``h + i`` of a string of ``K + ((d - 1) >> l)`` bits, for the i-th index.
+
+**sparse16** is a vector of float16 whose zeros are left out: the number of others as uint32, these,
+and their indices as above. Its size depends on the values, so it is no codec for contributions.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from colab_swarm.errors import require
+from colab_swarm.tensors.vectors import (
+    BINS,
+    BLOCK_VALUES,
+    Buffer,
+    Codes,
+    Floats,
+    T,
+    all_finite,
+    block_rows,
+    checked,
+    pack,
+    quantised,
+    quantiser_gamma,
+    require_finite,
+    target,
+    unpack,
+)
+
+# below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better
+LEAST_SHARE, LARGEST_SHARE = 1e-4, 0.5
+KEPT = BLOCK_VALUES // 64  # of each block, by sparseloco
+SPARSE16 = "sparse16"
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Sends the ``ceil(share * numel)`` values of largest magnitude, exactly; all others decode as 0."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        require(
+            LEAST_SHARE <= self.share <= LARGEST_SHARE,
+            f"topk:{self.share:g}: the share of values to send must be {LEAST_SHARE:g} to {LARGEST_SHARE:g}, "
+            "such as topk:0.01",
+        )
+
+    @property
+    def name(self) -> str:
+        return f"topk:{self.share:g}"
+
+    def kept(self, numel: int) -> int:
+        return math.ceil(self.share * numel)
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 4 * self.kept(numel) + _index_bytes(self.kept(numel), numel)
+
+    def gamma(self, numel: int) -> float:
+        return (numel - self.kept(numel)) / numel if numel else 0.0
+
+    def encode(self, values: Floats) -> Buffer:
+        require_finite(values, "topk")
+        indices = _largest(values[None], self.kept(len(values)))
+        return values[indices].tobytes() + _pack_indices(indices, len(values))
+
+    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
+        encoded, kept = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8), self.kept(numel)
+        values = encoded[: 4 * kept].view(np.float32)
+        require(all_finite(values), "a topk vector has values that are not finite")
+        indices = _unpack_indices(encoded[values.nbytes :], kept, numel)
+        return _scattered(values, indices, target(numel, scratch))
+
+
+class SparseLoCo:
+    """Sends 64 of every 4096 consecutive values, the largest, in 14 bits each (arXiv 2508.15706).
+
+    2 bits are a value's code by `quantised`, over all values that are sent of one vector, and 12 its
+    place in the block. A last block of b values sends b / 64, an even number, and 2 at least.
+    Layout: the 4 means as float32, the codes, the places two in three bytes. The paper has blocks
+    of 64 x 64 of a matrix, here they are consecutive: a reducer knows no shapes.
+    """
+
+    name = "sparseloco"
+
+    def kept(self, numel: int) -> int:
+        whole, last = divmod(numel, BLOCK_VALUES)
+        return whole * KEPT + min(last, max(2, last // 128 * 2))
+
+    def encoded_bytes(self, numel: int) -> int:
+        kept = self.kept(numel)
+        return 4 * BINS + -(-kept // 4) + 3 * -(-kept // 2) if kept else 0
+
+    def gamma(self, numel: int) -> float:
+        blocks = {size for size in (min(numel, BLOCK_VALUES), numel % BLOCK_VALUES) if size}
+        part = min((self.kept(size) / size for size in blocks), default=1.0)  # of a block's energy, at least
+        return 1 - part * (1 - quantiser_gamma(self.kept(numel)))
+
+    def encode(self, values: Floats) -> Buffer:
+        require_finite(values, self.name)
+        if not len(values):
+            return b""
+        found = [_largest(rows, self.kept(rows.shape[1])) for _, rows in block_rows(values)]
+        places = np.concatenate(found)
+        codes, means = quantised(values[None, places + _starts(len(places))])
+        return means.tobytes() + pack(codes[0], 2) + pack_12(places)
+
+    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
+        encoded, kept = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8), self.kept(numel)
+        means, codes, places = np.split(encoded, [4 * BINS, 4 * BINS + -(-kept // 4)])
+        require(all_finite(means.view(np.float32)), "a sparseloco vector has means that are not finite")
+        values = means.view(np.float32)[unpack(codes, 2, kept)]
+        return _scattered(values, unpack_12(places, kept) + _starts(kept), target(numel, scratch))
+
+
+Sparse: TypeAlias = TopK | SparseLoCo
+
+
+def _starts(kept: int) -> Indices:
+    return np.arange(kept) // KEPT * BLOCK_VALUES
+
+
+def pack_12(numbers: Indices) -> bytes:
+    """Pack numbers of 12 bits, two in three bytes, the first one in the lower bits."""
+    pairs = np.zeros(-(-len(numbers) // 2) * 2, np.uint32)
+    pairs[: len(numbers)] = numbers
+    joined = pairs[::2] | pairs[1::2] << 12
+    return joined.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+
+
+def unpack_12(packed: Codes, count: int) -> Indices:
+    joined = np.zeros((len(packed) // 3, 4), np.uint8)
+    joined[:, :3] = packed.reshape(-1, 3)
+    pairs = joined.view(np.uint32)
+    return np.hstack([pairs & 0xFFF, pairs >> 12]).ravel()[:count].astype(np.int64)
+
+
+def drop_zeros(halves: Buffer) -> bytes:
+    """Return encoded float16 as sparse16, if that is shorter; else nothing."""
+    values = np.frombuffer(halves, np.uint16)
+    kept = np.flatnonzero(values != 0)  # not -0.0, which stays
+    if sparse16_bytes(len(kept), len(values)) >= len(halves):
+        return b""
+    return np.uint32(len(kept)).tobytes() + values[kept].tobytes() + _pack_indices(kept, len(values))
+
+
+def restore_zeros(buffer: Buffer, numel: int) -> memoryview:
+    """Return ``numel`` float16 from sparse16; raises ValueError if it is invalid."""
+    require(len(buffer) >= 4, "a sparse16 vector has no length")
+    kept = int.from_bytes(buffer[:4], "little")
+    require(kept <= numel, f"a sparse16 vector has {kept} values, at most {numel} expected")
+    encoded = np.frombuffer(checked(buffer, sparse16_bytes(kept, numel)), np.uint8)
+    indices = _unpack_indices(encoded[4 + 2 * kept :], kept, numel)
+    values = encoded[4 : 4 + 2 * kept].view(np.uint16)
+    return memoryview(_scattered(values, indices, np.empty(numel, np.uint16)).tobytes())
+
+
+def sparse16_bytes(kept: int, numel: int) -> int:
+    return 4 + 2 * kept + _index_bytes(kept, numel)
+
+
+def _scattered(values: npt.NDArray[T], indices: Indices, out: npt.NDArray[T]) -> npt.NDArray[T]:
+    require(
+        not len(indices) or ((np.diff(indices) > 0).all() and indices[-1] < len(out)),
+        "the indices of a sparse vector are not ascending, or beyond its end",
+    )
+    out.fill(0)
+    out[indices] = values
+    return out
+
+
+def _largest(rows: Floats, count: int) -> Indices:
+    """Places of each row's ``count`` values of largest magnitude, ascending; of equal ones the first."""
+    if not rows.size:
+        return np.empty(0, np.int64)
+    magnitudes = rows.view(np.int32) & 0x7FFFFFFF  # as integers, floats keep their order
+    cut = rows.shape[1] - count
+    least = np.partition(magnitudes, cut, axis=1)[:, cut, None]
+    chosen = magnitudes >= least
+    extra = np.count_nonzero(chosen, axis=1) - count
+    for row in np.flatnonzero(extra):
+        equal = np.flatnonzero(magnitudes[row] == least[row])
+        chosen[row, equal[len(equal) - extra[row] :]] = False
+    places: Indices = np.flatnonzero(chosen) % rows.shape[1]
+    return places
+
+
+def _low_bits(kept: int, numel: int) -> int:
+    return (numel // kept).bit_length() - 1 if kept else 0
+
+
+def _index_bytes(kept: int, numel: int) -> int:
+    low_bits = _low_bits(kept, numel)
+    return -(-kept * low_bits // 8) + -(-(kept + (max(numel - 1, 0) >> low_bits)) // 8)
+
+
+def _pack_indices(indices: Indices, numel: int) -> bytes:
+    low_bits = _low_bits(len(indices), numel)
+    lows = (indices >> np.arange(low_bits)[:, None]) & 1
+    highs = np.zeros(len(indices) + (max(numel - 1, 0) >> low_bits), np.uint8)
+    highs[(indices >> low_bits) + np.arange(len(indices))] = 1
+    return np.packbits(lows.astype(np.uint8)).tobytes() + np.packbits(highs).tobytes()
+
+
+def _unpack_indices(packed: Codes, kept: int, numel: int) -> Indices:
+    low_bits = _low_bits(kept, numel)
+    lows, highs = np.split(packed, [-(-kept * low_bits // 8)])
+    ones = np.flatnonzero(np.unpackbits(highs, count=kept + (max(numel - 1, 0) >> low_bits)).view(bool))
+    require(len(ones) == kept, f"a sparse vector names {len(ones)} indices, {kept} expected")
+    indices = (ones - np.arange(kept)) << low_bits
+    planes = np.unpackbits(lows, count=kept * low_bits).reshape(low_bits, kept)
+    indices |= np.bitwise_or.reduce(planes.astype(np.int64) << np.arange(low_bits)[:, None], axis=0)
+    return indices

@@ -1,0 +1,255 @@
+"""Codecs of few values, the quantiser of 2 bits, and means without their zeros."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_swarm.tensors import sparse as module
+from colab_swarm.tensors import vectors
+from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
+from colab_swarm.tensors.sparse import SparseLoCo, TopK
+
+lengths = st.sampled_from(
+    [0, 1, 2, 3, 127, 300, BLOCK_VALUES - 1, BLOCK_VALUES, 2 * BLOCK_VALUES + 1, 20_000]
+)
+
+
+def normal(seed: int, *shape: int) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def round_trip(name: str, values: Floats) -> Floats:
+    codec = codec_of(name)
+    return codec.decode(codec.encode(values), len(values))
+
+
+shares = st.sampled_from([0.0001, 0.001, 0.01, 0.07, 0.25, 0.5])
+
+
+@given(shares, st.integers(1, 50_000), st.integers(0, 1 << 32), st.sampled_from([1, 3, 1000]))
+@settings(max_examples=60)
+def test_exactly_the_largest_values_arrive_unchanged(share: float, numel: int, seed: int, kinds: int) -> None:
+    codec, rng = TopK(share), np.random.default_rng(seed)
+    values = (rng.integers(-kinds, kinds, numel) * rng.random()).astype(np.float32)  # with many equal ones
+    decoded = codec.decode(codec.encode(values), numel)
+    sent, count = decoded != 0, math.ceil(share * numel)
+    np.testing.assert_array_equal(decoded[sent], values[sent])
+    largest = np.sort(np.abs(values))[numel - count :]
+    np.testing.assert_array_equal(np.sort(np.abs(decoded))[numel - count :], largest)
+    assert sent.sum() <= count
+
+
+@given(shares, st.integers(1, 1 << 40))
+def test_the_size_is_known_without_the_values_and_near_the_minimum(share: float, numel: int) -> None:
+    codec = TopK(share)
+    kept = codec.kept(numel)
+    index_bits = 8 * (codec.encoded_bytes(numel) - 4 * kept)
+    assert index_bits <= kept * (math.log2(numel / kept) + 2) + 16
+
+
+def test_indices_out_of_order_and_beyond_the_end_are_refused() -> None:
+    codec = TopK(0.3)  # 3 of 10 values: 1 low bit, then a string of 7 bits
+    ones = np.ones(3, np.float32).tobytes()
+    decoded = codec.decode(ones + bytes([0b011 << 5, 0b1100001 << 1]), 10)
+    np.testing.assert_array_equal(np.flatnonzero(decoded), [0, 1, 9])
+    for lows, highs, numel, words in (
+        *((0b101, 0b1100001, 10, "not ascending"), (0b111, 0b1100001, 10, "not ascending")),
+        (0b011, 0b1110001, 10, "names 4 indices, 3 expected"),
+        (0b011, 0b1100001, 9, "beyond its end"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            codec.decode(ones + bytes([lows << 5, highs << 1]), numel)
+
+
+@given(st.sampled_from([0.01, 0.3]), st.integers(1, 2000), st.integers(0, 1 << 32))
+@settings(max_examples=200)
+def test_random_indices_are_refused_or_ascend_within(share: float, numel: int, seed: int) -> None:
+    codec, rng = TopK(share), np.random.default_rng(seed)
+    kept = codec.kept(numel)
+    garbage = np.ones(kept, np.float32).tobytes() + rng.bytes(codec.encoded_bytes(numel) - 4 * kept)
+    try:
+        decoded = codec.decode(garbage, numel)
+    except ValueError as error:
+        assert "indices" in str(error)
+    else:
+        assert np.count_nonzero(decoded) == kept  # no index twice
+
+
+@given(st.lists(st.integers(0, 4095), max_size=9))
+def test_two_numbers_of_12_bits_are_packed_in_three_bytes(numbers: list[int]) -> None:
+    packed = module.pack_12(np.array(numbers, np.int64))
+    first, second, *_ = [*numbers, 0, 0]
+    expected = [first & 255, (first >> 8) & 15 | (second & 15) << 4, (second >> 4) & 255]
+    assert list(packed[:3]) == expected[: len(packed)] and len(packed) == 3 * math.ceil(len(numbers) / 2)
+    assert module.unpack_12(np.frombuffer(packed, np.uint8), len(numbers)).tolist() == numbers
+
+
+@given(st.sampled_from([2, 4]), st.integers(0, 99), st.integers(0, 1 << 32))
+def test_codes_of_few_bits_are_packed_densely(bits: int, count: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, count).astype(np.uint8)
+    packed = vectors.pack(codes, bits)
+    assert len(packed) == math.ceil(count * bits / 8)
+    np.testing.assert_array_equal(vectors.unpack(np.frombuffer(packed, np.uint8), bits, count), codes)
+
+
+scales = st.sampled_from([1e-30, 1e-8, 1.0, 1e20, 1e37])
+
+
+@given(st.integers(1, 3), st.integers(2, 500), scales, st.floats(-3, 3), st.integers(0, 1 << 32))
+def test_the_quantiser_keeps_the_sum_and_uses_the_bins_of_the_paper(
+    count: int, numel: int, scale: float, shift: float, seed: int
+) -> None:
+    rows = ((normal(seed, count, numel) + np.float32(shift)) * np.float32(scale)).astype(np.float32)
+    codes, means = vectors.quantised(rows)
+    quantised = vectors.dequantised(codes, means)
+    size = np.abs(rows).sum(axis=1, dtype=np.float64)
+    lost = (quantised.astype(np.float64) - rows).sum(axis=1)
+    assert (np.abs(lost) <= 1e-5 * size).all()
+    for row, code in zip(rows.astype(np.float64), codes, strict=True):
+        places = (row - row.mean()) / (6 * row.std() / 4) + 2
+        sure = np.abs(places % 1 - 0.5) > 1e-3  # float32 decides the others
+        np.testing.assert_array_equal(code[sure], np.clip(np.round(places[sure]), 0, 3))
+
+
+@pytest.mark.parametrize("values", [[1.0, -1.0], [3.0, 3.0], [5.0, 1.0], [-7.5]])
+def test_the_quantiser_keeps_what_has_no_more_than_two_values(values: list[float]) -> None:
+    for name in ("int2", "sparseloco"):
+        np.testing.assert_array_equal(round_trip(name, np.array(values, np.float32)), values)
+
+
+def test_with_all_values_kept_the_places_are_all_in_order() -> None:
+    rows = normal(1, 3, 50)
+    np.testing.assert_array_equal(module._largest(rows, 50).reshape(3, 50), [range(50)] * 3)
+
+
+@given(lengths, st.integers(0, 1 << 32), st.sampled_from([2, 1000]))
+@settings(max_examples=60)
+def test_sparseloco_sends_the_largest_of_every_block(numel: int, seed: int, kinds: int) -> None:
+    values = np.random.default_rng(seed).integers(1, 1 + kinds, numel).astype(np.float32)
+    values *= np.where(normal(seed, numel) > 0, 1, -1)
+    codec, decoded = SparseLoCo(), round_trip("sparseloco", values)
+    kept = 0
+    for start in range(0, numel, BLOCK_VALUES):
+        block = np.abs(values[start : start + BLOCK_VALUES])
+        count = min(len(block), max(2, len(block) // 128 * 2))
+        largest = np.sort(np.argsort(-block, kind="stable")[:count])
+        sent = np.flatnonzero(decoded[start : start + BLOCK_VALUES])
+        assert set(sent) <= set(largest)  # a mean may be 0
+        kept += count
+    assert codec.kept(numel) == kept
+    size = 16 + math.ceil(kept / 4) + 3 * math.ceil(kept / 2) if numel else 0
+    assert codec.encoded_bytes(numel) == len(codec.encode(values)) == size
+
+
+def test_sparseloco_sends_14_bits_of_every_64th_value_and_a_small_header() -> None:
+    assert SparseLoCo().encoded_bytes(15 * BLOCK_VALUES) == 15 * 64 * 14 // 8 + 16
+
+
+def test_sparseloco_refuses_what_no_encoder_writes() -> None:
+    numel = BLOCK_VALUES + 300  # 64 + 4 values: 16 bytes of means, 17 of codes, 102 of places
+    encoded = bytes(SparseLoCo().encode(normal(0, numel)))
+    with pytest.raises(ValueError, match="bytes"):
+        SparseLoCo().decode(encoded + b"0", numel)
+    for start, stop, wrong, words in (
+        (0, 4, np.float32(np.inf).tobytes(), "means that are not finite"),
+        (12, 16, np.float32(np.nan).tobytes(), "means that are not finite"),
+        (33, 36, bytes(3), "not ascending"),  # twice place 0
+        (33, 36, encoded[36:39], "not ascending"),
+        (-3, None, module.pack_12(np.array([299, 300])), "beyond its end"),
+    ):
+        damaged = bytearray(encoded)
+        damaged[start:stop] = wrong
+        assert len(damaged) == len(encoded)
+        with pytest.raises(ValueError, match=words):
+            SparseLoCo().decode(damaged, numel)
+
+
+def test_what_sparseloco_sent_and_the_residual_are_all_gradients() -> None:
+    numel = 3 * BLOCK_VALUES + 77
+    feedback, arrived, gradients = ErrorFeedback(numel), np.zeros(numel), normal(0, 30, numel)
+    for gradient in gradients:
+        arrived += feedback.encode(SparseLoCo(), 0, gradient)[1]
+        feedback.settle()
+    assert np.count_nonzero(arrived) < 0.5 * numel
+    np.testing.assert_allclose(arrived + feedback.residual, gradients.sum(0, dtype=np.float64), atol=1e-4)
+
+
+def descend(name: str, *, feedback: bool) -> float:
+    """The loss that four peers with other minima end with, in parts of the first one."""
+    rng, numel = np.random.default_rng(0), 2 * BLOCK_VALUES
+    curvature = rng.uniform(0.5, 1.5, numel).astype(np.float32)
+    minima = rng.standard_normal((4, numel), dtype=np.float32)
+    best, codec = minima.mean(0), codec_of(name)
+    position = start = best + normal(1, numel)
+    residuals = [ErrorFeedback(numel) for _ in minima]
+    for _ in range(400):
+        arrived = []
+        for minimum, residual in zip(minima, residuals, strict=True):
+            arrived.append(residual.encode(codec, 0, np.float32(0.005) * curvature * (position - minimum))[1])
+            if feedback:
+                residual.settle()
+        position = position - np.mean(arrived, axis=0)
+    return float(curvature @ (position - best) ** 2 / (curvature @ (start - best) ** 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "alone"), [("sparseloco", 10.0), ("int2", 3.0)])
+def test_with_feedback_a_quadratic_bowl_is_descended_as_far_as_without_compression(
+    name: str, alone: float
+) -> None:
+    exact = descend("float32", feedback=False)
+    assert descend(name, feedback=True) < 1.05 * exact < exact * alone < descend(name, feedback=False)
+
+
+@given(lengths, st.floats(0, 1), st.integers(0, 1 << 32))
+@settings(max_examples=60)
+def test_a_mean_without_its_zeros_is_bit_for_bit_the_same(numel: int, density: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 1 << 16, numel).astype(np.uint16)  # also NaN, infinity and -0.0
+    bits[rng.random(numel) >= density] = 0
+    bits[:1] = 0x8000
+    sparse = module.drop_zeros(bits.tobytes())
+    exact_bytes = module.sparse16_bytes(int(np.count_nonzero(bits)), numel)
+    assert len(sparse) == (exact_bytes if exact_bytes < 2 * numel else 0)
+    if sparse:
+        assert bytes(module.restore_zeros(sparse, numel)) == bits.tobytes()
+
+
+def test_means_of_eight_sparse_contributions_are_six_times_smaller() -> None:
+    contributions = [round_trip("sparseloco", one) for one in normal(0, 8, 15 * BLOCK_VALUES)]
+    mean = np.mean(contributions, axis=0, dtype=np.float32)
+    halves = codec_of("float16").encode(mean)
+    assert 6 * len(module.drop_zeros(halves)) < len(halves)
+    assert not module.drop_zeros(codec_of("float16").encode(contributions[0] + 1))  # a dense one stays
+
+
+@given(st.integers(0, 300), st.binary(max_size=200), st.integers(0, 1 << 32))
+@settings(max_examples=200)
+def test_any_sparse_mean_is_refused_or_has_the_expected_length(numel: int, tail: bytes, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kept = int(rng.integers(0, numel + 2))
+    garbage = (
+        tail,
+        np.uint32(kept).tobytes() + rng.bytes(max(0, module.sparse16_bytes(min(kept, numel), numel) - 4)),
+    )
+    for buffer in garbage:
+        try:
+            assert len(module.restore_zeros(buffer, numel)) == 2 * numel
+        except ValueError as error:
+            assert "sparse" in str(error) or "encoded bytes" in str(error)
+
+
+def test_a_sparse_mean_that_claims_too_much_is_refused_before_memory_is_taken() -> None:
+    sparse = module.drop_zeros(codec_of("float16").encode(np.eye(1, 5000, 7, dtype=np.float32)[0]))
+    for buffer, words in (
+        (sparse[:3], "no length"),
+        (b"\xff" * 4 + sparse[4:], "4294967295 values, at most 5000"),
+        (np.uint32(2).tobytes() + sparse[4:], "bytes, .* expected"),
+        (sparse + b"0", "bytes, .* expected"),
+        (sparse[:-1] + b"\xff", "indices"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            module.restore_zeros(buffer, 5000)
