@@ -225,9 +225,8 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check(worker=True)
         settings = TrainingSettings(f"{self.run_id}/{name}", float(target_batch_size), budget, **options)
-        rule = UpdateRule(
-            optimizer, scheduler, max_grad_norm, settings.overlap, settings.local_steps != 1, model
-        )
+        local, sparse = settings.local_steps != 1, settings.is_sparse_local
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local, model, sparse)
         if (before := self.optimizers.pop(name, None)) is not None:
             before.close()
         store = None if self.network is None else self.network.store

@@ -250,16 +250,23 @@ class Collaboration:
         return self._due()
 
     def _due(self) -> Due:
-        own = self.progress.own
-        if self._averaging_aside or own.paused:  # one round at a time
+        own, samples = self.progress.own, self.progress.samples(loop_now())
+        if own.paused:
             return "nothing"
-        if own.syncing or self.progress.behind:
+        if (
+            self._averaging_aside
+        ):  # one round at a time; the others' records still tell of the samples before it
+            samples = own.samples * self.progress.samples_per_s() / (own.samples_per_s or math.inf)
+        elif own.syncing or self.progress.behind:
             return "catching up"
-        called = self._called == (own.step, own.lineage) and not self.progress.early_s(loop_now())
-        if called or self.progress.batch_full(loop_now()):
-            return "a round"
-        batches = self.progress.samples(loop_now()) / self.progress.target_batch_size
-        if self.progress.local_steps > 1 and batches >= self._steps_alone + 1:
+        else:
+            called = self._called == (own.step, own.lineage) and not self.progress.early_s(loop_now())
+            if called or self.progress.batch_full(loop_now()):
+                return "a round"
+        if (
+            self.progress.local_steps > 1
+            and samples / self.progress.target_batch_size >= self._steps_alone + 1
+        ):
             self._steps_alone += 1
             return "a local step"
         return "nothing"
@@ -307,7 +314,7 @@ class Collaboration:
         if given.loss is not None:
             self._update(loss=given.loss)
         if aside:
-            self._averaging_aside = True
+            self._averaging_aside, self._steps_alone = True, 0
             self._update(samples=0.0)
         result = None
         try:
@@ -345,7 +352,7 @@ class Collaboration:
             lineage = await asyncio.to_thread(apply, mean)
         finally:
             self._applying = False
-        self._steps_alone = 0
+        self._steps_alone = self._steps_alone if aside else 0
         self._states.outdate()
         self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
         self._moved.set()

@@ -13,6 +13,8 @@ from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.training.replica import Replica, parts
 from colab_swarm.training.settings import RoundInput
 
+FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
+
 
 class MeanLoss:
     """The weighted mean of losses that are finite; tensors stay where they are until it is shown."""
@@ -54,7 +56,8 @@ class Gradients:
 
     With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
     parameters of the last round minus the present ones. In front of either is the change of the
-    model's buffers. ``feedback`` is what compression cut off the last contribution, times its weight.
+    model's buffers. ``feedback`` is what compression cut off the last contribution, times its weight; with
+    SparseLoCo it decays, and is the outer momentum.
 
     Memory is what limits the model, so the contribution is the sum itself, scaled, and its mean replaces it.
     ``held(vector)``: another peer may still recover chunks from it. So there are two vectors in turn, and a third
@@ -161,16 +164,18 @@ class Gradients:
         self._sum = self._given = None
         self.samples = self.weight = self._since = 0.0
         self.loss = MeanLoss()
-        if self._replica.rule.local:
+        if self._replica.rule.local and not self._replica.rule.delayed:
             self._replica.show()
 
     def on_delivered(self, contribution: RoundInput) -> None:
         if self.feedback is not None and contribution.weight:
-            self.feedback.settle(contribution.weight)
+            decay = FEEDBACK_DECAY if self._replica.rule.sparse else 1.0
+            self.feedback.settle(contribution.weight * decay)
 
     def on_returned(self, contribution: RoundInput) -> None:
         """Take back the contribution of a delayed update that found no round."""
         self._aside = None
+        self._replica.stay()
         self._take_back(contribution)
         self.samples += contribution.samples
         self.weight += contribution.weight

@@ -264,7 +264,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _wait_step(self, timeout_s: float) -> RoundResult | None:
         landed = self._land(wait=True)
-        self._replica.show()
+        self._show()
         if landed is not None:
             return landed
         self._recover()
@@ -273,7 +273,7 @@ class SwarmOptimizer(WrappedOptimizer):
             until = min(deadline, self._runtime.time() + LOOK_S)
             due = self._runtime.call(self.collaboration.wait_due(until))
             result = self._act(due) or self._land(wait=True)
-            self._replica.show()
+            self._show()
             over = until == deadline or self._hand_over_s is not None
             if result is not None or due == "catching up" or (due == "nothing" and over):
                 return result
@@ -409,10 +409,17 @@ class SwarmOptimizer(WrappedOptimizer):
         return lineage
 
     def _take_off(self) -> None:
+        self._land(wait=True)  # the last one may have ended just now
         given = self._gathered.contribution()
+        if self._replica.rule.local:
+            self._replica.depart()
         self._flight = self._runtime.call(self._begin(given)), given
         self._gathered.forget()
-        self._replica.show()
+        self._show()
+
+    def _show(self) -> None:
+        if not self._replica.rule.local:  # its model would lose the steps since the last round
+            self._replica.show()
 
     async def _begin(self, given: RoundInput) -> asyncio.Task[RoundResult | None]:
         aside = self.collaboration.average(given, partial(self._apply, given, False), aside=True)
@@ -428,6 +435,8 @@ class SwarmOptimizer(WrappedOptimizer):
         self._flight = None
         if (result := task.result()) is None:
             self._gathered.on_returned(given)
+        elif self._replica.rule.local:
+            self._replica.land()
         return result
 
     def _synchronize(self, *, tries: int = 1) -> None:

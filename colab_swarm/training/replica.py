@@ -50,8 +50,9 @@ class UpdateRule:
     scheduler: LRScheduler | None = None
     max_grad_norm: float | None = None
     delayed: bool = False  # the optimizer works on copies in main memory, see `Replica.show`
-    local: bool = False  # it takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo)
+    local: bool = False  # it takes this peer's local steps, and SGD the swarm's (DiLoCo)
     model: torch.nn.Module | None = None
+    sparse: bool = False  # SparseLoCo: that SGD has no momentum, but the error feedback has a decay
 
 
 class Replica:
@@ -70,9 +71,13 @@ class Replica:
         self.parameters, self._optimizer = self.model, rule.optimizer
         if rule.local:
             self.parameters = [_copy(parameter) for parameter in self.model]
-            self._optimizer = SGD(self.parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+            lr, momentum = (1.0, 0.0) if rule.sparse else (OUTER_LR, OUTER_MOMENTUM)
+            self._optimizer = SGD(self.parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
         elif rule.delayed:
             self.parameters = _move_to_copies(rule.optimizer)
+        self._left: list[
+            torch.Tensor
+        ] = []  # the model's parameters when a delayed round began; with local steps
         self._names: set[str] = set()  # of the buffers
         self.shared = [buffer.detach().to("cpu", copy=True) for buffer in self.buffers]
         self._new_buffers = False  # whether the model's buffers are older than the last step
@@ -155,16 +160,38 @@ class Replica:
                 torch.nan_to_num((buffer.to(shared) - shared).to(part), 0.0, 0.0, 0.0, out=part)
 
     @torch.no_grad()
+    def depart(self) -> None:
+        """Remember where a delayed round leaves the model, which takes local steps on from there."""
+        self._left = [_copy(parameter).detach() for parameter in self.model]
+
+    def stay(self) -> None:
+        """Forget that: there was no mean, and all local steps count for the next round."""
+        self._left = []
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Copy the newest parameters to the model, and keep its steps since `depart` (Decoupled DiLoCo, "carry")."""
+        with self.lock:
+            for mine, left, updated in zip(self.model, self._left, self.parameters, strict=True):
+                mine.add_((updated.to(left) - left).to(mine))
+            self._left = []
+            self._show_buffers()
+
+    @torch.no_grad()
     def show(self) -> None:
         """Copy the newest parameters and buffers to the model."""
         with self.lock:
             if self.parameters is not self.model:
                 for mine, updated in zip(self.model, self.parameters, strict=True):
                     mine.copy_(updated)
-            if self._new_buffers:
-                for mine, updated in zip(self.buffers, self.shared, strict=True):
-                    mine.copy_(updated)
-            self._new_buffers = False
+            self._left = []
+            self._show_buffers()
+
+    def _show_buffers(self) -> None:
+        if self._new_buffers:
+            for mine, updated in zip(self.buffers, self.shared, strict=True):
+                mine.copy_(updated)
+        self._new_buffers = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.model:

@@ -19,6 +19,7 @@ from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
+from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
 ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
@@ -181,9 +182,12 @@ class TrainingSettings:
             has no error feedback. With sparseloco and topk its zeros are not sent, where that is less.
         error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory.
         overlap: average, and take the optimizer's step on copies in main memory, while this peer
-            computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload).
+            computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps
+            the model goes on from the round's result as soon as it is there, and keeps the steps since its begin.
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
+            With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
+            the outer momentum; a contribution has 146 times fewer bytes than float32.
         robust: "clip" averages by CenteredClip (BTARD, section 3): up to a third of the peers may send flipped or
             huge gradients. Wrong ones within the spread of the others still bias it (`clipped_mean`). The mean is
             not exact: peers with other data count for less, and none for more samples than the median peer.
@@ -215,10 +219,13 @@ class TrainingSettings:
         )
         how = f"robust={self.robust!r}: pass 'clip', or nothing for the exact mean"
         require(self.robust in ("", "clip"), how)
-        require(
-            steps == 1 or (not self.overlap and (not self.error_feedback)),
-            "local_steps go neither with overlap nor with error_feedback: choose one",
-        )
+        if self.is_sparse_local:
+            object.__setattr__(self, "error_feedback", True)
+
+    @property
+    def is_sparse_local(self) -> bool:
+        """True for SparseLoCo: error feedback with decay in place of an outer momentum (arXiv 2508.15706)."""
+        return self.local_steps != 1 and isinstance(Precision(self.compression).widest, Sparse)
 
     def counted(self, samples: float | None, weight: float | None) -> tuple[float, float]:
         """Return the samples of a micro-batch and the weight of its gradient; ValueError if not usable."""

@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.training import toy
 from tests.training.toy import join_training, loss_of, model, parameters_of, take, train_freely
 
 STEPS = 4
+BOTH = {"overlap": True, "compression": "sparseloco"}
 
 
 def diloco_reference(rounds: int) -> torch.Tensor:
@@ -51,13 +53,38 @@ def test_a_peer_alone_takes_diloco_steps() -> None:
     torch.testing.assert_close(toy.alone(train), diloco_reference(3), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_waiting_in_vain_loses_no_local_step(overlap: bool) -> None:
+    def train(swarm: Swarm) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer = join_training(swarm, net := model(), local_steps=STEPS, overlap=overlap)
+        take(optimizer, net, 0)
+        before = parameters_of(net).clone()
+        assert optimizer.wait_step(timeout_s=1.0) is None
+        return before, parameters_of(net)
+
+    before, after = toy.alone(train)
+    assert torch.equal(before, after) and not torch.equal(before, parameters_of(model()))
+
+
+def train_to_the_end(swarm: Swarm, steps: int, **settings: Any) -> tuple[torch.Tensor, bytes]:
+    """As `train_freely`; the parameters after the end, without local steps."""
+    _, lineage = train_freely(swarm, steps, **settings)
+    (optimizer,) = swarm.optimizers.values()
+    optimizer.close()
+    return torch.cat([one.detach().flatten() for one in optimizer._replica.model]), lineage
+
+
 @pytest.mark.slow
-def test_peers_agree_after_each_round_and_late_joiners_get_the_swarms_state() -> None:
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"compression": "sparseloco"}, BOTH], ids=str)
+def test_peers_agree_though_one_joins_late_and_one_is_killed(settings: dict[str, Any]) -> None:
     with cs.simulate(3, network="home", seed=1, samples_per_s=10.0) as sim:
         sim.join("erin", at=12.0)
-        results = sim.run(lambda swarm: train_freely(swarm, 6, target_batch_size=20, local_steps=STEPS))
+        sim.network.at(13.0).crash("carol")
+        sim.join("carol", at=16.0)
+        options = {"target_batch_size": 20, "local_steps": STEPS, **settings}
+        results = sim.run(lambda swarm: train_to_the_end(swarm, 6, **options))
         rounds = sim.swarms["alice"].events.recent(RoundFinished)
-        assert len(rounds) == 6
+        assert len(rounds) == 6 and [fault.name for fault in sim.network.fired] == ["crash"]
         assert all(r.samples >= 20 * STEPS for r in rounds if isinstance(r, RoundFinished))
     assert len(results) == 4 and len({lineage for _, lineage in results.values()}) == 1
     first, *others = [parameters for parameters, _ in results.values()]
@@ -69,8 +96,6 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
     def train(swarm: Swarm) -> None:
         with pytest.raises(ValueError, match="pass 1 to 64, or 'auto'"):
             join_training(swarm, model(), local_steps=steps)
-        with pytest.raises(ValueError, match="choose one"):
-            join_training(swarm, model(), local_steps=2, overlap=True)
 
     toy.alone(train)
 

@@ -1,0 +1,180 @@
+"""Local steps with error feedback, sparse codecs and overlap equal a straight single-process reference."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.group import Group, chunk_values, cut_chunks
+from colab_swarm.averaging.round import RoundResult
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.tensors.sparse import Sparse
+from colab_swarm.training.layerwise import Lamb
+from colab_swarm.training.optimizer import SwarmOptimizer
+from tests.training.toy import ROWS, join_training, loss_of, model, parameters_of, wait_for_peers
+
+ROUNDS, STEPS, TARGET = 5, 3, 40  # a peer's micro-batches are a tenth to four tenths of `TARGET` samples
+SPARSE = ("sparseloco", "topk:0.05")
+
+
+@dataclass
+class Told:
+    """What a peer did, in order: take a batch, step alone, give its contribution, or show the swarm's parameters."""
+
+    acts: list[str] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    def listen(self, optimizer: SwarmOptimizer) -> None:
+        gathered, replica = optimizer._gathered, optimizer._replica
+
+        def noted(owner: object, name: str, act: str, when: Callable[[], bool] = lambda: True) -> None:
+            method = getattr(owner, name)
+
+            def instead(*given: Any, **named: Any) -> Any:
+                if when():
+                    self.acts.append(act)
+                return method(*given, **named)
+
+            setattr(owner, name, instead)
+
+        noted(gathered, "step", "step", lambda: gathered._since > 0)
+        noted(replica, "pseudo_gradient", "give")
+        noted(replica, "land", "show")
+        if not optimizer.rule.delayed:
+            noted(replica, "show", "show")
+        average = optimizer.collaboration.average
+
+        async def averaged(given: Any, *rest: Any, **named: Any) -> RoundResult | None:
+            weight = given.weight
+            if (result := await average(given, *rest, **named)) is not None:
+                self.weights.append(weight)
+                self.groups.append(result.group)
+            return result
+
+        optimizer.collaboration.average = averaged  # type: ignore[method-assign]
+
+
+class Straight:
+    """DiLoCo (arXiv 2311.08105), SparseLoCo (2508.15706), and both one round behind, in one process."""
+
+    def __init__(self, names: list[str], codec: str, feedback: bool, delayed: bool) -> None:
+        self.nets = {name: model() for name in names}
+        self.inner = {name: Lamb(net.parameters(), lr=0.01) for name, net in self.nets.items()}
+        self.theta = parameters_of(model()).numpy()
+        self.velocity = np.zeros_like(self.theta)
+        self.rest = {name: np.zeros_like(self.theta) for name in names}
+        self.sparse = codec in SPARSE
+        self.codec, self.feedback, self.delayed = codec, feedback or self.sparse, delayed
+        self.given: dict[str, Floats] = {}
+        self.left: dict[str, Floats] = {}
+
+    def of(self, name: str) -> Floats:
+        return parameters_of(self.nets[name]).numpy().copy()
+
+    def put(self, name: str, values: Floats) -> None:
+        torch.nn.utils.vector_to_parameters(torch.from_numpy(values), self.nets[name].parameters())
+
+    def work(self, name: str, acts: Iterator[str]) -> Iterator[str]:
+        """Do what the peer did; yields "give" and "show", when all peers have to be there."""
+        batch = weight = 0
+        rows = ROWS[name]
+        gradients = [torch.zeros_like(one) for one in self.nets[name].parameters()]
+        for act in acts:
+            parameters = list(self.nets[name].parameters())
+            if act == "take":
+                loss = loss_of(self.nets[name], batch, rows)
+                batch, weight = batch + 1, weight + rows.stop - rows.start
+                for total, one in zip(gradients, torch.autograd.grad(loss, parameters), strict=True):
+                    total += one * (rows.stop - rows.start)
+            elif act == "step":
+                for total, parameter in zip(gradients, parameters, strict=True):
+                    parameter.grad = total / weight
+                    total.zero_()
+                self.inner[name].step()
+                weight = 0
+            else:
+                if act == "give":
+                    self.given[name] = self.theta - self.of(name)
+                    self.left[name] = self.of(name)
+                yield act
+                if act == "show":
+                    moved = self.of(name) - self.left[name] if self.delayed else np.float32(0)
+                    self.put(name, self.theta + moved)
+
+    def average(self, group: Group, names: dict[bytes, str], weights: dict[str, float]) -> None:
+        mean, mean_codec = np.zeros_like(self.theta), codec_of(group.terms.mean_codec)
+        decay, total = 0.95 if self.sparse else 1.0, sum(weights.values())
+        assert len(group.members) == len(self.given) == len(weights)
+        wanted = {name: one + self.rest[name] / np.float32(weights[name]) for name, one in self.given.items()}
+        for reducer, span in enumerate(group.spans()):
+            for chunk in cut_chunks(span, chunk_values(self.codec, group.terms.mean_codec)):
+                here = slice(chunk.start, chunk.stop)
+                for member in group.members:
+                    name, own = names[member.id], member.id == group.members[reducer].id
+                    codec = codec_of(self.codec)
+                    codec = codec if isinstance(codec, Sparse) or not own else codec_of("float32")
+                    arrived = codec.decode(codec.encode(wanted[name][here]), chunk.numel)
+                    mean[here] += np.float32(weights[name] / total) * arrived
+                    if self.feedback:
+                        self.rest[name][here] = decay * weights[name] * (wanted[name][here] - arrived)
+                mean[here] = mean_codec.decode(mean_codec.encode(mean[here]), chunk.numel)
+        self.given.clear()
+        if self.sparse:
+            self.theta = self.theta - mean
+        else:
+            self.velocity = 0.9 * self.velocity + mean
+            self.theta = self.theta - np.float32(0.7) * (mean + np.float32(0.9) * self.velocity)
+
+
+def train(swarm: Swarm, count: int, told: dict[str, Told], **settings: Any) -> torch.Tensor:
+    optimizer = join_training(
+        swarm,
+        net := model(),
+        target_batch_size=TARGET,
+        local_steps=STEPS,
+        matchmaking_timeout_s=20,
+        **settings,
+    )
+    wait_for_peers(swarm, optimizer, count)
+    told[swarm.name].listen(optimizer)
+    rows, batch = ROWS[swarm.name], 0
+    while optimizer.global_step < ROUNDS:
+        loss_of(net, batch, rows).backward()
+        told[swarm.name].acts.append("take")
+        optimizer.step(samples=rows.stop - rows.start)
+        batch += 1
+    return torch.cat([one.detach().flatten() for one in optimizer._replica.parameters])
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(
+    ("codec", "feedback"),
+    [("float32", False), ("int8", True), ("int2", True), *((one, True) for one in SPARSE)],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_combinations_equal_the_published_algorithm(
+    count: int, codec: str, feedback: bool, delayed: bool
+) -> None:
+    told: dict[str, Told] = defaultdict(Told)
+    settings = {"compression": codec, "error_feedback": feedback, "overlap": delayed}
+    with cs.simulate(count, network="lan", seed=0, samples_per_s=2.0) as sim:
+        results = sim.run(lambda swarm: train(swarm, count, told, **settings))
+        names = {bytes(swarm.id): name for name, swarm in sim.swarms.items()}
+    straight = Straight(list(results), codec, feedback, delayed)
+    working = {name: straight.work(name, iter(told[name].acts)) for name in results}
+    for number in range(ROUNDS):
+        assert {next(work) for work in working.values()} == {"give"}
+        weights = {name: one.weights[number] for name, one in told.items()}
+        straight.average(told["alice"].groups[number], names, weights)
+        if number < ROUNDS - 1:
+            assert {next(work) for work in working.values()} == {"show"}
+    assert sum(one.acts.count("step") for one in told.values()) > count * ROUNDS * (STEPS - 1)
+    for parameters in results.values():
+        np.testing.assert_allclose(parameters.numpy(), straight.theta, rtol=0, atol=1e-5)
