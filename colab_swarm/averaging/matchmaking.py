@@ -104,7 +104,8 @@ class Matchmaker:
         self._calls = set[asyncio.Task[Any]]()
         self._search = Search()
         self._answered_at = float("-inf")  # by any organizer but this peer
-        self._asks: tuple[PeerId, asyncio.Timeout] | None = None  # an organizer, until when
+        self._asked: PeerId | None = None  # an organizer, until it has answered
+        self._asks: tuple[PeerId, asyncio.Timeout] | None = None  # until when its next heartbeat is due
         self._told: PeerId | None = None  # for whom it waits, by its last heartbeat
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.serve_stream(prefix, JoinRound, self._serve_join, Role.REDUCER)
@@ -185,10 +186,13 @@ class Matchmaker:
         return [*rank(self._prefix, step, [*reachable, me.id] if me.addresses else reachable), *last]
 
     def _may_organize(self, peer: PeerId) -> bool:
-        now, others = loop_now(), {*self._search.candidates, peer} - {self._peers.id}
-        if now < self._search.passed.get(peer, now) or self._left_out.holds(peer, now):
-            return False
-        return peer in self.standing.trusted(others, now)
+        others = {*self._search.candidates, peer} - {self._peers.id}
+        return self._is_usable(peer) and peer in self.standing.trusted(others, loop_now())
+
+    def _is_usable(self, peer: PeerId) -> bool:
+        now = loop_now()
+        passed = now < self._search.passed.get(peer, now) or self._left_out.holds(peer, now)
+        return not (passed or self.standing.suspected(peer, now))
 
     def _pass_over(self, organizer: PeerId, cost_s: float = IN_VAIN_S) -> None:
         """Do not ask it again for this step, and charge it for the lost time."""
@@ -202,7 +206,7 @@ class Matchmaker:
             self.standing.settle("to organize a round", {organizer: cost_s}, awaited, loop_now(), told)
 
     async def _answer_of(self, organizer: PeerId, ticket: Ticket) -> Joined | None:
-        asked_at, step, self._told = loop_now(), ticket.terms.step, None
+        asked_at, step, self._told, self._asked = loop_now(), ticket.terms.step, None, organizer
         believed_s = max(map(self._believed_s, self._search.candidates), default=math.inf)
         usual_s = min(believed_s + self._lateness.seconds, self._settings.max_window_s)
         usual_s += self._answers.seconds
@@ -225,6 +229,8 @@ class Matchmaker:
         except PeerError as error:
             logger.debug("organizer %s of step %d failed: %s", short(organizer), step, error)
             self._pass_over(organizer, max(IN_VAIN_S, loop_now() - asked_at))
+        finally:
+            self._asked = None
         return None
 
     async def _ask(self, organizer: PeerId, ticket: Ticket) -> tuple[Group, PeerId] | None:
@@ -249,7 +255,7 @@ class Matchmaker:
             return None
         if rank(self._prefix, ticket.terms.step, [other.id, organizer])[0] == organizer:
             self._pass_over(organizer)  # it would send all round in circles
-        elif self._may_organize(other.id):
+        elif self._is_usable(other.id):  # one that this peer trusts sent it there: else they would part
             self._peers.learn(other)
             return await self._ask(other.id, ticket)
         return None
@@ -337,7 +343,7 @@ class Matchmaker:
         group = self._remembered(terms)
         if group is not None:
             return JoinEta(None, group)
-        return JoinEta(self._ready_in_s(terms, peer), waits_for=self._asks[0] if self._asks else None)
+        return JoinEta(self._ready_in_s(terms, peer), waits_for=self._asked)
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         if (ready_in_s := self._on_called(terms, caller)) is not None:
@@ -467,15 +473,25 @@ class Matchmaker:
                 or self._left_out.holds(peer, loop_now())
             ):
                 formation.on_declined(peer)
-            elif not self._defers(formation, peer):
+            elif not (self._defers(formation, peer) or self._follows(formation, peer, answer.waits_for)):
                 formation.on_coming(peer, ready_in_s, now=loop_now())
         wake(self._changed)
 
-    def _defers(self, formation: GroupFormation, peer: PeerId) -> bool:
+    def _follows(self, formation: GroupFormation, peer: PeerId, asked: PeerId | None) -> bool:
+        """Defer to the organizer that a trusted peer has asked, or the two would part."""
+        if asked is None or asked == self._peers.id or asked not in self._search.candidates:
+            return False
+        return self._may_organize(peer) and self._defers(formation, asked, trusted=True)
+
+    def _defers(self, formation: GroupFormation, peer: PeerId, *, trusted: bool = False) -> bool:
         """Send all that came here on to a better organizer, which has called or answered; return whether it is."""
         contact, step = self._peers.contact_of(peer), formation.terms.step
-        usable = self._may_organize(peer) and bool(contact.addresses)
-        if better := usable and rank(self._prefix, step, [peer, self._peers.id])[0] == peer:
+        usable = self._is_usable(peer) if trusted else self._may_organize(peer)
+        if (
+            better := usable
+            and bool(contact.addresses)
+            and rank(self._prefix, step, [peer, self._peers.id])[0] == peer
+        ):
             formation.elsewhere = contact
             wake(self._changed)
         return better

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from colab_swarm.averaging.group import Group, RoundTerms, SharePlan, Ticket, equal_shares, offer_of, reducing
 from colab_swarm.tensors.codecs import Precision
-from colab_swarm.tensors.sparse import Sparse, sparse16_bytes
+from colab_swarm.tensors.sparse import Sparse, SparseLoCo, sparse16_bytes
 
 Array = npt.NDArray[np.float64]
 
@@ -232,4 +232,6 @@ def mean_bytes(terms: RoundTerms, contributors: int) -> int:
     if not isinstance(codec, Sparse) or terms.mean_codec != "float16" or not terms.numel:
         return dense
     density = 1 - (1 - codec.kept(terms.numel) / terms.numel) ** contributors
-    return min(dense, sparse16_bytes(math.ceil(density * terms.numel), terms.numel))
+    # As measured: each contributor brings four values to a piece, of which most sums are one alone.
+    bits = min(16.0, 1.05 + 1.27 * math.sqrt(contributors)) if isinstance(codec, SparseLoCo) else 16.0
+    return min(dense, sparse16_bytes(math.ceil(density * terms.numel), terms.numel, bits))

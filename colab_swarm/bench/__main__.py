@@ -28,9 +28,10 @@ BENCHMARKS = {
     "scale": "scale:run",
     "elastic": "elastic_consistency:run",
     "panel": "overhead:run_panel",
+    "loss-per-byte": "loss_per_byte:run",
 }
 """The functions that run them; ``run…`` is drawn by ``plot…``."""
-PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
+PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic", "loss-per-byte")
 
 
 def main(arguments: list[str] | None = None, program: str = "python -m colab_swarm.bench") -> None:

@@ -29,6 +29,7 @@ from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
+from colab_swarm.training.communication import Communication, plan_communication
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.trust.contributions import Leaderboard
 
@@ -235,6 +236,20 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
         return trained
+
+    def plan(self, model: "nn.Module | int", *, step_s: float, peers: int | None = None) -> Communication:
+        """Forecast ways to communicate by the measured line, and choose one: ``**plan.options`` for `optimizer`.
+
+        Args:
+            model: its trained parameters are sent, or their number.
+            step_s: seconds in which all peers together compute ``target_batch_size`` samples.
+            peers: that train; None: those that are linked now, at least two.
+        """
+        links, count = (
+            self.services.peers.statistics(),
+            peers or max(2, len(self.services.peers.linked()) + 1),
+        )
+        return plan_communication(model, step_s, count, (links.upload_bps, links.download_bps))
 
     def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.

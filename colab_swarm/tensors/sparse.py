@@ -4,8 +4,11 @@
 lowest ``l = floor(log2(d / K))`` bits of each directly, bit by bit of all, the rest, h, as a one at
 place ``h + i`` of a string of ``K + ((d - 1) >> l)`` bits, for the i-th index.
 
-**sparse16** is a vector of float16 whose zeros are left out: the number of others as uint32, these,
-and their indices as above. Its size depends on the values, so it is no codec for contributions.
+**sparse16** is a vector of float16 whose zeros are left out: the number of others as uint32, their
+indices as above, and the values. A mean of sparseloco has few different ones: these come once, the
+most frequent first, after their number as uint16, and then the places in that list, as uint16 by
+zstd: all lower bytes, then all upper ones. The number is 0 where the values follow as they are. The
+size depends on the values: it is no codec for contributions.
 """
 
 import math
@@ -14,6 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
 from colab_swarm.errors import require
 from colab_swarm.tensors.vectors import (
@@ -146,26 +150,53 @@ def unpack_12(packed: Codes, count: int) -> Indices:
 
 def drop_zeros(halves: Buffer) -> bytes:
     """Return encoded float16 as sparse16, if that is shorter; else nothing."""
-    values = np.frombuffer(halves, np.uint16)
-    kept = np.flatnonzero(values != 0)  # not -0.0, which stays
-    if sparse16_bytes(len(kept), len(values)) >= len(halves):
-        return b""
-    return np.uint32(len(kept)).tobytes() + values[kept].tobytes() + _pack_indices(kept, len(values))
+    vector = np.frombuffer(halves, np.uint16)
+    kept = np.flatnonzero(vector != 0)  # not -0.0, which stays
+    values = vector[kept]
+    counts = np.bincount(values, minlength=1)
+    different = np.flatnonzero(counts)
+    different = different[np.argsort(-counts[different])].astype(np.uint16)
+    packed = np.uint16(0).tobytes() + values.tobytes()
+    if 4 * len(different) < len(values):
+        places = np.empty(len(counts), np.uint16)
+        places[different] = np.arange(len(different))
+        planes = places[values].view(np.uint8).reshape(-1, 2).T.tobytes()  # the upper bytes are nearly all 0
+        listed = np.uint16(len(different)).tobytes() + different.tobytes()
+        packed = min(packed, listed + zstandard.ZstdCompressor(level=1).compress(planes), key=len)
+    shorter = np.uint32(len(kept)).tobytes() + _pack_indices(kept, len(vector)) + packed
+    return shorter if len(shorter) < len(halves) else b""
 
 
 def restore_zeros(buffer: Buffer, numel: int) -> memoryview:
     """Return ``numel`` float16 from sparse16; raises ValueError if it is invalid."""
-    require(len(buffer) >= 4, "a sparse16 vector has no length")
     kept = int.from_bytes(buffer[:4], "little")
     require(kept <= numel, f"a sparse16 vector has {kept} values, at most {numel} expected")
-    encoded = np.frombuffer(checked(buffer, sparse16_bytes(kept, numel)), np.uint8)
-    indices = _unpack_indices(encoded[4 + 2 * kept :], kept, numel)
-    values = encoded[4 : 4 + 2 * kept].view(np.uint16)
+    begin = 4 + _index_bytes(kept, numel)
+    require(len(buffer) >= begin + 2, f"a sparse16 vector has only {len(buffer)} bytes")
+    indices = _unpack_indices(np.frombuffer(buffer[4:begin], np.uint8), kept, numel)
+    values = _values_of(buffer[begin:], kept)
     return memoryview(_scattered(values, indices, np.empty(numel, np.uint16)).tobytes())
 
 
-def sparse16_bytes(kept: int, numel: int) -> int:
-    return 4 + 2 * kept + _index_bytes(kept, numel)
+def _values_of(packed: Buffer, kept: int) -> npt.NDArray[np.uint16]:
+    count = int.from_bytes(packed[:2], "little")
+    if not count:
+        return np.frombuffer(checked(packed, 2 + 2 * kept)[2:], np.uint16)
+    require(len(packed) >= 2 + 2 * count, "a sparse16 vector lacks values")
+    different, frame = np.frombuffer(packed[2 : 2 + 2 * count], np.uint16), bytes(packed[2 + 2 * count :])
+    try:
+        require(zstandard.frame_content_size(frame) == 2 * kept, "a sparse16 vector has another length")
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a sparse16 vector is damaged: {error}") from error
+    places = np.ascontiguousarray(planes.reshape(2, kept).T).view(np.uint16).ravel()
+    require(not kept or places.max() < count, "a sparse16 vector names a value that is not listed")
+    return different[places]
+
+
+def sparse16_bytes(kept: int, numel: int, bits: float = 16.0) -> int:
+    """Return the size with ``bits`` a value."""
+    return 6 + _index_bytes(kept, numel) + math.ceil(kept * bits / 8)
 
 
 def _scattered(values: npt.NDArray[T], indices: Indices, out: npt.NDArray[T]) -> npt.NDArray[T]:

@@ -94,6 +94,9 @@ differently take the state of the peer that began. Options for slow links:
 | `robust="clip"` | flipped or huge gradients of a third of the peers do little harm; the mean is not exact |
 | `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits, takes local steps |
 
+`swarm.plan(model, step_s=12)` forecasts ways to communicate on the measured line in one table, and chooses one:
+`swarm.optimizer(…, **plan.options)`.
+
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are
 one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else
 None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel`. With float16, each rank has a

@@ -192,6 +192,18 @@ async def test_a_group_that_the_swarm_did_not_follow_stops_no_peer_and_does_not_
     assert await one_group(*(t.join() for t in town.trainers), size=3) != old
 
 
+@pytest.mark.parametrize("doubter", [1, 2, 3])
+async def test_a_peer_that_does_not_trust_the_organizer_follows_those_that_do(doubter: int) -> None:
+    """Its own charges are its own: else a peer that was frozen once would part the others again and again."""
+    town = Town(4)
+    first, one = town.trainers[0], town.trainers[doubter]
+    standing, everyone = one.matchmaker.standing, [trainer.peers.id for trainer in town.trainers]
+    standing.settle("a freeze", {first.peers.id: 5.0}, everyone, loop_now())
+    assert first.peers.id not in standing.trusted(everyone, loop_now())
+    await one_group(*(trainer.join() for trainer in town.trainers), size=4)
+    assert loop_now() < 1.0
+
+
 async def test_no_peer_passes_on_a_group_of_others() -> None:
     town = Town(3)
     alone, *others = town.trainers

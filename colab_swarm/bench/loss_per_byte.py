@@ -1,0 +1,219 @@
+"""Loss per byte: one language model and equal tokens, by ways to communicate.
+
+A small GPT over bytes learns the sources of Python's standard library, at simulated peers that run the real
+averaging. *loss* is in nats a byte, of the swarm's parameters, on text that nobody trained on; *bytes* are those that a
+peer sent, without protocol. Ways: synchronous gradients of 32, 16 and 8 bits; DiLoCo (arXiv 2311.08105), a round each
+`LOCAL_STEPS` steps; SparseLoCo (2508.15706); that with Muon inside, as in MuLoCo (2505.23725); and with overlap.
+
+*waits* is the part of the time in which a peer does not compute, from other runs without a model: gradients
+are noise, a step of all peers computes for `STEP_S`, and lines are those of homes. A model of 350 M values is simulated
+with a tenth of them at a tenth of the bandwidth. *lora* is one round of LoRA, rank 8 on q and v of `LORA`'s shapes.
+"""
+
+import math
+import os
+import statistics
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+import colab_swarm as cs
+from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw
+from colab_swarm.events import Event, RoundFinished, StepFinished
+from colab_swarm.sim.profiles import HOME, HostProfile, NetworkProfile
+from colab_swarm.swarm.swarm import Swarm
+
+LOCAL_STEPS, STEP_S, PEERS = 30, 10.0, 4
+LORA = 22 * 8 * (2048 + 2048 + 2048 + 256)  # values, in a model of 1.1 billion (TinyLlama)
+LONG, VALIDATION = 64, 128  # bytes of a text, and texts
+ROUNDS = 4  # of `rest`; the first one does not count
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    batch: int  # texts of a step
+    steps: int
+    local_steps: int
+    rate: float
+
+
+QUICK, FULL = Size(2, 64, 16, 40, 10, 2e-3), Size(4, 128, 32, 600, LOCAL_STEPS, 2e-3)
+
+
+def ways(local_steps: int) -> dict[str, dict[str, Any]]:
+    local, sparse = {"local_steps": local_steps}, {"compression": "sparseloco"}
+    return {
+        "float32": {},
+        "float16": {"compression": "float16"},
+        "int8": {"compression": "int8"},
+        "diloco": local,
+        "int8_diloco": {**local, "compression": "int8", "error_feedback": True},
+        "sparse": {**local, **sparse},
+        "overlap": {**local, **sparse, "overlap": True},
+    }
+
+
+class GPT(torch.nn.Module):
+    """A causal transformer over bytes (Radford 2019)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bytes = torch.nn.Embedding(256, size.width)
+        self.places = torch.nn.Embedding(LONG, size.width)
+        heads, wide = size.width // 32, 4 * size.width
+        layer = torch.nn.TransformerEncoderLayer(
+            size.width, heads, wide, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = torch.nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
+        self.norm, self.head = torch.nn.LayerNorm(size.width), torch.nn.Linear(size.width, 256, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+
+    def loss(self, texts_BL: torch.Tensor) -> torch.Tensor:
+        given_BL, wanted_BL = texts_BL[:, :-1], texts_BL[:, 1:]
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(LONG, device=given_BL.device)
+        hidden = self.bytes(given_BL) + self.places.weight
+        hidden = self.blocks(hidden, mask=mask, is_causal=True)
+        return functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), wanted_BL.flatten())
+
+
+@cache
+def text() -> torch.Tensor:
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8)
+
+
+def texts(seed: int, count: int, *, unseen: bool = False) -> torch.Tensor:
+    """Return texts (count, LONG + 1) of the first nine tenths, or of the last one."""
+    cut = len(text()) * 9 // 10
+    low, high = (cut, len(text()) - LONG) if unseen else (0, cut - LONG)
+    begins = torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(seed))
+    return text()[begins[:, None] + torch.arange(LONG + 1)].long()
+
+
+class Outcome(NamedTuple):
+    loss: float
+    sent_bytes: float  # by a peer, mean
+    curve: list[tuple[float, float]]  # bytes sent and the mean training loss of each round, of one peer
+
+
+def train(options: dict[str, Any], size: Size, peers: int, seed: int) -> Outcome:
+    rounds, micro = size.steps // options.get("local_steps", 1), size.batch // peers
+
+    def work(swarm: Swarm) -> Outcome:
+        told = list[Event]()
+        swarm.events.listen(told.append)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        net = GPT(size).to(device)
+        adam = torch.optim.AdamW(net.parameters(), lr=size.rate, weight_decay=0.1)
+        optimizer = swarm.optimizer(
+            adam, target_batch_size=size.batch, batch_size=micro, matchmaking_timeout_s=20, **options
+        )
+        while len(optimizer.collaboration.progress.records) < peers:
+            swarm.runtime.call(optimizer.collaboration.refresh())
+        own, batch = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed, 0
+        while optimizer.global_step < rounds:
+            loss = net.loss(texts(own + batch, micro).to(device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step(loss=loss.detach())
+            batch += 1
+        optimizer.close()
+        sent = list(accumulate(one.sent_bytes for one in told if isinstance(one, RoundFinished)))
+        losses = [one.loss or math.nan for one in told if isinstance(one, StepFinished)]
+        with torch.no_grad():
+            unseen = net.loss(texts(0, VALIDATION, unseen=True).to(device)).item()
+        return Outcome(unseen, sent[-1], list(zip(sent, losses, strict=True)))
+
+    with cs.simulate(peers, network="lan", seed=seed, samples_per_s=micro / STEP_S) as simulation:
+        found = list(simulation.run(work).values())
+    loss = statistics.mean(one.loss for one in found)
+    return Outcome(loss, statistics.mean(one.sent_bytes for one in found), found[0].curve)
+
+
+def rest(options: dict[str, Any], numel: int, network: NetworkProfile) -> tuple[float, float]:
+    """Return the part of the time without computing, and the bytes that a peer sends a round."""
+
+    def work(swarm: Swarm) -> tuple[float, int]:
+        net = torch.nn.Linear(numel // 8, 8, bias=False)
+        torch.nn.init.zeros_(net.weight)  # equal at all peers, so none loads the state of another
+        sgd, noise = torch.optim.SGD(net.parameters(), lr=1e-6), np.random.default_rng(swarm.id[0])
+        optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, matchmaking_timeout_s=20, **options)
+        while len(optimizer.collaboration.progress.records) < PEERS:
+            swarm.runtime.call(optimizer.collaboration.refresh())
+        gradient, batches, began, begun = (
+            torch.from_numpy(noise.normal(size=numel).astype(np.float32)),
+            0,
+            0.0,
+            0,
+        )
+        while optimizer.global_step < ROUNDS:
+            if optimizer.global_step == 1 and not began:
+                began, begun = swarm.runtime.time(), batches
+            net.weight.grad = gradient.view_as(net.weight)
+            optimizer.step(samples=1)
+            batches += 1
+        return (batches - begun) * STEP_S / (swarm.runtime.time() - began), batches
+
+    with cs.simulate(PEERS, network=network, samples_per_s=1 / STEP_S) as simulation:
+        computed = [share for share, _ in simulation.run(work).values()]
+        finished = [one.events.recent(RoundFinished)[1:] for one in simulation.swarms.values()]
+    sent = [one.sent_bytes for own in finished for one in own if isinstance(one, RoundFinished)]
+    return 1 - statistics.mean(computed), statistics.mean(sent)
+
+
+@benchmark("loss_per_byte")
+def run(report: BenchReport) -> None:
+    size, counts, seeds = (QUICK, (4,), 1) if report.quick else (FULL, (4, 8), 3)
+    for peers in counts:
+        for name, options in ways(size.local_steps).items():
+            found = [train(options, size, peers, seed) for seed in range(seeds)]
+            losses = [one.loss for one in found]
+            spread = f"{min(losses):.3f} to {max(losses):.3f}" if seeds > 1 else ""
+            report.add(f"{name}_{peers}_loss", statistics.mean(losses), "nats a byte", spread)
+            report.add(f"{name}_{peers}_mb", statistics.mean(one.sent_bytes for one in found) / 1e6, "MB")
+            report.curves[f"{name}, {peers} peers"] = found[0].curve
+    figures = report.figures
+    for key, name, base in (("sparse", "sparse", "float32"), ("int8_diloco", "int8_diloco", "float32")):
+        bytes_, loss = (f"{name}_{counts[0]}{end}" for end in ("_mb", "_loss"))
+        of = [figures[one.replace(name, base, 1)] for one in (bytes_, loss)]
+        report.add(f"{key}_vs_{base}_bytes", of[0] / figures[bytes_], "times fewer", ">= 100 wanted")
+        report.add(f"{key}_vs_{base}_loss", figures[loss] / of[1], "", "<= 1.02 wanted")
+    report_waits(report)
+
+
+def report_waits(report: BenchReport) -> None:
+    """A model of 350 M values on home lines, scaled, and a round of LoRA."""
+    scale = 1000 if report.quick else 20
+    numel, line = 350_000_000 // scale, replace(HOME, hosts=(scaled(HOME.hosts[0], scale),))
+    of = ways(LOCAL_STEPS)
+    for name in ("float32", "sparse", "overlap"):
+        waits, _ = rest(of[name], numel, line)
+        report.add(f"waits_350m_{name}", waits, "of the time", "" if name == "float32" else "<= 0.1 wanted")
+    shown, hidden = (rest({**of["int8_diloco"], "overlap": one}, numel, line)[0] for one in (False, True))
+    report.add(
+        "overlap_hidden", 1 - hidden / shown, "of a round", f"int8 DiLoCo, which waits {shown:.0%} without"
+    )
+    _, lora_bytes = rest(of["sparse"], LORA, HOME)
+    report.add("lora_round_kb", lora_bytes / 1000, "kB", f"sent by a peer, {LORA:,} values; <= 100 wanted")
+
+
+def scaled(host: HostProfile, scale: int) -> HostProfile:
+    return HostProfile(host.upload_bps / scale, host.download_bps / scale)
+
+
+def plot(report: BenchReport, path: str) -> None:
+    lines: Lines = {
+        label: ([sent / 1e6 for sent, _ in curve], [loss for _, loss in curve], "-")
+        for label, curve in report.curves.items()
+    }
+    style = {"xlabel": "MB sent by a peer", "ylabel": "training loss, nats a byte", "xscale": "log"}
+    draw(path, [(style, lines)])

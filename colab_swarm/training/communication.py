@@ -1,0 +1,119 @@
+"""How the peers of a run should communicate: forecasts of a few ways, and the choice. Pure.
+
+A round is forecast by the linear program of its shares (`plan_round`), as among peers that are all like this one. The
+ways are in the order of their loss at equal tokens, best first: `python -m colab_swarm.bench loss-per-byte`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from colab_swarm.averaging.group import RoundTerms, Ticket
+from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
+from colab_swarm.errors import require
+from colab_swarm.tensors.codecs import mean_codec_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
+ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
+MOST_WAITS = 0.1  # of the time; the first way that waits no longer is chosen
+HOME_BPS = 20e6, 100e6  # upload and download where nothing is measured
+
+_LOCAL = {"local_steps": LOCAL_STEPS, "overlap": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "each step, float32": {},
+    "each step, float16": {"compression": "float16"},
+    "each step, int8": {"compression": "int8"},
+    f"each {LOCAL_STEPS} steps, sparseloco": {**_LOCAL, "compression": "sparseloco"},
+    f"each {LOCAL_STEPS} steps, int8": {**_LOCAL, "compression": "int8", "error_feedback": True},
+}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one way to communicate; ``options`` are for `Swarm.optimizer`."""
+
+    name: str
+    options: dict[str, Any]
+    round_s: float
+    sent_bytes: float  # by a peer in a round
+    waits: float  # part of the time in which a peer does not compute
+    steps_per_hour: float  # of ``target_batch_size`` samples
+
+    @property
+    def mb_per_hour(self) -> float:
+        """Sent, and about as much received."""
+        return self.sent_bytes * self.steps_per_hour / float(self.options.get("local_steps", 1)) / 1e6
+
+
+@dataclass(frozen=True)
+class Communication:
+    """All forecasts, which one is ``chosen``, and ``why``. ``options`` are for `Swarm.optimizer`, at all peers."""
+
+    forecasts: tuple[Forecast, ...]
+    chosen: Forecast
+    why: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.chosen.options)
+
+    def __repr__(self) -> str:
+        rows = [("a round", "seconds", "MB an hour", "waits", "steps an hour")]
+        for one in self.forecasts:
+            figures = (
+                f"{one.round_s:.3g}",
+                f"{one.mb_per_hour:,.3g}",
+                f"{one.waits:.0%}",
+                f"{one.steps_per_hour:,.0f}",
+            )
+            rows.append((f"{'> ' if one == self.chosen else '  '}{one.name}", *figures))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [" ".join(map(str.rjust, row[1:], widths[1:])) for row in rows]
+        table = [f"{row[0]:<{widths[0]}} {line}" for row, line in zip(rows, lines, strict=True)]
+        return "\n".join([*table, self.why])
+
+
+def plan_communication(
+    model: "nn.Module | int", step_s: float, peers: int, line_bps: tuple[float | None, float | None]
+) -> Communication:
+    """Forecast the ways for a model, or a number of trained values, and choose the first that waits little.
+
+    Args:
+        step_s: seconds in which all peers together compute a step of ``target_batch_size`` samples.
+        line_bps: upload and download of each peer, bits per second; None: that of a home.
+    """
+    trained = [] if isinstance(model, int) else [one for one in model.parameters() if one.requires_grad]
+    numel = model if isinstance(model, int) else sum(one.numel() for one in trained)
+    require(numel > 0 and step_s > 0, f"{numel} trained values, step_s={step_s}: both must be above 0")
+    line = tuple(measured or usual for measured, usual in zip(line_bps, HOME_BPS, strict=True))
+    forecasts = tuple(_forecast(name, options, numel, step_s, peers, line) for name, options in WAYS.items())
+    enough = (one for one in forecasts if one.waits <= MOST_WAITS)
+    chosen = next(enough, min(forecasts, key=lambda one: one.waits))
+    return Communication(forecasts, chosen, _why(forecasts, chosen))
+
+
+def _forecast(
+    name: str, options: dict[str, Any], numel: int, step_s: float, peers: int, line: Sequence[float]
+) -> Forecast:
+    codec = options.get("compression", "float32")
+    terms = RoundTerms("", 0, b"", numel, codec=codec, mean_codec=mean_codec_for(codec))
+    tickets = [Ticket(terms, 1.0, upload_bps=line[0], download_bps=line[1])] * peers
+    round_s = ROUND_S + plan_round(tickets, [1.0] * peers).averaging_s if peers > 1 else 0.0
+    others = (peers - 1) / peers
+    sent = others * (encoded_bytes(codec, numel) + mean_bytes(terms, peers))
+    computed_s = step_s * options.get("local_steps", 1)
+    period_s = max(computed_s, round_s) if options.get("overlap") else computed_s + round_s
+    steps_per_hour = 3600 * options.get("local_steps", 1) / period_s
+    return Forecast(name, options, round_s, sent, 1 - computed_s / period_s, steps_per_hour)
+
+
+def _why(forecasts: Sequence[Forecast], chosen: Forecast) -> str:
+    if chosen == forecasts[0]:
+        return f"{chosen.name}, because a peer waits only {chosen.waits:.0%} of the time."
+    before = forecasts[max(0, forecasts.index(chosen) - 1)]
+    if chosen.waits <= MOST_WAITS:
+        return f"{chosen.name}, because with {before.name} a peer would wait {before.waits:.0%} of the time."
+    return f"{chosen.name}, which waits least: {chosen.waits:.0%} of the time. Take a smaller model, or LoRA."

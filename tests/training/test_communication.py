@@ -1,0 +1,86 @@
+"""Forecasts of ways to communicate, and the choice."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.events import RoundFinished
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.communication import HOME_BPS, MOST_WAITS, WAYS, plan_communication
+
+LAN_BPS = 1e9, 1e9
+
+
+@pytest.mark.parametrize(
+    ("numel", "step_s", "line_bps", "chosen"),
+    [
+        (1_000_000, 12.0, LAN_BPS, "each step, float32"),
+        (1_100_000, 12.0, HOME_BPS, "each step, int8"),  # LoRA
+        (10_000_000, 12.0, HOME_BPS, "each 30 steps, sparseloco"),
+        (350_000_000, 4.0, HOME_BPS, "each 30 steps, sparseloco"),
+    ],
+)
+def test_the_first_way_that_waits_little_is_chosen(
+    numel: int, step_s: float, line_bps: tuple[float, float], chosen: str
+) -> None:
+    plan = plan_communication(numel, step_s, 4, line_bps)
+    assert plan.chosen.name == chosen and plan.options == WAYS[chosen]
+    names = list(WAYS)
+    assert all(one.waits > MOST_WAITS for one in plan.forecasts[: names.index(chosen)])
+    assert f"> {chosen}" in repr(plan) and repr(plan).endswith(plan.why)
+
+
+def test_where_all_ways_wait_the_least_is_chosen_and_said() -> None:
+    plan = plan_communication(7_000_000_000, 1.0, 4, (1e6, 1e6))
+    assert plan.chosen.name == "each 30 steps, sparseloco" and "waits least" in plan.why
+
+
+def test_a_peer_alone_and_an_unknown_line_have_a_forecast() -> None:
+    assert plan_communication(10**9, 1.0, 1, (None, None)).chosen.name == "each step, float32"
+    assert plan_communication(10**7, 12.0, 4, (None, None)) == plan_communication(10**7, 12.0, 4, HOME_BPS)
+
+
+@pytest.mark.parametrize("nothing", [(0, 1.0), (10, 0.0)])
+def test_a_plan_of_nothing_is_refused(nothing: tuple[int, float]) -> None:
+    with cs.simulate(1) as sim, pytest.raises(ValueError, match="both must be above 0"):
+        sim.swarms["alice"].plan(nothing[0], step_s=nothing[1])
+
+
+NUMEL, STEP_S, PEERS, ROUNDS = 400_000, 4.0, 4, 5
+MICRO = 8  # batches of each peer in a step: a round waits for those that are under way
+
+
+def train(swarm: Swarm, options: dict[str, Any]) -> tuple[float, float]:
+    """Return the steps an hour from the first round on, and the bytes that it sent a round; gradients are noise."""
+    net = torch.nn.Linear(NUMEL // 8, 8, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
+    optimizer = swarm.optimizer(sgd, target_batch_size=PEERS * MICRO, matchmaking_timeout_s=20, **options)
+    while len(optimizer.collaboration.progress.records) < PEERS:
+        swarm.runtime.call(optimizer.collaboration.refresh())
+    noise = np.random.default_rng(swarm.id[0]).normal(size=NUMEL).astype(np.float32)
+    stepped = list[float]()
+    while optimizer.global_step < ROUNDS:
+        net.weight.grad = torch.from_numpy(noise).view_as(net.weight).clone()
+        optimizer.step(samples=1)
+        if optimizer.global_step > len(stepped):
+            stepped.append(swarm.runtime.time())
+    sent = [one.sent_bytes for one in swarm.events.recent(RoundFinished)[1:]]
+    return 3600 * (ROUNDS - 1) / (stepped[-1] - stepped[0]), sum(sent) / len(sent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(WAYS))
+def test_a_forecast_is_close_to_a_run_on_home_lines(name: str) -> None:
+    options = {**WAYS[name], **({"local_steps": 5} if "local_steps" in WAYS[name] else {})}
+    with cs.simulate(PEERS, network="home", samples_per_s=MICRO / STEP_S) as sim:
+        found = sim.run(lambda swarm: train(swarm, options))
+        plan = sim.swarms["alice"].plan(NUMEL, step_s=STEP_S, peers=PEERS)
+    forecast = next(one for one in plan.forecasts if one.name == name)
+    steps, sent = (np.mean(one) for one in zip(*found.values(), strict=True))
+    if "local_steps" not in options:
+        assert forecast.steps_per_hour == pytest.approx(steps, rel=0.1)
+    assert forecast.sent_bytes == pytest.approx(sent, rel=0.02)
