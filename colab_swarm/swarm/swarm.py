@@ -245,11 +245,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             step_s: seconds in which all peers together compute ``target_batch_size`` samples.
             peers: that train; None: those that are linked now, at least two.
         """
-        links, count = (
-            self.services.peers.statistics(),
-            peers or max(2, len(self.services.peers.linked()) + 1),
-        )
-        return plan_communication(model, step_s, count, (links.upload_bps, links.download_bps))
+        here, count = self.services.peers.statistics(), len(self.services.peers.linked()) + 1
+        return plan_communication(model, step_s, peers or max(2, count), (here.upload_bps, here.download_bps))
 
     def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
