@@ -170,9 +170,12 @@ class Replica:
 
     @torch.no_grad()
     def land(self) -> None:
-        """Copy the newest parameters to the model, and keep its steps since `depart` (Decoupled DiLoCo, "carry")."""
+        """Copy the newest parameters to the model, and keep its steps since `depart` (Decoupled DiLoCo, "carry").
+
+        Nothing happens where the model shows newer ones already: this peer caught up since then.
+        """
         with self.lock:
-            for mine, left, updated in zip(self.model, self._left, self.parameters, strict=True):
+            for mine, left, updated in zip(self.model, self._left, self.parameters, strict=False):
                 mine.add_((updated.to(left) - left).to(mine))
             self._left = []
             self._show_buffers()

@@ -192,6 +192,25 @@ def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:
     assert torch.equal(optimizer.state[copy]["exp_avg"], torch.full((3,), 1.001))
 
 
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_a_delayed_round_keeps_the_local_steps_unless_a_state_was_loaded_meanwhile(caught_up: bool) -> None:
+    sgd = torch.optim.SGD((net := model()).parameters(), lr=0.1)
+    replica = Replica(UpdateRule(sgd, delayed=True, local=True))
+    before = parameters_of(net)
+    replica.depart()
+    gradient = np.ones(replica.numel, np.float32)
+    replica.step_alone(gradient.copy())
+    replica.apply(gradient)
+    if caught_up:
+        replica.load(replica.state())
+    replica.land()
+    swarms = torch.cat([one.detach().flatten() for one in replica.parameters])
+    assert not torch.equal(swarms, before)
+    torch.testing.assert_close(parameters_of(net), swarms if caught_up else swarms - 0.1)
+    replica.land()  # once
+    torch.testing.assert_close(parameters_of(net), swarms if caught_up else swarms - 0.1)
+
+
 def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both), lambda values: False)
