@@ -152,6 +152,8 @@ def drop_zeros(halves: Buffer) -> bytes:
     """Return encoded float16 as sparse16, if that is shorter; else nothing."""
     vector = np.frombuffer(halves, np.uint16)
     kept = np.flatnonzero(vector != 0)  # not -0.0, which stays
+    if sparse16_bytes(len(kept), len(vector)) >= len(halves):
+        return b""
     values = vector[kept]
     counts = np.bincount(values, minlength=1)
     different = np.flatnonzero(counts)
@@ -163,8 +165,7 @@ def drop_zeros(halves: Buffer) -> bytes:
         planes = places[values].view(np.uint8).reshape(-1, 2).T.tobytes()  # the upper bytes are nearly all 0
         listed = np.uint16(len(different)).tobytes() + different.tobytes()
         packed = min(packed, listed + zstandard.ZstdCompressor(level=1).compress(planes), key=len)
-    shorter = np.uint32(len(kept)).tobytes() + _pack_indices(kept, len(vector)) + packed
-    return shorter if len(shorter) < len(halves) else b""
+    return np.uint32(len(kept)).tobytes() + _pack_indices(kept, len(vector)) + packed
 
 
 def restore_zeros(buffer: Buffer, numel: int) -> memoryview:

@@ -250,26 +250,28 @@ class Collaboration:
         return self._due()
 
     def _due(self) -> Due:
-        own, samples = self.progress.own, self.progress.samples(loop_now())
+        own = self.progress.own
         if own.paused:
             return "nothing"
-        if (
-            self._averaging_aside
-        ):  # one round at a time; the others' records still tell of the samples before it
-            samples = own.samples * self.progress.samples_per_s() / (own.samples_per_s or math.inf)
-        elif own.syncing or self.progress.behind:
+        if self._averaging_aside:  # one round at a time
+            # The others' records still tell of the samples before it.
+            return self._due_alone(
+                own.samples * self.progress.samples_per_s() / (own.samples_per_s or math.inf)
+            )
+        if own.syncing or self.progress.behind:
             return "catching up"
-        else:
-            called = self._called == (own.step, own.lineage) and not self.progress.early_s(loop_now())
-            if called or self.progress.batch_full(loop_now()):
-                return "a round"
-        if (
-            self.progress.local_steps > 1
-            and samples / self.progress.target_batch_size >= self._steps_alone + 1
-        ):
-            self._steps_alone += 1
-            return "a local step"
-        return "nothing"
+        called = self._called == (own.step, own.lineage) and not self.progress.early_s(loop_now())
+        if called or self.progress.batch_full(loop_now()):
+            return "a round"
+        return self._due_alone(self.progress.samples(loop_now()))
+
+    def _due_alone(self, samples: float) -> Due:
+        """Return what is due after these samples of all peers since the last round."""
+        steps = samples / self.progress.target_batch_size
+        if self.progress.local_steps == 1 or steps < self._steps_alone + 1:
+            return "nothing"
+        self._steps_alone += 1
+        return "a local step"
 
     async def on_gate(self) -> None:
         """Publish that this peer was paused or resumed, so that no round waits for it."""

@@ -264,7 +264,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _wait_step(self, timeout_s: float) -> RoundResult | None:
         landed = self._land(wait=True)
-        self._show()
+        self._replica.refresh()
         if landed is not None:
             return landed
         self._recover()
@@ -273,7 +273,7 @@ class SwarmOptimizer(WrappedOptimizer):
             until = min(deadline, self._runtime.time() + LOOK_S)
             due = self._runtime.call(self.collaboration.wait_due(until))
             result = self._act(due) or self._land(wait=True)
-            self._show()
+            self._replica.refresh()
             over = until == deadline or self._hand_over_s is not None
             if result is not None or due == "catching up" or (due == "nothing" and over):
                 return result
@@ -415,11 +415,7 @@ class SwarmOptimizer(WrappedOptimizer):
             self._replica.depart()
         self._flight = self._runtime.call(self._begin(given)), given
         self._gathered.forget()
-        self._show()
-
-    def _show(self) -> None:
-        if not self._replica.rule.local:  # its model would lose the steps since the last round
-            self._replica.show()
+        self._replica.refresh()
 
     async def _begin(self, given: RoundInput) -> asyncio.Task[RoundResult | None]:
         aside = self.collaboration.average(given, partial(self._apply, given, False), aside=True)

@@ -190,6 +190,11 @@ class Replica:
             self._left = []
             self._show_buffers()
 
+    def refresh(self) -> None:
+        """`show`, unless the model takes local steps: it would lose those since the last round."""
+        if not self.rule.local:
+            self.show()
+
     def _show_buffers(self) -> None:
         if self._new_buffers:
             for mine, updated in zip(self.buffers, self.shared, strict=True):
