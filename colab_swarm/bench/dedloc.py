@@ -169,7 +169,7 @@ def plot_strategy(report: BenchReport, path: str) -> None:
 
 ALBERT_LARGE = RoundTerms("bench", 0, b"lineage", 18_105_474, b"schema", "float16", "float16")
 SLOWDOWN = 2.5
-BATCH, TRAINERS, WHOLE_STEPS = 4096, 16, 6
+BATCH, TRAINERS, WHOLE_STEPS = 4096, 16, 10
 HIGH = (host(25 * GIGABIT),) * TRAINERS
 MIXED = tuple(host(one.upload_bps) for one in DEDLOC16.hosts)
 ASSISTED = (*MIXED, *(host(GIGABIT, trains=False),) * 4)

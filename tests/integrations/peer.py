@@ -188,7 +188,7 @@ def use_accelerate(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Re
 
 
 def use_scaler(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record]:
-    """A plain loop; now and then a gradient overflows, and the step is skipped."""
+    """A plain loop; now and then a gradient overflows, and counts nothing."""
     net = perceptron()
     optimizer = joined(swarm, net, name)
     record, scaler = Record(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -203,8 +203,7 @@ def use_scaler(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record
         scaler.step(optimizer)
         scaler.update()
         assert (scaler.get_scale() < scale) == overflows
-        if not overflows:
-            record.after_step(batch)
+        record.after_step(*([] if overflows else [batch]))  # a round may be due all the same
         if optimizer.global_step == STEPS:
             return net, record
     raise AssertionError
