@@ -105,7 +105,7 @@ class Matchmaker:
         self._search = Search()
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._asked: PeerId | None = None  # an organizer, until it has answered
-        self._asks: tuple[PeerId, asyncio.Timeout] | None = None  # until when its next heartbeat is due
+        self._silence: asyncio.Timeout | None = None  # of that one, which waits for its next heartbeat
         self._told: PeerId | None = None  # for whom it waits, by its last heartbeat
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.serve_stream(prefix, JoinRound, self._serve_join, Role.REDUCER)
@@ -284,11 +284,11 @@ class Matchmaker:
                 hurried = self._callers.get(key, set()) - {organizer}  # it was silent to them as well
                 silence_s = slow_s + (0.0 if hurried else patience_s)
                 async with asyncio.timeout(silence_s) as limit:
-                    self._asks = organizer, limit
+                    self._silence = limit
                     try:
                         joined, _ = await stream.receive(Joined)
                     finally:
-                        self._asks = None
+                        self._silence = None
                 self._told = joined.waits_for or self._told
             return joined
 
@@ -350,7 +350,8 @@ class Matchmaker:
             remember(self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, KEPT_GROUPS)
             if terms.key in self._forming:  # this peer organizes, as it did not know the caller yet
                 self._defers(self._forming[terms.key][0], caller)
-            if self._asks is not None and self._asks[0] != caller and not (limit := self._asks[1]).expired():
+            limit = self._silence
+            if limit is not None and self._asked != caller and not limit.expired():
                 # That one was silent to the caller as well.
                 limit.reschedule(min(limit.when() or math.inf, loop_now() + 2 * HEARTBEAT_S))
                 ready_in_s = max(ready_in_s, (limit.when() or 0.0) - loop_now())

@@ -354,7 +354,8 @@ class Collaboration:
             lineage = await asyncio.to_thread(apply, mean)
         finally:
             self._applying = False
-        self._steps_alone = self._steps_alone if aside else 0
+        if not aside:
+            self._steps_alone = 0
         self._states.outdate()
         self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
         self._moved.set()
@@ -441,9 +442,7 @@ class Collaboration:
         ahead = self.progress.records.get(caller, own).step > step  # by its record: nobody expects it here
         if own.absent or ahead or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
             return None
-        if (
-            caller != self.services.peers.id
-        ):  # as its own organizer it has begun, and would follow itself forever
+        if caller != self.services.peers.id:  # its own organizer has begun, and would follow itself forever
             self._called = (step, lineage)
             self._wake.set()
         patience_s, now = self._settings.matchmaking_timeout_s, loop_now()

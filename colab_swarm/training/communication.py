@@ -113,7 +113,7 @@ def _forecast(
 def _why(forecasts: Sequence[Forecast], chosen: Forecast) -> str:
     if chosen == forecasts[0]:
         return f"{chosen.name}, because a peer waits only {chosen.waits:.0%} of the time."
-    before = forecasts[max(0, forecasts.index(chosen) - 1)]
+    before = forecasts[forecasts.index(chosen) - 1]
     if chosen.waits <= MOST_WAITS:
         return f"{chosen.name}, because with {before.name} a peer would wait {before.waits:.0%} of the time."
     return f"{chosen.name}, which waits least: {chosen.waits:.0%} of the time. Take a smaller model, or LoRA."
