@@ -21,6 +21,8 @@ SwarmError
 ├── HostError             another process of this peer's host died, failed or fell out of step
 ├── NoExpertsError        no expert of the prefix is alive
 ├── MismatchError         this peer would train something else than the swarm
+├── BucketError           the bucket of a run cannot be used, or refuses this peer
+│   └── BucketAway        it does not answer for now
 ├── StoreError            the store of a job of work units cannot be opened or used
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
@@ -240,6 +242,24 @@ class StoreError(SwarmError):
     Cause: the store's file is on a full or read-only disk, or its server is down or refuses the password.
 
     Fix: follow the text, then coordinate with the same folder: the job continues where it was.
+    """
+
+
+class BucketError(SwarmError):
+    """The bucket of a run cannot be used, or refuses this peer; the text says why.
+
+    Cause: its keys are missing, wrong or revoked, the store has no conditional writes, or obstore is not installed.
+
+    Fix: follow the text, then run the cell again: this peer's steps since the last round still count.
+    """
+
+
+class BucketAway(BucketError, ConnectionError):
+    """The bucket of a run does not answer for now. Training goes on where it can, and asks again.
+
+    Cause: the internet is off, the store is down, or its folder is not mounted.
+
+    Fix: wait, or mount the folder again: nothing is lost meanwhile.
     """
 
 

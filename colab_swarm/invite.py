@@ -67,6 +67,7 @@ class Invite(Signed, frozen=True):
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
     grant_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # by the authority
     settings: Settings = msgspec.field(default_factory=dict)  # for training
+    mailbox: Annotated[str, msgspec.Meta(max_length=200)] = ""  # address of a bucket with the run's rounds
     page: Page = ""  # ``https://HOST`` of a backbone whose ``/join`` shows a browser how to join; else empty
 
     @classmethod
@@ -85,7 +86,7 @@ class Invite(Signed, frozen=True):
     @property
     def warning(self) -> str:
         """What to do if only peers of the local network can use the invitation; else empty."""
-        return LOCAL_ONLY if only_local(self.entries) else ""
+        return LOCAL_ONLY if only_local(self.entries) and not self.mailbox else ""
 
     @property
     def key(self) -> Identity:

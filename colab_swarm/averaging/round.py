@@ -227,6 +227,12 @@ class RoundResult:
         lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
         return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds:.2f} s{lost})"
 
+    @property
+    def samples(self) -> dict[PeerId, float]:
+        """Of each contributor."""
+        members = self.group.members
+        return {member.id: member.samples for member in members if member.id in self.contributors}
+
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         samples = {member.id: member.samples for member in self.group.members}
         return RoundFinished(

@@ -68,6 +68,7 @@ class ReachabilityLevel(StrEnum):
     TUNNEL = "tunnel"
     UNVERIFIED = "waiting for the first peer"
     OUTGOING = "outgoing only"
+    BUCKET = "by the bucket"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,12 @@ class Reachability:
 
     def explain(self) -> str:
         """Return the level, and a line for each better level with the reason why it does not work."""
-        return "\n".join((str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)))
+        lines = [str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)]
+        if self.level is ReachabilityLevel.BUCKET:
+            lines.append("  nobody needs to reach this peer: it dials out only")
+        elif self.level is ReachabilityLevel.OUTGOING:
+            lines.append("  a run in a bucket needs none of them: cs.create(…, mailbox='s3://bucket/folder')")
+        return "\n".join(lines)
 
 
 class ReachabilityPolicy:

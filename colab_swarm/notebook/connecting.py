@@ -28,7 +28,11 @@ class Connection:
         import ipywidgets
 
         self._connect, self._must_agree, self._swarm = connect, here.must_agree, None
-        hint = "empty: use the saved one" if saved else "paste one to join; empty: start a run"
+        hint = (
+            "empty: use the saved one"
+            if saved
+            else "paste one to join; empty, or a bucket's address: start a run"
+        )
         look: dict[str, Any] = {"style": {"description_width": "6em"}, "layout": {"width": "95%"}}
         self._invitation = ipywidgets.Text(description="Invitation", placeholder=hint, **look)
         self._name = ipywidgets.Text(description="Your name", placeholder="what the others see", **look)

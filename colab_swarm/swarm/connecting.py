@@ -11,6 +11,7 @@ from typing import Any
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, PeerError, TunnelError
 from colab_swarm.invite import Invite
+from colab_swarm.mailbox.bucket import SCHEMES
 from colab_swarm.net.addresses import is_local, own_ips
 from colab_swarm.net.iroh import is_at_public_relay
 from colab_swarm.net.peers import short
@@ -63,7 +64,8 @@ def connect(
 ) -> Swarm | Connection:
     """Make this notebook a peer: show a form that starts or joins a run, and then becomes the panel.
 
-    With an ``invitation`` it joins at once, and with an empty one it starts a run. So it does where nobody sees a
+    With an ``invitation`` it joins at once, with an empty one it starts a run, and with the address of a bucket a
+    run whose rounds are there: ``s3://bucket/folder``, see `create`. So it does where nobody sees a
     form; an invitation may be the secret or environment variable ``SWARM_INVITATION``. Run it again for the same
     peer. The result has all attributes of a `Swarm`.
 
@@ -107,7 +109,10 @@ def _connect(
     how: dict[str, Any] = {"peer_name": name, "state_dir": state_dir, "accept_terms": agreed}
     invitation = invitation.strip() or str(find_secret(SAVED) or "")
     saved = None if state_dir is None else read_saved(folder_of(state_dir))
-    if saved is not None:
+    if invitation.startswith(SCHEMES):
+        say(f"… starting {run} in {invitation}")
+        swarm = joining.create(run, mailbox=invitation, options=options, **how)
+    elif saved is not None:
         say(f"… coming back as {saved.name}")
         swarm = joining.resume(folder_of(state_dir or ""), accept_terms=agreed)
     elif invitation:

@@ -36,6 +36,7 @@ def create(
     *,
     access: Access = "invite",
     allow: Allowlist | None = None,
+    mailbox: str = "",
     peer_name: str = "",
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
@@ -52,6 +53,9 @@ def create(
         access: who may join: everyone who knows an address (``open``), everyone with an invitation
             (``invite``), or those of them whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
+        mailbox: address of a bucket or a shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
+            ``az://…`` or ``file:///shared/folder``. Then nobody needs to be online with another: see
+            `colab_swarm.mailbox`. All members need its keys, as secrets or in the environment.
         peer_name: the name that others see.
         options: how this peer takes part in the network.
         state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
@@ -69,12 +73,13 @@ def create(
         return swarm
     with _reserved(state_dir) as (store, saved):
         if saved is not None:
-            if (saved.invitation, saved.run, saved.access) != ("", name, access):
+            if (saved.invitation, saved.run, saved.access, saved.mailbox) != ("", name, access, mailbox):
                 raise _saves_another(state_dir, saved)
         elif not options.identity and (opened := find_open(run=name, name=peer_name)) is not None:
-            return _same(opened, store, options, access=access, allow=allow)
+            return _same(opened, store, options, access=access, allow=allow, mailbox=mailbox)
         options, identity = _with_key(options, store)
-        way = RunAccess.found(name, identity, access=access, allow=allow, key_file=options.identity)
+        asked: dict[str, Any] = {"access": access, "allow": allow, "mailbox": mailbox}
+        way = RunAccess.found(name, identity, key_file=options.identity, **asked)
         if store is None and (swarm := find_open(way.run_id, id=identity.id)) is not None:
             return swarm
         return _open(way, identity, peer_name, options, store)
@@ -146,7 +151,7 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     how: Any = {"options": options, "state_dir": folder, "accept_terms": accept_terms}
     if saved.invitation:
         return join(saved.invitation, **how)
-    return create(saved.run, access=saved.access, allow=saved.allow, **how)
+    return create(saved.run, access=saved.access, allow=saved.allow, mailbox=saved.mailbox, **how)
 
 
 def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
@@ -190,7 +195,8 @@ def _same(swarm: Swarm, store: PeerStore | None, options: NetworkOptions, **aske
     if store is not None:
         raise _open_unsaved(store, swarm)
     own = swarm.network.access
-    has = {"access": own.access, "allow": own.allow, **swarm.network.options.to_saved()}
+    has = {"access": own.access, "allow": own.allow, "mailbox": own.mailbox}
+    has |= swarm.network.options.to_saved()
     asked |= options.to_saved()
     other = ", ".join(f"{name}={has[name]!r}" for name in asked if has[name] != asked[name])
     require(
@@ -242,6 +248,8 @@ def _open(
     access: RunAccess, identity: Identity, peer_name: str, options: NetworkOptions, store: PeerStore | None
 ) -> Swarm:
     runtime, here, saved = Runtime.shared(), platforms.platform(), None if store is None else store.saved
+    if access.mailbox:
+        options = options.without_links(access.mailbox)
     clock = platforms.SessionClock.of(
         here, options.session_hours, age_s=platforms.session_age_s(), now=runtime.time()
     )
@@ -268,7 +276,7 @@ def _save(store: PeerStore, access: RunAccess, key: Identity, name: str, options
         raise _open_unsaved(store, swarm)
     invitation = "" if access.invitation is None else str(access.invitation)
     run = (access.run_id, access.access, name, invitation, access.allow)
-    store.begin(SavedPeer(saving.VERSION, *run, options.to_saved()))
+    store.begin(SavedPeer(saving.VERSION, *run, options.to_saved(), mailbox=access.mailbox))
 
 
 async def _start(
@@ -283,7 +291,7 @@ async def _start(
             raise
         node = await _start_node(access, identity, options, options.port, events)
     try:
-        services = assemble(node, access.run_id, events, random.SystemRandom())
+        services = assemble(node, access.run_id, events, random.SystemRandom(), mailbox=access.mailbox)
         network = NetworkSession(node, access, options, services)
         await network.open(store)
     except BaseException:  # an interrupt included: nothing may stay open

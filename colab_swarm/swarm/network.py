@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
-from colab_swarm.errors import JoinError, PeerError, StateError
+from colab_swarm.errors import JoinError, PeerError, StateError, require
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY
+from colab_swarm.mailbox.bucket import checked_address
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
 from colab_swarm.net.carrier import SpeedTests
@@ -93,6 +94,13 @@ class NetworkOptions:
         """Return what a folder saves: no key file, as the folder has its own, and no tunnel token."""
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
         return asdict(replace(self, tunnel=tunnel, identity=None))
+
+    def without_links(self, mailbox: str) -> "NetworkOptions":
+        """Return the options of a peer in a run whose rounds are in a bucket; ValueError if it asks for links."""
+        checked_address(mailbox)
+        asked = self.tunnel or self.iroh or self.relay or self.announce
+        require(not asked, f"a run in {mailbox} has no links: leave out tunnel, iroh, relay and announce")
+        return replace(self, listen=False, lan=False, use_relays=False, punch=False)
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "NetworkOptions":
@@ -343,13 +351,16 @@ def assemble(
     run_id: str,
     events: EventLog,
     rng: random.Random,
+    *,
+    mailbox: str = "",
     pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
     SpeedTests(peers)
     dht = DHT(peers, DHTSettings(), rng, events)
     router = PrefixRouter(peers, events)
     averager = Averager(peers, events=events, dishonest=router.dishonest)
-    return PeerServices(peers, dht, events, rng, run_id, router=router, averager=averager, pace=pace)
+    how: Any = {"router": router, "averager": averager, "mailbox": mailbox, "pace": pace}
+    return PeerServices(peers, dht, events, rng, run_id, **how)
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
+from colab_swarm.errors import require
 from colab_swarm.events import (
     Applied,
     Contributed,
@@ -31,8 +32,8 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution, Contributions
 
 if TYPE_CHECKING:
-    from colab_swarm.training.collaboration import Collaboration
     from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.training.part import TrainingPart
 
 logger = logging.getLogger(__name__)
 MAX_ROUNDS, MAX_LOSSES = 20, 1000
@@ -189,7 +190,7 @@ class Overview:
             eta_s=None if eta_s == float("inf") else eta_s,
         )
 
-    def _trained(self) -> "Collaboration | None":
+    def _trained(self) -> "TrainingPart | None":
         newest = next(reversed(self._optimizers.values()), None)
         return None if newest is None else newest.collaboration
 
@@ -201,6 +202,17 @@ class Overview:
         }
         self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **names}
         return self._names
+
+    def peer_of(self, text: str) -> PeerId:
+        """Return the peer of this name, or of these first hex digits; ValueError unless there is exactly one."""
+        names = dict.fromkeys(self._services.peers.linked(), "")
+        for optimizer in self._optimizers.values():
+            records = optimizer.collaboration.progress.records
+            names |= {one: record.name for one, record in records.items()}
+        matches = [one for one, name in names.items() if text == name or one.hex().startswith(text.lower())]
+        found = f": {', '.join(map(short, matches))}" if matches else ""
+        require(len(matches) == 1, f"{text!r} matches {len(matches)} peers, expected exactly one{found}")
+        return matches[0]
 
     def _records(self, now: float) -> Records:
         if (trained := self._trained()) is not None:

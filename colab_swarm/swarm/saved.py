@@ -76,6 +76,7 @@ class SavedPeer(msgspec.Struct, frozen=True):
     membership: bytes = b""
     tally: tuple[TallyRow, ...] = ()  # the contributions it saw
     port: int = 0  # where it listened, because its invitations name the port; 0 if it did not
+    mailbox: str = ""  # address of the bucket that has the run's rounds, if any
 
     @property
     def run(self) -> str:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import JoinError, require
 from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
+from colab_swarm.mailbox.bucket import MEMORY, MemoryStore
 from colab_swarm.net.peers import end_tasks
 from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
@@ -48,7 +49,9 @@ LOOK_S = 0.25  # real time between two snapshots
 class Simulation(AbstractContextManager["Simulation"]):
     """A simulated run. ``network.at(12.0).crash("bob")`` scripts a fault; `run` and `play` start it."""
 
-    def __init__(self, profile: NetworkProfile, *, seed: int, samples_per_s: float) -> None:
+    def __init__(
+        self, profile: NetworkProfile, *, seed: int, samples_per_s: float, mailbox: bool = False
+    ) -> None:
         self._runtime, self._seed, self._samples_per_s = SimRuntime(), seed, samples_per_s
         self._names: list[str] = []  # of all peers that ever joined
         self._speeds: dict[str, float] = {}
@@ -60,6 +63,9 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._story: deque[str] = deque(maxlen=1000)
         self._told_step = -1  # last step in the story
         self._lesson: InteractiveRun | None = None
+        self._mailbox = f"memory://{id(self):x}" if mailbox else ""
+        if mailbox:
+            self.bucket = MEMORY[self._mailbox] = MemoryStore(lambda: self.time)
         self.results: dict[str, object] = {}
         self.swarms: dict[str, Swarm] = {}
         self.network = self._runtime.call(on_loop(lambda: SimNetwork(profile, seed=seed)))
@@ -107,6 +113,7 @@ class Simulation(AbstractContextManager["Simulation"]):
                 RUN_ID,
                 EventLog(),
                 random.Random(f"{name} {self._seed}"),
+                mailbox=self._mailbox,
                 pace=lambda samples: samples / self.speed_of(name) + self.network.frozen_s(name),
             )
             try:
@@ -259,6 +266,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         self.tell(f"{name} has finished")
 
     def close(self) -> None:
+        MEMORY.pop(self._mailbox, None)
         self._stop_lesson()
         self._runtime.close()
 
@@ -451,17 +459,23 @@ class InteractiveRun:
 
 
 def simulate(
-    peers: int = 4, *, network: str | NetworkProfile = "home", seed: int = 0, samples_per_s: float = 10.0
+    peers: int = 4,
+    *,
+    network: str | NetworkProfile = "home",
+    seed: int = 0,
+    samples_per_s: float = 10.0,
+    mailbox: bool = False,
 ) -> Simulation:
     """Start a simulated run of peers called alice, bob, carol, …; same ``seed``, same run.
 
     ``network`` is lan, home, dedloc16, paper_cloud, or your own; ``samples_per_s`` is per peer.
+    ``mailbox``: rounds go through a bucket in memory, as with ``create(…, mailbox=…)``.
     """
     require(peers >= 1, f"peers={peers}: a swarm needs at least one")
     profile = PROFILES.get(network) if isinstance(network, str) else network
     if profile is None:
         raise ValueError(f"network={network!r} is unknown: choose one of {', '.join(PROFILES)}")
-    simulation = Simulation(profile, seed=seed, samples_per_s=samples_per_s)
+    simulation = Simulation(profile, seed=seed, samples_per_s=samples_per_s, mailbox=mailbox)
     for index in range(peers):
         simulation.join(nth_name(index))
     return simulation

@@ -102,6 +102,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     @property
     def reachability(self) -> Reachability:
         """How others reach this peer; ``print(swarm.reachability.explain())`` says why not better."""
+        if self.services.mailbox:
+            return Reachability(ReachabilityLevel.BUCKET, self.services.mailbox)
         if self.network is not None:
             return self.network.reachability.current
         addresses = self.contact.addresses
@@ -160,16 +162,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         if isinstance(peer, str) and "." in peer:
             peer = Invite.parse(peer, now=0.0).key.id
         elif isinstance(peer, str):
-            names = dict.fromkeys(self.services.peers.linked(), "")
-            for optimizer in self.optimizers.values():
-                records = optimizer.collaboration.progress.records
-                names |= {one: record.name for one, record in records.items()}
-            matches = [
-                one for one, name in names.items() if peer == name or one.hex().startswith(peer.lower())
-            ]
-            found = f": {', '.join(map(short, matches))}" if matches else ""
-            require(len(matches) == 1, f"{peer!r} matches {len(matches)} peers, expected exactly one{found}")
-            peer = matches[0]
+            peer = self._overview.peer_of(peer)
         self.runtime.call(on_loop(partial(network.trust.revoke, peer)))
 
     def contributions(self) -> Leaderboard:
@@ -220,6 +213,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             MismatchError: the swarm trains another model, or with other settings; the text has both values.
             StateError: a swarm trains this model already, but no peer could send its state.
         """
+        from colab_swarm.mailbox import part_for
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.state import CheckpointFolder
@@ -232,7 +226,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             before.close()
         store = None if self.network is None else self.network.store
         folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
-        trained = SwarmOptimizer(self.runtime, self.services, settings, rule, self.name, folder, before)
+        part = part_for(self.services, settings)
+        trained = SwarmOptimizer(self.runtime, self.services, settings, rule, self.name, folder, before, part)
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
         return trained

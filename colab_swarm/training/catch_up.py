@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Iterable
 from typing import Protocol, TypeAlias
 
 from colab_swarm.errors import StateError, require
@@ -21,7 +22,7 @@ SHORT_PATIENCE_S = (
     CHUNK_TIMEOUT_S / 3
 )  # of a peer whose own state others hold as well: it trains on with them
 
-CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]  # a state, and the means since, in order
+CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Floats]]  # a state, and the means since, in order
 
 
 class Follower(Protocol):

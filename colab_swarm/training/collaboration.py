@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,26 +22,23 @@ from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult, contributed
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.averaging.strategy import AdaptiveShares
-from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import MismatchError, PeerError, StateError
-from colab_swarm.events import BatchDropped, Fault, Loaded, Notice, PeerLeft, StateReceived, StepFinished
+from colab_swarm.events import Fault, Loaded, Notice, PeerLeft, StateReceived
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import CatchUp, CaughtUp
+from colab_swarm.training.part import Apply, Due, TrainingPart
 from colab_swarm.training.progress import (
     MAX_REPORT_S,
     Branch,
-    Progress,
     ProgressRecord,
-    ThroughputEstimator,
     progress_key,
 )
 from colab_swarm.training.settings import (
     HEAVIEST,
     ROUND_TIMEOUT_S,
-    CommunicationPlan,
     LinkBandwidth,
     PeerServices,
     RoundInput,
@@ -58,12 +54,8 @@ STATE_PER_VALUE, SMALL_STATE = 64, 64 << 20  # bytes that a state may take: para
 MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
 
 
-Due: TypeAlias = Literal["nothing", "a local step", "a round", "catching up"]
-"""What a trainer does next; it must catch up if the swarm moved on without it."""
-
-
-class Collaboration:
-    """One trainer's part in the swarm; ``own`` is its first record.
+class Collaboration(TrainingPart):
+    """A trainer's part in rounds over links; ``own`` is its first record.
 
     It averages vectors of ``numel`` values with the layout ``schema``. ``snapshot()`` copies the
     current training state off the event loop; it may raise `StateError`. So does ``sketch()``.
@@ -81,10 +73,8 @@ class Collaboration:
         sketch: Callable[[], StateSketch],
         loss: Callable[[], float | None],
     ) -> None:
-        self.services, self._settings = services, settings
-        peers, local, patience_s = services.peers, settings.local_steps != 1, settings.matchmaking_timeout_s
-        self.progress = Progress(peers.id, own, settings.prefix, settings.target_batch_size, local=local)
-        self.plan: CommunicationPlan | None = None  # with a traffic budget
+        super().__init__(services, settings, own)
+        peers, patience_s = services.peers, settings.matchmaking_timeout_s
         budget = settings.budget
         self._policy = None if budget is None else TrafficBudgetPolicy(settings, budget, peers.id)
         self._numel, self._schema, self._limit_bytes = numel, schema, STATE_PER_VALUE * numel + SMALL_STATE
@@ -109,15 +99,9 @@ class Collaboration:
         self._matchmaker.own, self._matchmaker.standing = self._terms, standing
         services.averager.standings[settings.prefix] = standing
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
-        self._throughput = ThroughputEstimator(loop_now())
         self._called: tuple[int, bytes] | None = None
-        self._wake, self._moved = asyncio.Event(), asyncio.Event()
-        self._applying = self._averaging_aside = False
-        self._tasks = BackgroundTasks("progress", services.events, services.rng)
-        self._settling: asyncio.Task[None] | None = None
-        self._steps_alone = 0  # since the last round
-        self._computed = 0.0  # samples
-        self._snapshot, self._sketch, self._loss, self._check = snapshot, sketch, loss, StateCheck()
+        self._applying = False
+        self._snapshot, self._sketch, self._loss, self._state_check = snapshot, sketch, loss, StateCheck()
         self._deviant = False  # this peer's state is not that of most others
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -129,7 +113,7 @@ class Collaboration:
         self._update(idle=self.progress.own.idle and self.progress.branch().step > self.progress.own.step)
         self._tasks.spawn(self._keep_exchanging())
 
-    def _check_agreement(self) -> None:
+    def _check(self) -> None:
         if differs := self.progress.disagreement():
             self.services.events.emit(Fault(loop_now(), "this peer's settings", differs))
             raise MismatchError(
@@ -138,14 +122,12 @@ class Collaboration:
             )
 
     async def stop(self) -> None:
-        """Serve the last round to its end, then leave with a record that expires at once."""
         await self.settled()
         await self.services.averager.drain(self._settings.prefix)
         self.kill()
         await self._publish(ttl_s=0.5)
 
     def kill(self) -> None:
-        """Leave without notice; the record expires by itself."""
         self._stop_listening()
         self._tasks.cancel()
         self._matchmaker.close()
@@ -187,11 +169,10 @@ class Collaboration:
         await self.services.dht.publish(progress_key(self._settings.prefix), self.progress.own, ttl_s=ttl_s)
 
     async def refresh(self) -> Branch:
-        """Read the peers' records now, and return the swarm's branch."""
         await self.progress.refresh(
             self.services.dht, self.services.peers, self._matchmaker.standing.suspects(loop_now())
         )
-        if donors := self._check.judge(*self.progress.sketches(), now=loop_now()):
+        if donors := self._state_check.judge(*self.progress.sketches(), now=loop_now()):
             text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"
             self.services.events.emit(Fault(loop_now(), "this peer's state", text))
             self.progress.distrust(donors, now=loop_now())
@@ -204,11 +185,11 @@ class Collaboration:
     async def _take_sketch(self) -> None:
         sketch = await asyncio.to_thread(self._sketch)
         if sketch.step % SKETCH_STEPS == 0:  # else the trainer went on
-            self._check.on_sketch(sketch)
+            self._state_check.on_sketch(sketch)
             self._publish_sketch()
 
     def _publish_sketch(self) -> None:
-        if (sketch := self._check.published) != self.progress.own.sketch:
+        if (sketch := self._state_check.published) != self.progress.own.sketch:
             self._update(sketch=sketch)
             self._moved.set()
 
@@ -219,35 +200,14 @@ class Collaboration:
                 return (await asyncio.to_thread(self._snapshot)).manifest.root.hex()
         return ""
 
+    @property
+    def behind(self) -> bool:
+        return self.progress.behind
+
     async def on_loaded(self) -> None:
         own, events = self.progress.own, self.services.events
         if events.detailed:
             events.emit(Loaded(loop_now(), own.step, own.lineage.hex(), await self._state()))
-
-    def _update(self, **changes: object) -> None:
-        before, self.progress.own = self.progress.own, msgspec.structs.replace(self.progress.own, **changes)
-        if changes.keys() & {"syncing", "paused", "idle"} and self.progress.own != before:
-            self._moved.set()
-
-    async def report(self, samples: float, *, dropped: str | None = None) -> Due:
-        """Count a micro-batch and return what to do next; ``dropped``: why it does not count.
-
-        Raises `MismatchError` if most others train with other settings.
-        """
-        if self.services.pace is not None:
-            await asyncio.sleep(self.services.pace(samples))
-        self._check_agreement()
-        await self.on_gate()
-        self._throughput.on_batch(samples, loop_now())
-        await self._end_idle()
-        own = self.progress.own
-        if dropped is not None:
-            self.services.events.emit(BatchDropped(loop_now(), dropped))
-        else:
-            self._computed += samples
-            speed, batch_s = self._throughput.samples_per_s, self._throughput.batch_s
-            self._update(samples=own.samples + samples, samples_per_s=speed, batch_s=batch_s)
-        return self._due()
 
     def _due(self) -> Due:
         own = self.progress.own
@@ -265,22 +225,6 @@ class Collaboration:
             return "a round"
         return self._due_alone(self.progress.samples(loop_now()))
 
-    def _due_alone(self, samples: float) -> Due:
-        """Return what is due after these samples of all peers since the last round."""
-        steps = samples / self.progress.target_batch_size
-        if self.progress.local_steps == 1 or steps < self._steps_alone + 1:
-            return "nothing"
-        self._steps_alone += 1
-        return "a local step"
-
-    async def on_gate(self) -> None:
-        """Publish that this peer was paused or resumed, so that no round waits for it."""
-        if (paused := self.services.gate.closed) != self.progress.own.paused:
-            # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
-            self._update(paused=paused, idle=not paused)
-            self._throughput.wait() if paused else self._throughput.work(loop_now())
-            self._wake.set()
-
     async def _end_idle(self) -> None:
         """Look for the others' steps before an idle trainer goes on: it has no vote until then."""
         if self.progress.own.idle:
@@ -289,50 +233,16 @@ class Collaboration:
             if not self.progress.behind:
                 self._update(idle=False)
 
-    async def wait_due(self, deadline: float) -> Due:
-        await self.on_gate()
-        self._throughput.wait()
-        await self._end_idle()
-        while (due := self._due()) == "nothing" and loop_now() < deadline:
-            self._check_agreement()
-            self._wake.clear()
-            await wait_until(deadline, self._wake)
-        self._throughput.work(loop_now())
-        return due
-
-    async def average(
-        self,
-        given: RoundInput,
-        apply: Callable[[Floats], bytes],
-        *,
-        aside: bool = False,
-    ) -> RoundResult | None:
-        """Average in the round of this peer's step, apply the mean and advance one step.
-
-        ``apply`` takes the step with it, off the event loop, and
-        returns the new lineage. An interrupt does not stop that: parameters and record must agree.
-        ``aside``: the trainer computes on meanwhile. Returns None if there is no mean.
-        """
-        if given.loss is not None:
-            self._update(loss=given.loss)
-        if aside:
-            self._averaging_aside, self._steps_alone = True, 0
-            self._update(samples=0.0)
+    async def _take_round(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
         result = None
         try:
-            if (result := await self._try_round(given, aside)) is not None:
-                settling = self._settle(given.values, result, apply, aside)
-                self._settling = asyncio.create_task(settling, name="apply")
-                await asyncio.shield(self._settling)
-            elif aside:
-                self._update(samples=self.progress.own.samples + given.samples)  # for the next try
+            if (result := await self._try_round(given, aside=aside)) is not None:
+                await self._settle(self._apply(given.values, result, apply, aside=aside))
             return result
         finally:
             self._applying &= result is not None
-            self._averaging_aside = False
-            self._wake.set()
 
-    async def _try_round(self, given: RoundInput, aside: bool) -> RoundResult | None:
+    async def _try_round(self, given: RoundInput, *, aside: bool) -> RoundResult | None:
         if not aside:
             self._throughput.wait()
         self._applying = True  # a faster member may call the next round before the last mean arrives here
@@ -347,36 +257,21 @@ class Collaboration:
             if not aside:
                 self._throughput.work(loop_now())
 
-    async def _settle(
-        self, mean: Floats, result: RoundResult, apply: Callable[[Floats], bytes], aside: bool
-    ) -> None:
+    async def _apply(self, mean: Floats, result: RoundResult, apply: Apply, *, aside: bool) -> None:
         try:
             lineage = await asyncio.to_thread(apply, mean)
         finally:
             self._applying = False
-        if not aside:
-            self._steps_alone = 0
         self._states.outdate()
-        self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
-        self._moved.set()
-        step, members = self.progress.own.step, result.group.members
-        samples = {member.id: member.samples for member in members if member.id in result.contributors}
-        everyone = [member.id for member in members]
-        self.progress.on_round(everyone, step, lineage, samples=samples, now=loop_now())
-        for peer in samples:
+        self._advance(lineage, result, aside=aside)
+        step = self.progress.own.step
+        for peer in result.samples:
             self._matchmaker.standing.earn(peer, loop_now())
-        counted = sum(samples.values())
-        self.services.events.emit(StepFinished(loop_now(), step, counted, self.progress.own.loss))
         if self.services.events.detailed:
             state = await self._state()
             self.services.events.emit(result.applied(mean, step, lineage, state, now=loop_now()))
         if step % SKETCH_STEPS == 0:
             self._tasks.spawn(self._take_sketch())
-
-    async def settled(self) -> None:
-        """Wait until an update that an interrupt does not stop is applied and recorded."""
-        if self._settling is not None:
-            await asyncio.wait([self._settling])
 
     async def _round(self, own: ProgressRecord, given: RoundInput) -> RoundResult:
         began_at = loop_now()
@@ -451,15 +346,11 @@ class Collaboration:
         return None if ready_in_s is None else max(ready_in_s, early_s)
 
     async def catch_up(self) -> CaughtUp | None:
-        """Return the state of the swarm's branch, or None if this peer's own state counts.
-
-        Raises `StateError` if no peer on the branch gave its state, and this peer has none.
-        """
         has_state = not self.progress.own.syncing
         self._called, self._applying = None, False
         self._update(syncing=True, samples=0.0, idle=False)
         await self._exchange()
-        self._check_agreement()
+        self._check()
         branch, own = self.progress.branch(), self.progress.own
         if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._deviant:
             self._update(syncing=False)  # equal parameters already, or no other peer
@@ -471,7 +362,7 @@ class Collaboration:
             if caught_up is None:
                 self._update(syncing=False)
             else:
-                self._check.on_loaded(caught_up[0].donors)
+                self._state_check.on_loaded(caught_up[0].donors)
             return caught_up
         except StateError:
             if not has_state:
@@ -499,14 +390,12 @@ class Collaboration:
         return {} if result.kept_local else {(step, lineage): values}
 
     async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        """Move this peer's record to a state that it has loaded or, ``syncing``, still needs."""
         self._steps_alone = 0
         self._matchmaker.forget(step, lineage)
         self.progress.leap(step, lineage, syncing=syncing)
         self._moved.set()
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        """Take the vote of peers that gave a state which does not load."""
         self.progress.distrust(donors, now=loop_now())
 
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:

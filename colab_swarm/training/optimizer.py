@@ -30,8 +30,9 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.catch_up import CaughtUp
-from colab_swarm.training.collaboration import Collaboration, Due
+from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.part import Due, TrainingPart
 from colab_swarm.training.progress import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of, uninterrupted
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
@@ -66,8 +67,10 @@ class SwarmOptimizer(WrappedOptimizer):
         name: str,
         folder: CheckpointFolder | None = None,
         before: "SwarmOptimizer | None" = None,
+        part: Callable[..., TrainingPart] = Collaboration,
     ) -> None:
         """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the closed one of this name."""
+        self._part = part
         self._runtime, self._services, self.settings, self._folder = runtime, services, settings, folder
         self._replica = Replica(rule)
         self._gathered = Gradients(
@@ -91,7 +94,7 @@ class SwarmOptimizer(WrappedOptimizer):
         resumed = self._resume(folder, before)
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
-            if not resumed or self.collaboration.progress.behind:
+            if not resumed or self.collaboration.behind:
                 self._synchronize(tries=3)
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
@@ -114,7 +117,7 @@ class SwarmOptimizer(WrappedOptimizer):
             raise StateError(f"{error}; {where}") from error
         return True
 
-    async def _start(self, name: str, *, syncing: bool) -> Collaboration:
+    async def _start(self, name: str, *, syncing: bool) -> TrainingPart:
         replica, settings = self._replica, self.settings
         steps = 1 if settings.local_steps == "auto" else settings.local_steps
         own = ProgressRecord(
@@ -128,7 +131,7 @@ class SwarmOptimizer(WrappedOptimizer):
             local_steps=steps,
             agreement=self._agreement,
         )
-        collaboration = Collaboration(
+        collaboration = self._part(
             self._services,
             settings,
             own,
@@ -400,11 +403,15 @@ class SwarmOptimizer(WrappedOptimizer):
             return self._runtime.call(self.collaboration.average(given, partial(self._apply, given, True)))
         return None
 
-    def _apply(self, given: RoundInput, all_of_them: bool, mean: Floats) -> bytes:
+    def _apply(
+        self, given: RoundInput, all_of_them: bool, mean: Floats, *, counted: bool = True, over: bool = True
+    ) -> bytes:
+        """Take a step with a mean, which ``counted`` the contribution or not; until it is ``over``, more come."""
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
             lineage = self._replica.apply(mean)
-            self._gathered.on_delivered(given)
-        if all_of_them:
+            if counted:
+                self._gathered.on_delivered(given)
+        if all_of_them and over:
             self._gathered.forget()
         return lineage
 

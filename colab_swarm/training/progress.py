@@ -68,6 +68,14 @@ Text = Annotated[str, msgspec.Meta(max_length=100)]
 Agreement = Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=16)]
 
 
+def differing(there: Agreement, here: Agreement) -> str:
+    """Return the settings that differ, with both values, or nothing."""
+    theirs, mine = dict(there), dict(here)
+    differs = [name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)]
+    told = (f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs)
+    return plain("; ".join(dict.fromkeys(told)), MAX_TEXT)
+
+
 class ProgressRecord(Message, frozen=True):
     """A peer's progress, published in the DHT."""
 
@@ -308,12 +316,7 @@ class Progress:
         if not (votes and self.own.agreement):
             return ""
         elected = max(votes, key=lambda one: votes[one])
-        theirs, mine = dict(elected), dict(self.own.agreement)
-        differs = [name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)]
-        told = (
-            f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs
-        )
-        return plain("; ".join(dict.fromkeys(told)), MAX_TEXT)
+        return differing(elected, self.own.agreement)
 
     @property
     def donors_remain(self) -> bool:

@@ -152,6 +152,7 @@ class PeerServices(RunServices):
 
     router: PrefixRouter
     averager: Averager
+    mailbox: str = ""  # address of the bucket that has the run's rounds; empty: they go over links
     pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
 
 

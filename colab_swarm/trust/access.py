@@ -314,6 +314,7 @@ class Trust:
         self._watch.spread()
 
 
+HOURS, MAILBOX_HOURS = 24.0, 30 * 24.0  # of an invitation: where nobody is online, nobody makes another one
 ENTRIES, ADDRESSES = 3, 4  # of an invitation, and of each: it must fit in a QR code
 
 
@@ -334,6 +335,7 @@ class RunAccess:
     book: AuthorityBook | None = None
     allow: Allowlist | None = None
     invitation: Invite | None = None
+    mailbox: str = ""  # address of the bucket that has the run's rounds, if any
     known: tuple[Contact, ...] = ()
     tally: tuple[TallyRow, ...] = ()
 
@@ -346,6 +348,7 @@ class RunAccess:
         access: Access,
         allow: Allowlist | None,
         key_file: str | Path | None,
+        mailbox: str = "",
     ) -> "RunAccess":
         """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
         require(
@@ -356,15 +359,19 @@ class RunAccess:
             (access == "allowlist") == (allow is not None),
             "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both",
         )
+        require(
+            allow is None or not mailbox,
+            "access='allowlist' needs this peer online, to look accounts up: in a bucket, use access='invite'",
+        )
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
-            return cls(run_id, access)
+            return cls(run_id, access, mailbox=mailbox)
         book = AuthorityBook.of(run_id, key_file)
         known = book.run_id.rpartition("-")[0]
         require(known == name, f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
         key = identity.public_key
         admission = MembershipAdmission(book.run_id, authority=key, own=key)
-        return cls(book.run_id, access, admission, book=book, allow=allow)
+        return cls(book.run_id, access, admission, book=book, allow=allow, mailbox=mailbox)
 
     @classmethod
     def by(
@@ -374,7 +381,8 @@ class RunAccess:
         run_id, admission = invitation.run_id, None
         if invitation.grant is not None:
             admission = MembershipAdmission(run_id, authority=invitation.authority, own=identity.public_key)
-        return cls(run_id, invitation.access, admission, token, membership, invitation=invitation)
+        own: dict[str, Any] = {"invitation": invitation, "mailbox": invitation.mailbox}
+        return cls(run_id, invitation.access, admission, token, membership, **own)
 
     @property
     def entries(self) -> tuple[Contact, ...]:
@@ -395,9 +403,9 @@ class RunAccess:
     ) -> Invite:
         """Make an invitation; a peer that is not the authority passes its own on, with itself as an entry.
 
-        The ``role`` is worker (default), reducer or viewer. It can be used for ``hours``, 24 by default,
-        by ``uses`` peers, by default any number. Raises `JoinError` if nobody could use it,
-        `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
+        The ``role`` is worker (default), reducer or viewer. It can be used for ``hours``, by default 24, or 30 days
+        where the run is in a bucket, by ``uses`` peers, by default any number. Raises `JoinError` if nobody could
+        use it, `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
         """
         limited, closed = role is not None or uses is not None, self.admission is not None
         require(
@@ -410,9 +418,9 @@ class RunAccess:
             "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on",
             PermissionError,
         )
-        entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
+        entries, life_h = self._ways_in(peers), hours or (MAILBOX_HOURS if self.mailbox else HOURS)
         if not closed:
-            return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
+            return Invite(self.run_id, entries, peers.time() + 3600 * life_h, mailbox=self.mailbox)
         if authority is None:
             assert self.invitation is not None  # only the authority has none
             return self.invitation.replaced(entries=entries)
@@ -423,9 +431,12 @@ class RunAccess:
             "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use",
             JoinError,
         )
-        return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
+        made = Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
+        return made.replaced(mailbox=self.mailbox) if self.mailbox else made
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
+        if self.mailbox:
+            return ()
         found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
         found += map(peers.contact_of, sorted(peers.linked()))
         if self.admission is not None:

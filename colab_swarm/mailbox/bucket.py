@@ -1,0 +1,232 @@
+"""A place for objects: a bucket of S3, Google or Azure, a shared folder, or this process's memory.
+
+Every verb runs in a thread, is tried again for half a minute, and then raises `BucketAway` or, if the
+bucket refuses this peer, `BucketError`. Times are seconds since the epoch by the store's own clock.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+from colab_swarm.credentials import find_secret
+from colab_swarm.errors import BucketAway, BucketError, require
+from colab_swarm.net.peers import Buffer, PeerId
+from colab_swarm.runtime import loop_now
+
+T = TypeVar("T")
+SCHEMES = ("s3://", "gs://", "az://", "file:///", "memory://")
+RETRY = {"max_retries": 6, "retry_timeout": timedelta(seconds=30)}  # of 429, 5xx and lost connections
+KEYS = {
+    "s3": {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"},
+    "gs": {"service_account_key": "GOOGLE_SERVICE_ACCOUNT_KEY"},
+    "az": {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "account_key": "AZURE_STORAGE_ACCOUNT_KEY"},
+}
+"""Names of the secrets, in the environment or the platform's store, for an option of the store."""
+
+OPTIONS = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_token": "AWS_SESSION_TOKEN"}
+MEMORY: "dict[str, MemoryStore]" = {}
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object in a list."""
+
+    path: str
+    size_bytes: int
+    modified_at: float
+
+    @property
+    def member(self) -> PeerId:
+        """Who wrote it, by its path."""
+        return PeerId(bytes.fromhex(self.path.rpartition("/")[2]))
+
+
+class Store(Protocol):
+    """What a `Bucket` needs of a store; all verbs block."""
+
+    def create(self, path: str, data: Buffer) -> bool:
+        """Write an object unless there is one at that path; return whether it was written."""
+
+    def read(self, path: str) -> bytes | None: ...
+    def list(self, prefix: str, after: str) -> list[StoredObject]: ...
+    def delete(self, paths: Sequence[str]) -> None: ...
+
+
+class MemoryStore:
+    """For tests and simulations: objects in a dictionary, by the loop's clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        self.clock = clock
+
+    def create(self, path: str, data: Buffer) -> bool:
+        own = bytes(data), self.clock()
+        return self.objects.setdefault(path, own) is own
+
+    def read(self, path: str) -> bytes | None:
+        return self.objects[path][0] if path in self.objects else None
+
+    def list(self, prefix: str, after: str) -> list[StoredObject]:
+        found = sorted(self.objects.copy().items())
+        return [StoredObject(p, len(one), at) for p, (one, at) in found if p.startswith(prefix) and p > after]
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.objects.pop(path, None)
+
+
+class ObjectStore:
+    """A store that obstore opens."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise BucketError(
+                "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
+            ) from error
+        self._obstore = obstore
+        kind, plain = urlsplit(address).scheme, address.partition("?")[0]
+        if kind == "file":
+            self._store: Any = from_url(plain, mkdir=True)
+            return
+        config = {name: str(value) for name, secret in KEYS[kind].items() if (value := find_secret(secret))}
+        if kind == "s3":
+            config |= {name: os.environ[known] for name, known in OPTIONS.items() if known in os.environ}
+        config |= parse_qsl(urlsplit(address).query)
+        client = {"allow_http": config.get("endpoint", "").startswith("http://"), "timeout": "10m"}
+        options: dict[str, Any] = {"config": config, "client_options": client, "retry_config": RETRY}
+        self._store = from_url(plain, **options)
+
+    def create(self, path: str, data: Buffer) -> bool:
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            self._obstore.put(self._store, path, data, mode="create", use_multipart=False)
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        return True
+
+    def read(self, path: str) -> bytes | None:
+        try:
+            return bytes(self._obstore.get(self._store, path).bytes())
+        except FileNotFoundError:
+            return None
+
+    def list(self, prefix: str, after: str) -> list[StoredObject]:
+        found = self._obstore.list(self._store, prefix, offset=after or None).collect()
+        rows = (StoredObject(one["path"], one["size"], one["last_modified"].timestamp()) for one in found)
+        return sorted(rows, key=lambda one: one.path)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        self._obstore.delete(self._store, list(paths))
+
+
+def checked_address(address: str) -> str:
+    require(
+        address.startswith(SCHEMES),
+        f"{address!r} is no mailbox: pass an address such as s3://bucket/folder or file:///shared/folder "
+        f"(kinds: {', '.join(SCHEMES)})",
+    )
+    return address
+
+
+class Bucket:
+    """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///shared/folder``.
+
+    The address may name a store's ``endpoint`` and ``region``, as in ``s3://bucket?endpoint=https://…``.
+    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `BucketError` if the
+    store cannot be opened.
+    """
+
+    def __init__(self, address: str, prefix: str) -> None:
+        self.address, self._root = checked_address(address), f"runs/{prefix}/"
+        self.requests = 0  # so far
+        self.sent_bytes = self.received_bytes = 0
+        self._behind_s: float | None = None  # of this machine's clock, behind the store's
+        self._store: Store
+        if address.startswith("memory://"):
+            self._store = MEMORY.setdefault(address, MemoryStore())
+            return
+        try:
+            self._store = ObjectStore(address)
+        except BucketError:
+            raise
+        except Exception as error:  # obstore's own, of an option that it does not know
+            raise BucketError(f"{address} cannot be opened: {_first_line(error)}") from error
+
+    async def _do(self, verb: Callable[..., T], *arguments: Any) -> T:
+        self.requests += 1
+        try:
+            return await asyncio.to_thread(verb, *arguments)
+        except PermissionError as error:
+            raise BucketError(self._refusal(error)) from error
+        except Exception as error:  # obstore has a class for each, under a base that is not public
+            if type(error).__name__ in ("UnauthenticatedError", "PermissionDeniedError"):
+                raise BucketError(self._refusal(error)) from error
+            raise BucketAway(f"{self.address} does not answer: {_first_line(error)}") from error
+
+    def _refusal(self, error: Exception) -> str:
+        secrets = KEYS.get(urlsplit(self.address).scheme, {}).values()
+        how = f"check {' and '.join(secrets)}" if secrets else "check the rights of its folder"
+        return f"{self.address} refuses this peer; {how}: they may have been revoked ({_first_line(error)})"
+
+    async def create(self, path: str, data: Buffer) -> bool:
+        """Write an object unless there is one at that path; return whether it was written."""
+        written = await self._do(self._store.create, self._root + path, data)
+        self.sent_bytes += len(data)
+        return written
+
+    async def read(self, path: str) -> bytes | None:
+        """Return an object, or None if there is none."""
+        data = await self._do(self._store.read, self._root + path)
+        self.received_bytes += len(data or b"")
+        return data
+
+    async def list(self, folder: str, after: str = "") -> list[StoredObject]:
+        """Return the objects of a folder whose paths sort after ``after``, sorted."""
+        root = self._root
+        after = after and root + after
+        found = await self._do(self._store.list, f"{root}{folder}/", after)
+        return [StoredObject(one.path.removeprefix(root), one.size_bytes, one.modified_at) for one in found]
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        if paths:
+            await self._do(self._store.delete, [self._root + path for path in paths])
+
+    def on_time(self, modified_at: float, written_at: float) -> None:
+        """Learn from an object of this peer, written at a time of the loop, how the store's clock goes."""
+        self._behind_s = modified_at - written_at
+
+    def now(self) -> float:
+        """Return the store's time, as far as it is known."""
+        return time.time() if self._behind_s is None else loop_now() + self._behind_s
+
+    async def require_conditional_writes(self) -> None:
+        """Raise `BucketError` unless the store keeps the first of two writes: no round would be sure."""
+        path = f"checks/{os.urandom(8).hex()}"
+        first, written_at = await self.create(path, b"first"), loop_now()
+        second = await self.create(path, b"second")
+        found, kept = await self.list("checks", path[:-1]), await self.read(path)
+        await self.delete([path])
+        mine = [one for one in found if one.path == path]
+        require(
+            first and not second and kept == b"first" and mine,
+            f"{self.address} overwrites objects that exist: a run needs a store with conditional writes, such as S3, "
+            "R2, MinIO, Google, Azure, or a folder",
+            BucketError,
+        )
+        self.on_time(mine[0].modified_at, written_at)
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.address}, {self.requests} requests)"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

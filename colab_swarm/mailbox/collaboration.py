@@ -1,0 +1,340 @@
+"""A trainer's part in a run whose rounds are in a bucket: nobody needs to be online with it."""
+
+import asyncio
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
+from colab_swarm.averaging.round import RoundResult
+from colab_swarm.errors import BucketAway, BucketError, MismatchError, require
+from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
+from colab_swarm.mailbox.bucket import Bucket
+from colab_swarm.mailbox.journal import LEAST_PAUSE_S, MOST_PAUSE_S, Journal
+from colab_swarm.mailbox.rounds import (
+    MISSING_S,
+    STATE_ROUNDS,
+    WINDOW,
+    Card,
+    ClosedRound,
+    PseudoGradient,
+    RoundChain,
+    decode,
+    encode,
+    folder_of,
+)
+from colab_swarm.net.peers import PeerId, short
+from colab_swarm.runtime import loop_now
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.catch_up import CaughtUp
+from colab_swarm.training.part import Apply, Due, TrainingPart
+from colab_swarm.training.progress import Branch, ProgressRecord, differing
+from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
+
+PLAUSIBLE = 8.0  # times the median speed: more is not believed of a member
+STOP_S = 60.0  # for a state to be written by a peer that leaves
+
+
+class MailboxCollaboration(TrainingPart):
+    """As `Collaboration`, by the objects of a ``bucket``; what only links need is ignored.
+
+    Raises ValueError if a setting does not go with a bucket.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        services: PeerServices,
+        settings: TrainingSettings,
+        own: ProgressRecord,
+        numel: int,
+        schema: bytes,
+        snapshot: Callable[[], Snapshot],
+        *_: object,
+    ) -> None:
+        super().__init__(services, settings, own)
+        _check_settings(settings)
+        self._schema, self._snapshot = schema, snapshot
+        self._journal = Journal(bucket, services, settings, numel)
+        self._chain: RoundChain | None = None  # None: not read yet
+        self._since = loop_now()  # when this peer learnt of the last manifest
+        self._put: int | None = None  # the round of the own contribution that no manifest lists yet
+        self._put_at: float | None = None  # None: in an earlier session
+        self._saving: asyncio.Task[None] | None = None  # a state
+        self._refused: BucketError | None = None  # why a round beside the trainer failed
+        self._speeds: dict[PeerId, float] = {}  # samples per second of the last round's other members
+
+    async def start(self) -> None:
+        journal = self._journal
+        await journal.bucket.require_conditional_writes()
+        agreed = (*self.progress.own.agreement, ("local_steps", str(self._settings.local_steps)))
+        await journal.bucket.create("card", journal.signed(Card, schema=self._schema, agreement=agreed))
+        theirs, _ = journal.opened(await journal.bucket.read("card"), Card, journal.bucket.now())
+        told = differing(theirs.agreement, agreed)
+        require(
+            not told and theirs.schema == self._schema,
+            f"the run trains this model with other settings: {told or 'another model'}. Use the run's, or pass "
+            "another name=… to swarm.optimizer(…)",
+            MismatchError,
+        )
+
+    async def stop(self) -> None:
+        await self.settled()
+        if self._saving is not None:
+            await asyncio.wait([self._saving], timeout=STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        self._tasks.cancel()
+
+    @property
+    def behind(self) -> bool:
+        return self._chain is None or self.progress.own.step != self._chain.round
+
+    async def catch_up(self) -> CaughtUp | None:
+        """Read the newest state and the rounds since then; the first peer writes its own state."""
+        self._update(syncing=True, samples=0.0)
+        journal, began_at, rounds = self._journal, loop_now(), list[ClosedRound]()
+        while True:
+            chain, snapshot = await journal.patiently(journal.read_state, self._snapshot)
+            rounds = [one async for one in journal.follow(chain)]
+            if snapshot is not None or not rounds:
+                break
+        if rounds:
+            self._learn(rounds[-1])
+        self._chain, self._since = rounds[-1].after if rounds else chain, loop_now()
+        self._put = None
+        if snapshot is None:
+            self._update(syncing=False)
+            return None
+        state, donors = snapshot.manifest, tuple(donor.hex() for donor in snapshot.donors)
+        seconds = loop_now() - began_at
+        self.services.events.emit(StateReceived(loop_now(), state.step, donors, state.size_bytes, seconds))
+        return snapshot, self._means(rounds)
+
+    def _means(self, rounds: Sequence[ClosedRound]) -> Iterator[Floats]:
+        values = np.empty(self._journal.numel, np.float32)
+        return (self._journal.mean(one, values) for one in rounds)
+
+    async def on_loaded(self) -> None:
+        """The objects of the bucket told the rest."""
+
+    async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+        self._steps_alone = 0
+        known = self._chain is not None and step == self._chain.round
+        self.progress.leap(step, lineage, syncing=not known)
+
+    async def distrust(self, donors: Sequence[PeerId]) -> None:
+        text = f"the state of {', '.join(map(short, donors))} does not load"
+        self.services.events.emit(Notice(loop_now(), text))
+
+    async def refresh(self) -> Branch:
+        return self.progress.branch()
+
+    async def report(self, samples: float, *, dropped: str | None = None) -> Due:
+        self._journal.until = math.inf
+        return await super().report(samples, dropped=dropped)
+
+    async def wait_due(self, deadline: float) -> Due:
+        """Contribute what there is: nobody else's samples are waited for."""
+        await self.on_gate()
+        self._check()
+        self._journal.until, due = deadline, self._due()
+        return due if due == "catching up" else "a round" if loop_now() < deadline else "nothing"
+
+    def _check(self) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+
+    async def _end_idle(self) -> None:
+        self._update(idle=False)
+
+    def _due(self) -> Due:
+        own = self.progress.own
+        if own.paused:
+            return "nothing"
+        if own.syncing or self.behind:
+            return "catching up"
+        # Each takes a part of the round by its speed, so that all end about the same time.
+        samples = own.samples * self._speed_of_all() / (own.samples_per_s or math.inf)
+        if samples >= self.progress.round_samples and not self._averaging_aside:
+            return "a round"
+        return self._due_alone(samples)
+
+    def _speed_of_all(self) -> float:
+        own, others = self.progress.own.samples_per_s, self._speeds.values()
+        most = PLAUSIBLE * statistics.median_low([own, *others])
+        return own + sum(min(one, most) for one in others)
+
+    async def _take_round(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
+        if not aside:
+            self._throughput.wait()
+        try:
+            return await self._rounds(given, apply, aside=aside)
+        except BucketAway:
+            return None
+        except BucketError as error:
+            if not aside:
+                raise
+            self._refused = error  # the trainer's next call raises it
+            return None
+        finally:
+            if not aside:
+                self._throughput.work(loop_now())
+
+    async def _rounds(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
+        """Contribute, and follow the rounds until one counts the contribution, or none will."""
+        bucket, began_at = self._journal.bucket, loop_now()
+        moved = bucket.sent_bytes, bucket.received_bytes
+        mine = await self._contribute(given)
+        while (one := await self._next()) is not None:
+            counted = one.counts(self.services.peers.id, mine)
+            over = counted or not given.weight or one.manifest.round >= mine + WINDOW
+            sent, received = bucket.sent_bytes - moved[0], bucket.received_bytes - moved[1]
+            result = self._result(one, sent, received, loop_now() - began_at)
+
+            def take(mean: Floats, counted: bool = counted, over: bool = over) -> bytes:
+                return apply(mean, counted=counted, over=over)
+
+            await self._settle(self._follow(one, given.values, result, take, aside=aside or not over))
+            if over:
+                self._put = None
+                if given.weight and not counted:
+                    text = f"the contribution to round {mine} came too late"
+                    self.services.events.emit(BatchDropped(loop_now(), text))
+                self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
+                return result
+        return None
+
+    async def _contribute(self, given: RoundInput) -> int:
+        """Write the contribution, and return its round; one that no manifest lists yet goes first."""
+        chain, own, journal = self._chain, self.progress.own, self._journal
+        assert chain is not None
+        if not given.weight:
+            return chain.round
+        if self._put is not None and chain.may_count(self.services.peers.id, self._put):
+            return self._put
+        data = journal.signed(
+            PseudoGradient,
+            await asyncio.to_thread(self._encoded, given),
+            round=chain.round,
+            base=chain.base,
+            weight=given.weight,
+            samples=given.samples,
+            samples_per_s=own.samples_per_s,
+            seconds=loop_now() - self._since,
+            name=own.name[:100],
+            loss=given.loss,
+        )
+        path = f"{folder_of(chain.round)}/{self.services.peers.id.hex()}"
+        written = await journal.patiently(journal.bucket.create, path, data)
+        # Else it is there from an earlier session, and counts.
+        self._put, self._put_at = chain.round, loop_now() if written else None
+        return chain.round
+
+    def _encoded(self, given: RoundInput) -> bytes:
+        codec, numel = self._journal.codec, self._journal.numel
+        content, feedback = encode(codec, given.values), given.encoding.feedback
+        if feedback is not None:
+            for span, piece in decode(codec, memoryview(content), numel):
+                feedback.cut_off(span.start, given.values[span], piece)
+        return content
+
+    async def _next(self) -> ClosedRound | None:
+        """Wait until the round is over, and close it if that is due; None if this peer waits no longer.
+
+        None also if another manifest replaced the last one: this peer must catch up.
+        """
+        chain, journal, me = self._chain, self._journal, self.services.peers.id
+        assert chain is not None
+        while True:
+            listing = await journal.patiently(journal.list, chain)
+            if (
+                self._put is not None
+                and self._put_at is not None
+                and (me, self._put) in listing.contributions
+            ):
+                journal.bucket.on_time(listing.contributions[me, self._put].modified_at, self._put_at)
+            if journal.replaced(chain, listing):
+                self._chain = None
+                return None
+            if (one := await journal.closed(chain, listing)) is not None:
+                return one
+            places, attempts = journal.open_places(chain, listing), listing.attempts(chain.round)
+            now, due_at = journal.bucket.now(), chain.due_at({place.member for place in places})
+            if attempts:  # nobody can follow the last one
+                due_at = max(due_at, attempts[0][1].modified_at + MISSING_S)
+            if now >= due_at:
+                await journal.close(chain, places, attempts[0][0] + 1 if attempts else 0)
+                continue
+            if loop_now() >= journal.until:
+                return None
+            likely_s = abs(chain.closed_at + chain.pace_s - now) / 2
+            pause_s = min(max(min(likely_s, due_at - now), LEAST_PAUSE_S), MOST_PAUSE_S)
+            await asyncio.sleep(min(pause_s, journal.until - loop_now()))
+
+    async def _follow(
+        self, one: ClosedRound, values: Floats, result: RoundResult, take: Apply, *, aside: bool
+    ) -> None:
+        lineage = await asyncio.to_thread(lambda: take(self._journal.mean(one, values)))
+        self._chain, self._since = one.after, loop_now()
+        self._learn(one)
+        self._advance(lineage, result, aside=aside)
+        self.services.averager.on_round(result)
+        if one.manifest.member == self.services.peers.id and one.after.round % STATE_ROUNDS == 0:
+            snapshot = await asyncio.to_thread(self._snapshot)
+            self._saving = self._tasks.spawn(self._save(one.after, snapshot))
+
+    async def _save(self, chain: RoundChain, snapshot: Snapshot) -> None:
+        with suppress(BucketError):  # the next writer saves the next one
+            await self._journal.write_state(chain, snapshot)
+            await self._journal.trim()
+
+    def _learn(self, one: ClosedRound) -> None:
+        """Take the members' figures: for the panel, and for this peer's part of a round."""
+        me, step = self.services.peers.id, one.after.round
+        others = {offer.head.member: offer.head for offer in one.offers.values() if offer.head.member != me}
+        records = {
+            member: ProgressRecord(
+                step,
+                b"",
+                samples=0.0,
+                samples_per_s=head.samples_per_s,
+                syncing=False,
+                reduces=False,
+                name=head.name,
+                loss=head.loss,
+            )
+            for member, head in others.items()
+        }
+        self.progress.on_records(records, now=loop_now())
+        self._speeds = {member: head.samples_per_s for member, head in others.items()}
+        self._journal.forget(one.after)
+
+    def _result(self, one: ClosedRound, sent: int, received: int, seconds: float) -> RoundResult:
+        settings, manifest, samples = self._settings, one.manifest, dict[PeerId, float]()
+        for entry in manifest.entries:
+            samples[entry.member] = samples.get(entry.member, 0.0) + entry.samples
+        codecs = settings.compression, settings.mean_compression
+        numel, schema = self._journal.numel, self._schema
+        terms = RoundTerms(settings.prefix, manifest.round, manifest.base, numel, schema, *codecs)
+        counts = sorted(samples.items())
+        members = tuple(GroupMember(member, (), count, share=1.0, samples=count) for member, count in counts)
+        traces = tuple(MemberTrace(member.hex(), count, 1 / len(counts)) for member, count in counts)
+        group, everyone = Group(one.after.base[:16], terms, members), tuple(member for member, _ in counts)
+        return RoundResult(group, everyone, (), (), sent, received, seconds, seconds, traces)
+
+
+def _check_settings(settings: TrainingSettings) -> None:
+    how = "in a bucket, pass swarm.optimizer(…, local_steps=30, compression='sparseloco')"
+    require(
+        isinstance(settings.local_steps, int) and settings.local_steps > 1,
+        f"local_steps={settings.local_steps!r}: {how}; each step would take several requests",
+    )
+    plain = settings.compression != "adaptive" and not settings.robust and settings.budget is None
+    require(plain, f"compression='adaptive', robust= and budget= are for runs over links: {how}")

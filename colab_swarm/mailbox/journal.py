@@ -1,0 +1,254 @@
+"""The objects of one model of a run: read, checked, signed and written. Peers lie; a fault is told of once."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from colab_swarm.errors import BucketAway, PeerError, ProtocolError, StateError, require
+from colab_swarm.events import Fault, Notice
+from colab_swarm.mailbox.bucket import Bucket, StoredObject
+from colab_swarm.mailbox.rounds import (
+    HEADER_BYTES,
+    MOST_MEMBERS,
+    PLACE,
+    WINDOW,
+    ClosedRound,
+    H,
+    Offer,
+    PseudoGradient,
+    RoundChain,
+    RoundListing,
+    RoundManifest,
+    StateHead,
+    content_digest,
+    differs,
+    encoded_bytes,
+    entries_of,
+    folder_of,
+    mean_of,
+    norm_of,
+    seal,
+    unseal,
+)
+from colab_swarm.net.peers import Role, remember
+from colab_swarm.runtime import loop_now
+from colab_swarm.tensors.chunks import Manifest, Snapshot
+from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.training.collaboration import SMALL_STATE, STATE_PER_VALUE
+from colab_swarm.training.settings import PeerServices, TrainingSettings
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+P = ParamSpec("P")
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 60.0  # between two looks at the bucket
+MANIFEST_BYTES = 1 << 20
+MAX_REMEMBERED = 10_000
+
+
+class Journal:
+    """What the members of a collaboration have written, and this one writes, in a ``bucket``."""
+
+    def __init__(
+        self, bucket: Bucket, services: PeerServices, settings: TrainingSettings, numel: int
+    ) -> None:
+        self.bucket, self._services, self._prefix = bucket, services, settings.prefix
+        self.codec, self.numel = codec_of(settings.compression), numel
+        self.until = math.inf  # when this peer no longer waits for a bucket that is away
+        self._away = False
+        self._faulty: dict[StoredObject, str] = {}  # objects that do not count, and why
+        self._read: dict[StoredObject, Offer] = {}
+
+    def signed(self, kind: type[H], content: bytes | memoryview = b"", **fields: Any) -> bytes:
+        peers = self._services.peers
+        digest = content_digest(content) if content else b""
+        statement = kind(
+            prefix=self._prefix,
+            key=peers.public_key,
+            membership=peers.membership,
+            content=digest,
+            **fields,
+        )
+        return seal(statement.signed(peers.sign), content)
+
+    def opened(self, data: bytes | None, kind: type[H], written_at: float) -> tuple[H, memoryview]:
+        """Return a member's statement; raises `ProtocolError` if it is none."""
+        require(data is not None, "it is not there", ProtocolError)
+        assert data is not None
+        statement, content = unseal(data, kind)
+        require(statement.prefix == self._prefix, "it is of another model", ProtocolError)
+        role = self._services.peers.role_by(statement.key, statement.membership, written_at)
+        require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
+        return statement, content
+
+    async def patiently(
+        self, ask: Callable[P, Coroutine[Any, Any, T]], *given: P.args, **more: P.kwargs
+    ) -> T:
+        """Ask the bucket until it answers; raises `BucketError` if it refuses this peer."""
+        pause_s = LEAST_PAUSE_S
+        while True:
+            try:
+                answer = await ask(*given, **more)
+            except BucketAway as error:
+                if loop_now() >= self.until:
+                    raise
+                if not self._away:
+                    self._services.events.emit(Fault(loop_now(), "the bucket", f"{error}; it is asked again"))
+                self._away = True
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                continue
+            if self._away:
+                self._away = False
+                self._services.events.emit(Notice(loop_now(), "the bucket answers again"))
+            return answer
+
+    async def read_state(self, own: Callable[[], Snapshot]) -> tuple[RoundChain, Snapshot | None]:
+        """Return where the run was and its state then, the newest that can be read.
+
+        Without any, this peer's ``own`` becomes the first one; then the state is None.
+        """
+        found = await self.bucket.list("states")
+        limit = STATE_PER_VALUE * self.numel + SMALL_STATE
+        for one in reversed(found):
+            try:
+                require(one.size_bytes <= limit, "it is too large", ProtocolError)
+                head, blob = self.opened(await self.bucket.read(one.path), StateHead, one.modified_at)
+                state = Manifest.decode(head.manifest)
+                values = np.frombuffer(blob, np.uint8).copy()
+                whole = Snapshot.of(state.subject, state.step, state.layout, values)
+                fits = whole.head == head.manifest and state.step == head.chain.round
+                require(fits, "its state is another", ProtocolError)
+            except (PeerError, StateError, ValueError) as error:
+                self._tell_fault(one, error)
+                continue
+            return head.chain, Snapshot(whole.manifest, whole.blob, (head.member,))
+        require(
+            not found, "no state in the bucket can be read: its writers may run another version", StateError
+        )
+        first = await asyncio.to_thread(own)
+        chain = RoundChain.begin(first.manifest.step, first.root, now=self.bucket.now())
+        if await self.write_state(chain, first):
+            return chain, None
+        return await self.read_state(own)
+
+    async def write_state(self, chain: RoundChain, snapshot: Snapshot) -> bool:
+        blob = memoryview(snapshot.blob.data)
+        data = await asyncio.to_thread(self.signed, StateHead, blob, chain=chain, manifest=snapshot.head)
+        return await self.bucket.create(f"states/{chain.round:08d}", data)
+
+    async def follow(self, chain: RoundChain) -> AsyncIterator[ClosedRound]:
+        """Yield the rounds that are over, from this place on."""
+        while True:
+            listing = await self.patiently(self.list, chain)
+            before = chain
+            while (one := await self.closed(chain, listing)) is not None:
+                yield one
+                chain = one.after
+            if chain is before:
+                return
+
+    async def list(self, chain: RoundChain) -> RoundListing:
+        """Return the objects of the rounds that may matter for the next one."""
+        first = max(chain.round - WINDOW, 0)
+        return RoundListing.of(await self.bucket.list("rounds", f"{folder_of(first)}/"))
+
+    async def closed(self, chain: RoundChain, listing: RoundListing) -> ClosedRound | None:
+        """Return the round of ``chain`` if a manifest closes it that can be followed."""
+        for attempt, place in listing.attempts(chain.round):
+            if place in self._faulty:
+                continue
+            try:
+                require(place.size_bytes <= MANIFEST_BYTES, "it is too large", ProtocolError)
+                data = await self.patiently(self.bucket.read, place.path)
+                manifest, _ = self.opened(data, RoundManifest, place.modified_at)
+                fault = chain.fault_of(manifest, written_at=place.modified_at)
+                require(not fault, fault, ProtocolError)
+            except PeerError as error:
+                self._tell_fault(place, error)
+                continue
+            assert data is not None
+            places = [listing.contributions.get((one.member, one.round)) for one in manifest.entries]
+            offers = await self._offers([one for one in places if one is not None], chain)
+            if any(one.digest not in offers for one in manifest.entries):
+                continue  # they may come yet
+            if fault := differs(manifest, [offers[one.digest] for one in manifest.entries]):
+                self._tell_fault(place, ProtocolError(fault))
+                continue
+            after = chain.after(manifest, content_digest(data), attempt=attempt, closed_at=place.modified_at)
+            return ClosedRound(manifest, offers, after)
+        return None
+
+    def open_places(self, chain: RoundChain, listing: RoundListing) -> Sequence[StoredObject]:
+        """Return the contributions that the round may list."""
+        return [
+            place
+            for (member, round), place in sorted(listing.contributions.items())
+            if chain.may_count(member, round) and place not in self._faulty
+        ][:MOST_MEMBERS]
+
+    def replaced(self, chain: RoundChain, listing: RoundListing) -> bool:
+        """Return True if another manifest replaced the last one."""
+        attempts = listing.attempts(chain.round - 1)
+        return bool(attempts) and attempts[0][0] > chain.attempt and attempts[0][1] not in self._faulty
+
+    def forget(self, chain: RoundChain) -> None:
+        """Forget the contributions that have counted or are too old."""
+        read = self._read.items()
+        self._read = {at: one for at, one in read if chain.may_count(one.head.member, one.head.round)}
+
+    def mean(self, one: ClosedRound, out: Floats) -> Floats:
+        return mean_of(one.manifest.entries, one.offers, self.numel, self.codec.name, out)
+
+    async def trim(self) -> None:
+        """Delete what is older than the state before the last one."""
+        states = await self.bucket.list("states")
+        first = int(states[-2:][0].path.rpartition("/")[2]) - WINDOW
+        rounds = await self.bucket.list("rounds")
+        old = [one.path for one in rounds if (at := PLACE.fullmatch(one.path)) and int(at[1]) < first]
+        await self.bucket.delete([*(one.path for one in states[:-2]), *old])
+
+    async def _offers(self, places: Sequence[StoredObject], chain: RoundChain) -> dict[bytes, Offer]:
+        """Read contributions; those that do not count are told of once and left out."""
+        missing = [one for one in places if one not in self._read and one not in self._faulty]
+        await asyncio.gather(*(self._read_offer(one, chain) for one in missing))
+        return {offer.digest: offer for one in places if (offer := self._read.get(one)) is not None}
+
+    async def _read_offer(self, place: StoredObject, chain: RoundChain) -> None:
+        found = PLACE.fullmatch(place.path)
+        assert found is not None
+        try:
+            require(place.size_bytes <= self._object_bytes, "it is too large", ProtocolError)
+            data = await self.patiently(self.bucket.read, place.path)
+            head, content = self.opened(data, PseudoGradient, place.modified_at)
+            assert data is not None
+            named = head.member.hex() == found[2] and head.round == int(found[1])
+            require(named, "it is another member's, or another round's", ProtocolError)
+            require(head.base == chain.digests.get(head.round), "it is of another branch", ProtocolError)
+            require(head.weight > 0, "it has no weight", ProtocolError)
+            norm = await asyncio.to_thread(norm_of, self.codec, content, self.numel)
+        except (PeerError, ValueError) as error:
+            self._tell_fault(place, error)
+            return
+        self._read[place] = Offer(head, content, content_digest(data), norm)
+
+    @property
+    def _object_bytes(self) -> int:
+        return HEADER_BYTES + encoded_bytes(self.codec, self.numel)
+
+    def _tell_fault(self, place: StoredObject, error: Exception) -> None:
+        remember(self._faulty, place, str(error), MAX_REMEMBERED)
+        text = f"{place.path} does not count: {error}"
+        logger.info("%s", text)
+        self._services.events.emit(Fault(loop_now(), "the bucket", text))
+
+    async def close(self, chain: RoundChain, places: Sequence[StoredObject], attempt: int) -> None:
+        """Write a manifest of the contributions that can be read, unless another member was first."""
+        if offers := await self._offers(places, chain):
+            entries = entries_of(offers.values())
+            data = self.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
+            path = f"{folder_of(chain.round)}/manifest-{attempt:02d}"
+            await self.patiently(self.bucket.create, path, data)

@@ -1,0 +1,338 @@
+"""Rounds in a bucket: what is written there, when a round closes, what counts. Pure.
+
+A round is closed by a *manifest*, which lists the contributions that count, with their weights and
+scales. The first one that is written for a round stands. So all peers apply the same means in the
+same order, and each contribution counts in one manifest or in none.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Self, TypeVar
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from colab_swarm.averaging.group import MAX_STEP
+from colab_swarm.errors import ProtocolError, require
+from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.net.identity import id_of
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, Signed
+from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats, codec_of
+from colab_swarm.training.progress import Agreement
+from colab_swarm.training.settings import HEAVIEST
+
+H = TypeVar("H", bound="Statement")
+PIECE = BLOCK_VALUES * MAX_BLOCKS  # values that are encoded at once
+WINDOW = 2  # rounds after its own in which a contribution may still be listed
+MOST_MEMBERS = 256  # of a round
+MOST_NORM = 4.0  # median norms of a contribution; larger ones are scaled down
+GRACE_S = (
+    30.0  # a round waits for absent members for two usual rounds and this long, then closes without them
+)
+PATIENCE = 1.5  # usual rounds after which it closes without a minority
+MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one may replace it
+MIN_PACE_S, MAX_PACE_S = 1.0, 6 * 3600.0
+HEADER_BYTES = 1 << 16  # at most
+PLACE: Final = re.compile(r"rounds/([0-9]{8})/(?:([0-9a-f]{64})|manifest-([0-9]{2}))")
+STATE_ROUNDS = 16  # from one state in the bucket to the next
+
+
+def folder_of(round: int) -> str:
+    return f"rounds/{round:08d}"
+
+
+Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+Round = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Statement(Signed, frozen=True, kw_only=True):
+    """What a member writes: signed, about one model of a run, with its membership."""
+
+    prefix: Annotated[str, msgspec.Meta(max_length=200)]
+    key: Key
+    membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
+    content: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # digest of what follows it in the object
+
+    @property
+    def member(self) -> PeerId:
+        return id_of(self.key)
+
+
+class Card(Statement, frozen=True, kw_only=True):
+    """``card``: what the peers of a model have agreed on; the first one that is written stands."""
+
+    schema: bytes
+    agreement: Agreement
+
+
+class PseudoGradient(Statement, frozen=True, kw_only=True):
+    """``rounds/ROUND/MEMBER``: a pseudo-gradient, which follows encoded."""
+
+    round: Round
+    base: Hash  # digest of the manifest that this member's model was at
+    weight: Figure
+    samples: Figure
+    samples_per_s: Figure  # of this member
+    seconds: Figure  # since it knew that manifest
+    name: Annotated[str, msgspec.Meta(max_length=100)]  # for people
+    loss: float | None = None
+
+
+class ManifestEntry(Message, frozen=True):
+    """A contribution that counts."""
+
+    member: PeerId
+    round: Round
+    digest: Hash  # of the object
+    weight: Figure
+    scale: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    samples: Figure
+    seconds: Figure
+
+
+class RoundManifest(Statement, frozen=True, kw_only=True):
+    """``rounds/ROUND/manifest-ATTEMPT``: closes a round."""
+
+    round: Round
+    base: Hash  # digest of the manifest before
+    entries: Annotated[tuple[ManifestEntry, ...], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+
+
+class RoundChain(Message, frozen=True):
+    """Where the run is: its next ``round``, and what is known of the last ones."""
+
+    round: Round
+    digests: dict[int, Hash]  # of the manifest before round r, for the rounds of the window
+    closed_at: float  # the last manifest, by the store's clock
+    attempt: int = 0  # of the last manifest
+    pace_s: float = MAX_PACE_S / 2  # the median time of a round's contributors
+    members: tuple[PeerId, ...] = ()  # of the last round
+    listed: tuple[tuple[PeerId, int], ...] = ()  # members and rounds of contributions that counted
+
+    @classmethod
+    def begin(cls, round: int, root: bytes, *, now: float) -> Self:
+        """Return the chain before the first round, of the state with this digest."""
+        return cls(round, {round: root}, now)
+
+    @property
+    def base(self) -> bytes:
+        return self.digests[self.round]
+
+    def due_at(self, present: Collection[PeerId]) -> float:
+        """Return when the round may close with these members; at once if nobody of the last one is missing."""
+        missing = set(self.members).difference(present)
+        if not present:
+            return math.inf
+        if not missing:
+            return self.closed_at
+        if self.is_quorum(present):
+            return self.closed_at + PATIENCE * self.pace_s
+        return self.deadline
+
+    @property
+    def deadline(self) -> float:
+        """When a round may close without the majority of the last one's members."""
+        return self.closed_at + 2 * self.pace_s + GRACE_S
+
+    def is_quorum(self, members: Collection[PeerId]) -> bool:
+        return 2 * len(set(self.members).intersection(members)) > len(self.members)
+
+    def may_count(self, member: PeerId, round: int) -> bool:
+        return self.round - WINDOW <= round <= self.round and (member, round) not in self.listed
+
+    def fault_of(self, manifest: RoundManifest, *, written_at: float) -> str:
+        """Return what is wrong with a manifest of this round, apart from its contributions; or nothing."""
+        places = [(entry.member, entry.round) for entry in manifest.entries]
+        if (manifest.round, manifest.base) != (self.round, self.base):
+            return "it does not follow the manifest before"
+        if places != sorted(set(places)) or not all(self.may_count(*place) for place in places):
+            return "it lists a contribution twice, or one that is too old"
+        late = written_at + 1.0 >= self.deadline  # S3 has whole seconds
+        if not (late or not self.members or self.is_quorum([member for member, _ in places])):
+            return "it leaves out most members of the last round"
+        return ""
+
+    def after(
+        self, manifest: RoundManifest, digest: bytes, *, attempt: int, closed_at: float
+    ) -> "RoundChain":
+        entries, round = manifest.entries, self.round + 1
+        pace_s = statistics.median_low(entry.seconds for entry in entries)
+        listed = [*self.listed, *((entry.member, entry.round) for entry in entries)]
+        return RoundChain(
+            round,
+            {r: one for r, one in {**self.digests, round: digest}.items() if r >= round - WINDOW},
+            closed_at,
+            attempt,
+            min(max(pace_s, MIN_PACE_S), MAX_PACE_S),
+            tuple(sorted({entry.member for entry in entries})),
+            tuple(one for one in listed if one[1] >= round - WINDOW),
+        )
+
+
+@dataclass(frozen=True)
+class RoundListing:
+    """The objects of the last rounds."""
+
+    contributions: dict[tuple[PeerId, int], StoredObject]
+    manifests: dict[int, list[tuple[int, StoredObject]]]  # attempts at each round, the last one first
+
+    @classmethod
+    def of(cls, found: Iterable[StoredObject]) -> "RoundListing":
+        listing = cls({}, {})
+        for one in found:
+            if (place := PLACE.fullmatch(one.path)) is None:
+                continue
+            round, member, attempt = int(place[1]), place[2], place[3]
+            if member:
+                listing.contributions[PeerId(bytes.fromhex(member)), round] = one
+            else:
+                listing.manifests.setdefault(round, []).insert(0, (int(attempt), one))
+        return listing
+
+    def attempts(self, round: int) -> list[tuple[int, StoredObject]]:
+        """Return the manifests of a round, the last first.
+
+        A later attempt replaces one that nobody could follow: it is older than `MISSING_S`, and no round was built
+        on it.
+        """
+        built = min((one.modified_at for _, one in self.manifests.get(round + 1, ())), default=math.inf)
+        counted: list[tuple[int, StoredObject]] = []
+        for attempt, one in reversed(self.manifests.get(round, [])):
+            before = counted[0][1].modified_at if counted else -math.inf
+            if one.modified_at + 1 >= before + MISSING_S and (not counted or one.modified_at < built):
+                counted.insert(0, (attempt, one))
+        return counted
+
+
+class StateHead(Statement, frozen=True, kw_only=True):
+    """``states/ROUND``: a training state before that round, whose blob follows."""
+
+    chain: RoundChain
+    manifest: bytes  # the state's own, in chunks
+
+
+def seal(statement: Statement, content: Buffer = b"") -> bytes:
+    """Return an object: the statement's length in 4 bytes, the statement, and the content that it names."""
+    head = statement.encode()
+    return b"".join((len(head).to_bytes(4, "big"), head, content))
+
+
+def content_digest(content: Buffer) -> bytes:
+    return blake3(content, max_threads=blake3.AUTO).digest()
+
+
+def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
+    """Return a statement that its own key signed, and the content; raises `ProtocolError`."""
+    length = int.from_bytes(data[:4], "big")
+    require(4 + length <= len(data), f"an object of {len(data)} bytes is cut off", ProtocolError)
+    head, content = data[4 : 4 + length], memoryview(data)[4 + length :]
+    statement = decoded(head, kind, f"no readable {kind.__name__}", ProtocolError)
+    require(statement.is_signed_by(statement.key), "its signature is wrong", ProtocolError)
+    named = statement.content or content_digest(b"")
+    require(content_digest(content) == named, "it is cut off or changed", ProtocolError)
+    return statement, content
+
+
+def encode(codec: Codec, values: Floats) -> bytes:
+    return b"".join(codec.encode(values[at : at + PIECE]) for at in range(0, len(values), PIECE))
+
+
+def encoded_bytes(codec: Codec, numel: int) -> int:
+    whole, last = divmod(numel, PIECE)
+    return whole * codec.encoded_bytes(PIECE) + codec.encoded_bytes(last)
+
+
+def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, Floats]]:
+    """Yield the pieces of an encoded vector; raises ValueError if it is invalid."""
+    begin = 0
+    for at in range(0, numel, PIECE):
+        count = min(PIECE, numel - at)
+        end = begin + codec.encoded_bytes(count)
+        yield slice(at, at + count), codec.decode(content[begin:end], count)
+        begin = end
+    require(begin == len(content), f"{len(content)} encoded bytes, {begin} expected")
+
+
+def norm_of(codec: Codec, content: memoryview, numel: int) -> float:
+    """Return the norm of an encoded vector; raises ValueError if it is invalid or not finite."""
+    squares = sum(float(piece.astype(np.float64) @ piece) for _, piece in decode(codec, content, numel))
+    require(math.isfinite(squares), "it has values that are not finite")
+    return math.sqrt(squares)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A contribution as it was read: whole, signed by a member, and finite."""
+
+    head: PseudoGradient
+    content: memoryview
+    digest: bytes
+    norm: float
+
+
+def entries_of(offers: Iterable[Offer]) -> tuple[ManifestEntry, ...]:
+    """Return what the contributions count for, in the order of the mean.
+
+    Nobody weighs more than `HEAVIEST` median members, and none is longer than `MOST_NORM` median ones.
+    """
+    ordered = sorted(offers, key=lambda one: (one.head.member, one.head.round))
+    weight = statistics.median_low(one.head.weight for one in ordered)
+    norm = statistics.median_low(one.norm for one in ordered)
+    return tuple(
+        ManifestEntry(
+            one.head.member,
+            one.head.round,
+            one.digest,
+            min(one.head.weight, HEAVIEST * weight),
+            min(1.0, MOST_NORM * norm / one.norm) if one.norm else 1.0,
+            one.head.samples,
+            one.head.seconds,
+        )
+        for one in ordered
+    )
+
+
+def differs(manifest: RoundManifest, offers: Sequence[Offer]) -> str:
+    """Return what its entries say wrongly of the contributions, or nothing."""
+    for mine, theirs in zip(entries_of(offers), manifest.entries, strict=True):
+        if not (
+            math.isclose(mine.weight, theirs.weight, rel_tol=1e-3)
+            and math.isclose(mine.scale, theirs.scale, rel_tol=1e-3)
+            and (mine.samples, mine.seconds) == (theirs.samples, theirs.seconds)
+        ):
+            return "its weights are not those of the contributions"
+    return ""
+
+
+def mean_of(
+    entries: Sequence[ManifestEntry], offers: Mapping[bytes, Offer], numel: int, codec: str, out: Floats
+) -> Floats:
+    """Write the weighted mean ``sum_i w_i s_i v_i / sum_i w_i`` to ``out``, bit-equal at all peers.
+
+    NumPy multiplies and adds float32 in the order of the entries; no instruction fuses the two.
+    """
+    out.fill(0.0)
+    total = math.fsum(entry.weight for entry in entries) or 1.0
+    for entry in entries:
+        factor = np.float32(entry.weight * entry.scale / total)
+        for span, piece in decode(codec_of(codec), offers[entry.digest].content, numel):
+            out[span] += piece * factor
+    return out
+
+
+@dataclass(frozen=True)
+class ClosedRound:
+    """A round that is over: its manifest, the contributions that count by their digests, and the chain after it."""
+
+    manifest: RoundManifest
+    offers: dict[bytes, Offer]
+    after: RoundChain
+
+    def counts(self, member: PeerId, round: int) -> bool:
+        return any((entry.member, entry.round) == (member, round) for entry in self.manifest.entries)
