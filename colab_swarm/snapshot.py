@@ -91,6 +91,7 @@ class SwarmSnapshot:
     leaderboard: tuple[
         ContributionRow, ...
     ] = ()  # contributions, most samples first; its own are of this moment
+    forecast: str = ""  # bytes and seconds of a round, as they are and as planned; empty without a plan
     silent: str = ""  # the peer that the round waits for, in words; empty if there is none
     session: SessionTime | None = None  # None if its limit is unknown
     paused: bool = False  # whether the user has paused this peer's work

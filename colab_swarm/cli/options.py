@@ -96,7 +96,7 @@ JOIN: Arguments = {
     "--lr": ("LAMB learning rate", FLOAT | {"default": 1e-2}),
     "--compression": ("float16, int8, adaptive, int4, sparseloco, topk:0.01 …", {"default": "float32"}),
     "--overlap": ("compute during an averaging round", FLAG),
-    "--local-steps": ("local steps per round: a number, or auto", {"type": number_or_auto, "default": 1}),
+    "--local-steps": ("local steps from one round to the next", {"type": int, "default": 1}),
     "--gb-per-hour": ("traffic budget, GB/h", FLOAT),
     "--mbit-s": ("traffic budget per direction, Mbit/s", FLOAT),
     **PEER,

@@ -150,6 +150,8 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
             figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
         if snapshot.last_share is not None:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step"
+        if snapshot.forecast:
+            figures["a round sends"] = snapshot.forecast
     return figures | {"sent": size(snapshot.sent_bytes), "received": size(snapshot.received_bytes)}
 
 

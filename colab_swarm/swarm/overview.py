@@ -6,6 +6,7 @@ network call, no file. Slow readings run in the background and appear a moment l
 
 import logging
 import re
+import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,11 @@ from colab_swarm.events import (
     StepFinished,
     Waited,
 )
-from colab_swarm.markup import duration, plain
+from colab_swarm.markup import duration, plain, size
 from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
+from colab_swarm.training.communication import Communication
 from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_participants
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution, Contributions
@@ -86,6 +88,7 @@ class Overview:
         self._rounds: tuple[RoundFinished, ...] = ()
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
         self._counted = Counter[str]()  # samples of the rounds that this peer was in, by hex id
+        self.plan: Communication | str | None = None  # of the newest optimizer
         self._silent: Waited | None = None  # the round waits for it
         self._bottlenecks = set[frozenset[str]]()  # of the averaging, each told once
         self._names: dict[str, str] = {}  # by short id
@@ -185,9 +188,21 @@ class Overview:
             step=progress.own.step,
             samples_per_s=progress.samples_per_s(),
             target_batch_size=progress.round_samples,
+            forecast=self._forecast(),
             accumulated=sum(record.samples for record in progress.records.values()),
             own_samples_per_s=progress.own.samples_per_s,
             eta_s=None if eta_s == float("inf") else eta_s,
+        )
+
+    def _forecast(self) -> str:
+        """Return the planned round and the usual one of the last, in words; empty without a plan."""
+        if not (isinstance(self.plan, Communication) and self._rounds):
+            return ""
+        sent = statistics.median(one.sent_bytes for one in self._rounds)
+        seconds = statistics.median(one.seconds for one in self._rounds)
+        wanted = self.plan.chosen
+        return (
+            f"{size(sent)} in {seconds:.2g} s\nforecast {size(wanted.sent_bytes)} in {wanted.round_s:.2g} s"
         )
 
     def _trained(self) -> "TrainingPart | None":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from colab_swarm.averaging.moshpit import ArrayAverages, MoshpitResult
 from colab_swarm.dht.service import on_loop
@@ -189,6 +189,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         max_grad_norm: float | None = None,
         name: str = "model",
         budget: "TrafficBudget | None" = None,
+        communication: 'Communication | Literal["auto"] | None' = None,
         **options: Any,
     ) -> "SwarmOptimizer":
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`.
@@ -206,6 +207,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
             budget: limits the traffic of this peer.
+            communication: a `plan`, or "auto": as the others of this model do. The panel shows forecast and fact.
             **options: see `TrainingSettings`. All peers use the same, except for ``overlap``.
 
         Raises:
@@ -213,13 +215,15 @@ class Swarm(AbstractContextManager["Swarm"]):
             MismatchError: the swarm trains another model, or with other settings; the text has both values.
             StateError: a swarm trains this model already, but no peer could send its state.
         """
-        from colab_swarm.mailbox import part_for
+        from colab_swarm.mailbox import options_for, part_for
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.state import CheckpointFolder
 
         self._check(worker=True)
-        settings = TrainingSettings(f"{self.run_id}/{name}", float(target_batch_size), budget, **options)
+        self._overview.plan, prefix = communication, f"{self.run_id}/{name}"
+        options = self.runtime.call(options_for(communication, self.services, prefix)) | options
+        settings = TrainingSettings(prefix, float(target_batch_size), budget, **options)
         local, sparse = settings.local_steps != 1, settings.is_sparse_local
         rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local, model, sparse)
         if (before := self.optimizers.pop(name, None)) is not None:
@@ -233,7 +237,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return trained
 
     def plan(self, model: "nn.Module | int", *, step_s: float, peers: int | None = None) -> Communication:
-        """Forecast ways to communicate by the measured line, and choose one: ``**plan.options`` for `optimizer`.
+        """Forecast ways to communicate by the measured line, and choose one: ``communication=`` of `optimizer`.
 
         Args:
             model: its trained parameters are sent, or their number.
@@ -241,7 +245,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             peers: that train; None: those that are linked now, at least two.
         """
         here, count = self.services.peers.statistics(), len(self.services.peers.linked()) + 1
-        return plan_communication(model, step_s, peers or max(2, count), (here.upload_bps, here.download_bps))
+        line, in_bucket = (here.upload_bps, here.download_bps), bool(self.services.mailbox)
+        return plan_communication(model, step_s, peers or max(2, count), line, in_bucket=in_bucket)
 
     def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.

@@ -88,14 +88,14 @@ differently take the state of the peer that began. Options for slow links:
 | `compression="int2"`, `"onebit"` | a quarter, or an eighth, of a byte a value; only with error feedback |
 | `compression="topk:0.01"`, `"sparseloco"` | a twentieth, or a 36th, of a byte; only with error feedback |
 | `overlap=True` | compute during a round; the update comes exactly one step late |
-| `local_steps=8` or `"auto"` | every peer takes steps alone, then the swarm averages the parameters (DiLoCo) |
+| `local_steps=8` | every peer takes steps alone, then the swarm averages the parameters (DiLoCo) |
 | `local_steps=30, compression="sparseloco"` | 4,000 times fewer bytes sent than each step's float32 (SparseLoCo) |
 | `local_steps=30, overlap=True` | a round hides behind the local steps, which go on from its result |
 | `robust="clip"` | flipped or huge gradients of a third of the peers do little harm; the mean is not exact |
-| `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits, takes local steps |
+| `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits |
 
 `swarm.plan(model, step_s=12)` forecasts ways to communicate on the measured line in one table, and chooses one:
-`swarm.optimizer(…, **plan.options)`.
+`swarm.optimizer(…, communication=plan)`. Who joins passes ``communication="auto"``, and does as the others.
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are
 one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else

@@ -25,7 +25,7 @@ def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[st
         "max_grad_norm": f"{rule.max_grad_norm:g}" if rule.max_grad_norm else "",
         "target_batch_size": f"{settings.target_batch_size:g}",
         "weight_unit": settings.weight_unit,
-        "local steps": "yes" if rule.local else "",
+        "local_steps": f"{settings.local_steps}" if rule.local else "",
         "compression": settings.compression,
         "mean_compression": settings.mean_compression,
         "robust": settings.robust,

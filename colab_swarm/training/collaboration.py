@@ -320,8 +320,6 @@ class Collaboration(TrainingPart):
             self.plan = self._policy.choose(result.group, compute_s)
             if self.plan not in (None, before):
                 self.services.events.emit(Notice(now, f"budget: {self.plan}"))
-        if self._settings.local_steps == "auto" and self.plan is not None:
-            self._update(local_steps=self.plan.local_steps)
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         # By their records, the last round or a call: a record may be late.

@@ -4,20 +4,24 @@ A round is forecast by the linear program of its shares (`plan_round`), as among
 ways are in the order of their loss at equal tokens, best first: `python -m colab_swarm.bench loss-per-byte`.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.averaging.group import RoundTerms, Ticket
 from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
 from colab_swarm.errors import require
+from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import mean_codec_for
+from colab_swarm.training.progress import Agreement, ProgressRecord
 
 if TYPE_CHECKING:
     from torch import nn
 
 LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
 ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
+BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
 MOST_WAITS = 0.1  # of the time; the first way that waits no longer is chosen
 HOME_BPS = 20e6, 100e6  # upload and download where nothing is measured
 
@@ -77,33 +81,70 @@ class Communication:
 
 
 def plan_communication(
-    model: "nn.Module | int", step_s: float, peers: int, line_bps: tuple[float | None, float | None]
+    model: "nn.Module | int",
+    step_s: float,
+    peers: int,
+    line_bps: tuple[float | None, float | None],
+    *,
+    in_bucket: bool = False,
 ) -> Communication:
     """Forecast the ways for a model, or a number of trained values, and choose the first that waits little.
 
     Args:
         step_s: seconds in which all peers together compute a step of ``target_batch_size`` samples.
         line_bps: upload and download of each peer, bits per second; None: that of a home.
+        in_bucket: rounds are objects in a bucket, where each peer reads all contributions.
     """
     trained = [] if isinstance(model, int) else [one for one in model.parameters() if one.requires_grad]
     numel = model if isinstance(model, int) else sum(one.numel() for one in trained)
     require(numel > 0 and step_s > 0, f"{numel} trained values, step_s={step_s}: both must be above 0")
     line = tuple(measured or usual for measured, usual in zip(line_bps, HOME_BPS, strict=True))
-    forecasts = tuple(_forecast(name, options, numel, step_s, peers, line) for name, options in WAYS.items())
+    rounds = _in_bucket if in_bucket else _over_links
+    forecasts = tuple(
+        _forecast(name, options, step_s, *rounds(options.get("compression", "float32"), numel, peers, line))
+        for name, options in WAYS.items()
+        if not in_bucket or "local_steps" in options
+    )
     enough = (one for one in forecasts if one.waits <= MOST_WAITS)
     chosen = next(enough, min(forecasts, key=lambda one: one.waits))
     return Communication(forecasts, chosen, _why(forecasts, chosen))
 
 
-def _forecast(
-    name: str, options: dict[str, Any], numel: int, step_s: float, peers: int, line: Sequence[float]
-) -> Forecast:
-    codec = options.get("compression", "float32")
+def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
+    """Return the agreement of most peers that train; empty if none does."""
+    agreements = Counter(one.agreement for one in records.values() if one.agreement and not one.syncing)
+    return max(sorted(agreements), key=lambda one: agreements[one], default=())
+
+
+def options_by(agreement: Agreement) -> dict[str, Any]:
+    """Return the options for `Swarm.optimizer` that communicate as the peers have agreed."""
+    require(
+        agreement,
+        "nobody trains this model yet, so there is nothing to adopt: pass communication=swarm.plan(model, step_s=…)",
+    )
+    agreed = dict(agreement)
+    found: dict[str, Any] = {name: agreed[name] for name in ("compression", "mean_compression")}
+    if "local_steps" in agreed:
+        exact = found["compression"] in ("float32", "float16", "bfloat16")
+        found |= {"local_steps": int(agreed["local_steps"]), "overlap": True, "error_feedback": not exact}
+    return found
+
+
+def _over_links(codec: str, numel: int, peers: int, line: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds of a round, and the bytes that a peer sends."""
     terms = RoundTerms("", 0, b"", numel, codec=codec, mean_codec=mean_codec_for(codec))
     tickets = [Ticket(terms, 1.0, upload_bps=line[0], download_bps=line[1])] * peers
     round_s = ROUND_S + plan_round(tickets, [1.0] * peers).averaging_s if peers > 1 else 0.0
     others = (peers - 1) / peers
-    sent = others * (encoded_bytes(codec, numel) + mean_bytes(terms, peers))
+    return round_s, others * (encoded_bytes(codec, numel) + mean_bytes(terms, peers))
+
+
+def _in_bucket(codec: str, numel: int, peers: int, line: Sequence[float]) -> tuple[float, float]:
+    sent = encoded_bytes(codec, numel)
+    return BUCKET_S + 8 * sent / line[0] + 8 * peers * sent / line[1], float(sent)
+
+
+def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float, sent: float) -> Forecast:
     computed_s = step_s * options.get("local_steps", 1)
     period_s = max(computed_s, round_s) if options.get("overlap") else computed_s + round_s
     steps_per_hour = 3600 * options.get("local_steps", 1) / period_s

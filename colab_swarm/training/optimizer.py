@@ -119,7 +119,6 @@ class SwarmOptimizer(WrappedOptimizer):
 
     async def _start(self, name: str, *, syncing: bool) -> TrainingPart:
         replica, settings = self._replica, self.settings
-        steps = 1 if settings.local_steps == "auto" else settings.local_steps
         own = ProgressRecord(
             replica.step,
             replica.lineage,
@@ -128,7 +127,6 @@ class SwarmOptimizer(WrappedOptimizer):
             syncing=syncing,
             reduces=False,
             name=name,
-            local_steps=steps,
             agreement=self._agreement,
         )
         collaboration = self._part(

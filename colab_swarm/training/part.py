@@ -31,8 +31,8 @@ class TrainingPart(ABC):
 
     def __init__(self, services: PeerServices, settings: TrainingSettings, own: ProgressRecord) -> None:
         self.services, self._settings = services, settings
-        local, target = settings.local_steps != 1, settings.target_batch_size
-        self.progress = Progress(services.peers.id, own, settings.prefix, target, local=local)
+        steps, target = settings.local_steps, settings.target_batch_size
+        self.progress = Progress(services.peers.id, own, settings.prefix, target, local_steps=steps)
         self.plan: CommunicationPlan | None = None  # with a traffic budget
         self._throughput = ThroughputEstimator(loop_now())
         self._wake, self._moved = asyncio.Event(), asyncio.Event()

@@ -35,7 +35,6 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
-MAX_LOCAL_STEPS = 64
 EXTRAPOLATE_S = 3.0
 DISTRUST_S, MAX_DISTRUST_S = 300.0, 6 * 3600.0  # at first, and of peers that fail again and again
 SHORT, RECENT_ROUNDS = 0.8, 10  # a round under 80 % full among the last 10 makes early calls suspect
@@ -88,7 +87,6 @@ class ProgressRecord(Message, frozen=True):
     name: str  # for people
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
-    local_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_LOCAL_STEPS)] = 1  # least between two rounds
     upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
@@ -153,7 +151,7 @@ class Branch:
 
 
 class Progress:
-    """The swarm's progress as this peer knows it; ``local``: peers take steps between two rounds."""
+    """The swarm's progress as this peer knows it; peers take ``local_steps`` from one round to the next."""
 
     def __init__(
         self,
@@ -162,9 +160,9 @@ class Progress:
         prefix: str = "",
         target_batch_size: float = 0.0,
         *,
-        local: bool = False,
+        local_steps: int = 1,
     ) -> None:
-        self.me, self.own, self.prefix, self._local = me, own, prefix, local
+        self.me, self.own, self.prefix, self.local_steps = me, own, prefix, local_steps
         self.target_batch_size = target_batch_size
         self.assistants: dict[PeerId, AssistantRecord] = {}  # believed alive
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
@@ -476,11 +474,6 @@ class Progress:
 
     def batch_full(self, now: float) -> bool:
         return self.samples(now) >= self.round_samples
-
-    @property
-    def local_steps(self) -> int:
-        """Steps between two rounds: the most that any peer's record requires."""
-        return max(record.local_steps for record in self.records.values()) if self._local else 1
 
     @property
     def round_samples(self) -> float:

@@ -2,7 +2,7 @@
 
 A peer decides after each round how to save traffic, cheapest for the swarm first. It stops reducing
 for others, if another peer reduces and the volume is bounded (a bound on speed makes its share
-smaller). Then it sends 8 bits a value. Then it requests more local steps between two rounds.
+smaller). Then it sends 8 bits a value.
 """
 
 import math
@@ -20,12 +20,12 @@ from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
-from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
 ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
 ROUND_PART = 0.5  # longest round at the budget's speed, as a part of the computing time
 SAVING = "int8"
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
+MAX_LOCAL_STEPS = 1000
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
@@ -48,14 +48,12 @@ class TrafficBudget:
 class CommunicationPlan:
     reduces: bool  # for other peers
     precision: str  # of its contributions
-    local_steps: int  # that it requests between two rounds
     within: bool  # whether the resulting traffic is within the budget
 
     def __str__(self) -> str:
         reducing = "reduces" if self.reduces else "reduces nothing"
-        steps = f", {self.local_steps} local steps" if self.local_steps > 1 else ""
         verdict = "within the budget" if self.within else "OVER the budget: nothing is left to save"
-        return f"{reducing}, sends {self.precision}{steps}: {verdict}"
+        return f"{reducing}, sends {self.precision}: {verdict}"
 
 
 class TrafficBudgetPolicy:
@@ -79,7 +77,7 @@ class TrafficBudgetPolicy:
         """Return the plan after a round of ``group``; None while the time of a step is unknown."""
         if not self._step_s:
             return None
-        precision, steps = self._settings.compression, 1
+        precision = self._settings.compression
         volume, _ = self._ratios(group, True, precision, compute_s)
         others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
         reduces = not (others_reduce and volume > 1)  # a slow link gets a smaller share by the strategy
@@ -88,9 +86,7 @@ class TrafficBudgetPolicy:
         if over > 1 and encoded_bytes(SAVING, numel) < encoded_bytes(precision, numel):
             precision = SAVING
             over = max(self._ratios(group, reduces, precision, compute_s))
-        if over > 1 and self._settings.local_steps == "auto":
-            steps = min(math.ceil(over), MAX_LOCAL_STEPS)
-        return CommunicationPlan(reduces, precision, steps, over <= steps)
+        return CommunicationPlan(reduces, precision, over <= 1)
 
     def _ratios(self, group: Group, reduces: bool, precision: str, compute_s: float) -> tuple[float, float]:
         terms, others = group.terms, len(group.members) - 1
@@ -186,7 +182,7 @@ class TrainingSettings:
             computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps
             the model goes on from the round's result as soon as it is there, and keeps the steps since its begin.
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
-            resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
+            resulting parameters (DiLoCo), for as many times less traffic.
             With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
             the outer momentum; a contribution has 146 times fewer bytes than float32.
         robust: "clip" averages by CenteredClip (BTARD, section 3): up to a third of the peers may send flipped or
@@ -204,7 +200,7 @@ class TrainingSettings:
     mean_compression: str = ""
     error_feedback: bool = False
     overlap: bool = False
-    local_steps: int | Literal["auto"] = 1
+    local_steps: int = 1
     robust: Literal["", "clip"] = ""
     matchmaking_timeout_s: float = 5.0
 
@@ -215,8 +211,8 @@ class TrainingSettings:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
         Precision(self.compression), Precision(self.mean_compression)
         require(
-            steps == "auto" or (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS),
-            f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'",
+            isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS,
+            f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}",
         )
         how = f"robust={self.robust!r}: pass 'clip', or nothing for the exact mean"
         require(self.robust in ("", "clip"), how)

@@ -22,7 +22,9 @@ def rounds_of(objects: Iterable[tuple[str, bytes]]) -> tuple[list[RoundManifest]
         else:
             manifests.append(unseal(data, RoundManifest)[0])
             digests.append(content_digest(data))
-    assert [one.round for one in manifests] == list(range(manifests[0].round, manifests[0].round + len(manifests)))
+    assert [one.round for one in manifests] == list(
+        range(manifests[0].round, manifests[0].round + len(manifests))
+    )
     assert [one.base for one in manifests[1:]] == digests[:-1]
     listed = [(entry.member, entry.round) for one in manifests for entry in one.entries]
     assert len(listed) == len(set(listed)) and set(listed) <= written

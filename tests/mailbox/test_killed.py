@@ -76,7 +76,9 @@ def test_processes_that_are_killed_at_random_lose_nothing_and_stay_equal(tmp_pat
     manifests, _ = rounds_of((str(path.relative_to(folder)), path.read_bytes()) for path in objects)
     listed = {(entry.member.hex(), one.round) for one in manifests for entry in one.entries}
     for one in told():
-        assert one["round"] < manifests[0].round or not one["counted"] or (one["member"], one["round"]) in listed
+        assert (
+            one["round"] < manifests[0].round or not one["counted"] or (one["member"], one["round"]) in listed
+        )
     equal = defaultdict[int, set[tuple[str, str]]](set)
     for one in told():
         equal[one["step"]].add((one["digest"], one["lineage"]))

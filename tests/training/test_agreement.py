@@ -81,7 +81,7 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
         r"\bcompression: float32 there, float16 here",
         lambda swarm: begin(swarm, compression="float16"),
     ),
-    "local": ("local steps: none there, yes here", lambda swarm: begin(swarm, local_steps=4)),
+    "local": ("local_steps: none there, 4 here", lambda swarm: begin(swarm, local_steps=4)),
     "clip": ("max_grad_norm: 1 there, none here", lambda swarm: begin(swarm, max_grad_norm=None)),
 }
 

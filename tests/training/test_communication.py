@@ -1,5 +1,7 @@
 """Forecasts of ways to communicate, and the choice."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import colab_swarm as cs
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.communication import HOME_BPS, MOST_WAITS, WAYS, plan_communication
+from colab_swarm.training.settings import TrainingSettings
+from tests.training.toy import join_training, model, take
 
 LAN_BPS = 1e9, 1e9
 
@@ -83,3 +87,38 @@ def test_a_forecast_is_close_to_a_run_on_home_lines(name: str) -> None:
     steps, sent = (np.mean(one) for one in zip(*found.values(), strict=True))
     assert forecast.steps_per_hour == pytest.approx(steps * options.get("local_steps", 1), rel=0.1)
     assert forecast.sent_bytes == pytest.approx(sent, rel=0.02)
+
+
+@pytest.mark.parametrize("mailbox", [False, True], ids=["links", "bucket"])
+def test_a_joiner_adopts_what_the_others_agreed_on_and_the_panel_compares(mailbox: bool) -> None:
+    def work(swarm: Swarm) -> tuple[TrainingSettings, str]:
+        net, founds = model(), swarm.name == "alice"
+        if founds:
+            with pytest.raises(ValueError, match="nobody trains this model yet"):
+                join_training(swarm, net, communication="auto")
+        plan = swarm.plan(350_000_000, step_s=4.0)
+        optimizer = join_training(swarm, net, communication=plan if founds else "auto")
+        for batch in range(40 if founds else 0):
+            take(optimizer, net, batch)
+        return optimizer.settings, swarm.snapshot().forecast
+
+    with cs.simulate(1, mailbox=mailbox) as sim:
+        alice, forecast = sim.run(work)["alice"]
+        assert alice.compression == "sparseloco" and alice.local_steps == 30
+        assert re.fullmatch(r".+ B in .+ s\nforecast .+ MB in .+ s", forecast)
+        sim.join("bob")
+        bob, _ = sim.run(lambda swarm: work(swarm) if swarm.name == "bob" else None)["bob"]
+    assert bob == replace(alice, mean_compression=bob.mean_compression)
+
+
+def test_a_communication_that_is_none_is_refused() -> None:
+    with cs.simulate(1) as sim, pytest.raises(ValueError, match="pass 'auto', or swarm.plan"):
+        join_training(sim.swarms["alice"], model(), communication="fast")
+
+
+def test_a_plan_for_a_bucket_has_ways_with_local_steps_only() -> None:
+    plan = plan_communication(10_000_000, 12.0, 4, HOME_BPS, in_bucket=True)
+    assert len(plan.forecasts) == 2 and all("local_steps" in one.options for one in plan.forecasts)
+    int8 = plan.forecasts[1]
+    # one contribution up, all four down
+    assert int8.round_s == pytest.approx(1.0 + int8.sent_bytes * 8 * (1 / 20e6 + 4 / 100e6))

@@ -1,6 +1,5 @@
 """Local steps (DiLoCo) and traffic budgets: fewer rounds, the same training for all."""
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,10 +90,10 @@ def test_peers_agree_though_one_joins_late_and_one_is_killed(settings: dict[str,
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1000, 2.5, "many"])
+@pytest.mark.parametrize("steps", [0, -1, 1001, 2.5, "auto"])
 def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None:
     def train(swarm: Swarm) -> None:
-        with pytest.raises(ValueError, match="pass 1 to 64, or 'auto'"):
+        with pytest.raises(ValueError, match="pass 1 to 1000"):
             join_training(swarm, model(), local_steps=steps)
 
     toy.alone(train)
@@ -109,9 +108,8 @@ def group_of(shares: tuple[float, ...] = (1.0, 1.0, 1.0), codec: str = "float16"
     return Group(bytes(16), RoundTerms("", 0, b"", NUMEL, b"", codec, codec), members)
 
 
-def policy(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
-    steps = "auto" if auto else 1
-    settings = module.TrainingSettings("run/model", 1.0, compression="float16", local_steps=steps)
+def policy(**budget: float) -> TrafficBudgetPolicy:
+    settings = module.TrainingSettings("run/model", 1.0, compression="float16")
     return TrafficBudgetPolicy(settings, TrafficBudget(**budget), ME)
 
 
@@ -128,9 +126,7 @@ def choose(
 def test_within_its_budget_a_peer_changes_nothing() -> None:
     choice = choose(policy(mbit_s=100), group_of(), 10.0)
     assert str(choice) == "reduces, sends float16: within the budget"
-    assert choice == choose(
-        policy(mbit_s=6.4, auto=True), group_of((1.0, 0.0, 0.0)), 10.0
-    )  # not a bit is left
+    assert choice == choose(policy(mbit_s=6.4), group_of((1.0, 0.0, 0.0)), 10.0)  # not a bit is left
 
 
 def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
@@ -143,9 +139,7 @@ def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
     assert (narrow.reduces, narrow.precision, narrow.within) == (False, "int8", True)
     over = choose(policy(mbit_s=0.5), group_of(), 10.0)
     assert not over.within and "OVER" in str(over)
-    steps = choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0)
-    assert steps.local_steps == 9 and steps.within
-    assert choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0, steps=4) == steps
+    assert choose(policy(mbit_s=0.5), group_of(), 10.0, steps=4) == over
 
 
 def test_an_overdrawn_budget_and_the_mean_time_of_a_step_count() -> None:
@@ -167,40 +161,27 @@ def test_a_budget_that_is_none_raises_at_once(limits: dict[str, float]) -> None:
         TrafficBudget(**limits)
 
 
-def train_while_bob_has_a_budget(swarm: Swarm, steps: int) -> tuple[bytes, str, int]:
+def train_while_bob_has_a_budget(swarm: Swarm, steps: int) -> tuple[bytes, str]:
     net = torch.nn.Linear(100, 100)
     with torch.no_grad():
         net.weight.copy_(torch.eye(100))
     mine = TrafficBudget(gb_per_hour=0.01) if swarm.name == "bob" else None
-    optimizer = join_training(swarm, net, target_batch_size=20, local_steps="auto", budget=mine)
+    optimizer = join_training(swarm, net, target_batch_size=20, budget=mine)
     toy.wait_for_peers(swarm, optimizer, 2)
     while optimizer.global_step < steps:
         net(torch.ones(5, 100)).square().mean().backward()
         optimizer.step(samples=5)
-    return optimizer.lineage, repr(optimizer), optimizer.collaboration.progress.own.local_steps
+    return optimizer.lineage, repr(optimizer)
 
 
 @pytest.mark.slow
-def test_a_peer_on_a_budget_sends_less_and_requests_local_steps() -> None:
+def test_a_peer_on_a_budget_sends_less_and_tells() -> None:
     with cs.simulate(2, network="home", seed=1, samples_per_s=10.0) as sim:
         results = sim.run(lambda swarm: train_while_bob_has_a_budget(swarm, 3))
         plans = [notice.text for notice in sim.swarms["bob"].events.recent(Notice)]
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-    assert len(plans) == len(set(plans)) >= 2 and 3 * rounds[-1].sent_bytes < rounds[0].sent_bytes
-    assert results["alice"][2] == 1 < results["bob"][2] and "sends int8" in results["bob"][1]
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
-    with cs.simulate(3, network="home", seed=1, samples_per_s=10.0) as sim:
-        results = sim.run(lambda swarm: train_while_bob_has_a_budget(swarm, 12))
-        [first, *_] = sim.swarms["bob"].events.recent(Notice)
-        rounds = [e for e in sim.swarms["bob"].events.recent(RoundFinished) if isinstance(e, RoundFinished)]
-    assert isinstance(first, Notice) and re.match("budget: .*local steps", first.text)
-    assert "local steps" in results["bob"][1] and len({lineage for lineage, *_ in results.values()}) == 1
-    sent = sum(r.sent_bytes + r.received_bytes for r in rounds[4:])
-    assert sent / 1e9 / ((rounds[-1].at - rounds[3].at) / 3600) < 1.05 * 0.01
+    assert len(plans) == len(set(plans)) and 3 * rounds[-1].sent_bytes < rounds[0].sent_bytes
+    assert plans and "sends int8" in results["bob"][1] and "OVER" in results["bob"][1]
 
 
 MB = 1_000_000
