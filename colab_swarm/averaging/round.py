@@ -204,6 +204,7 @@ __all__ = ["Averager", "AveragingSettings", "RoundResult"]
 DRAIN_S = 5.0
 NORMS = 8  # rounds that say what is usual
 MIN_USUAL_S = 0.1
+MOST_ROUND_S = 3600.0  # whatever the bandwidths are said to be
 PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
 
 
@@ -483,6 +484,10 @@ class Averager:
         most_rms = OUTLIER * statistics.median(norms) if bounded and norms else math.inf
         return Usual(round_s, most_rms, self.standings[prefix])
 
+    def _limit_s(self, group: Group) -> float:
+        """Return the bound on a whole round: a large model takes long over slow lines, beside the trainer."""
+        return max(self._settings.round_timeout_s, min(PREDICTED * forecast_s(group), MOST_ROUND_S))
+
     def _learn(self, exchange: AllReduce) -> None:
         """Charge the members that this round waited for; what the median one did is usual."""
         members, prefix = exchange.group.members, exchange.group.terms.prefix
@@ -503,7 +508,7 @@ class Averager:
 
     async def _run(self, exchange: AllReduce) -> None:
         stop_listening = self._peers.on_lost(exchange.on_lost)
-        step, limit_s = exchange.group.terms.step, self._settings.round_timeout_s
+        step, limit_s = exchange.group.terms.step, self._limit_s(exchange.group)
         awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
@@ -540,7 +545,7 @@ class Averager:
         exchange.serving += 1
         exchange.served.clear()
         try:
-            async with asyncio.timeout(self._settings.round_timeout_s):
+            async with asyncio.timeout(self._limit_s(exchange.group)):
                 yield exchange, member
         finally:
             exchange.serving -= 1

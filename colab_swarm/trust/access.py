@@ -418,7 +418,8 @@ class RunAccess:
             "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on",
             PermissionError,
         )
-        entries, life_h = self._ways_in(peers), hours or (MAILBOX_HOURS if self.mailbox else HOURS)
+        entries, usual_h = self._ways_in(peers), MAILBOX_HOURS if self.mailbox else HOURS
+        life_h = usual_h if hours is None else hours
         if not closed:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h, mailbox=self.mailbox)
         if authority is None:

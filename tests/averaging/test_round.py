@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from colab_swarm.averaging.exchange import Chunk, Noted, ReduceSpan
 from colab_swarm.averaging.group import RoundRefused, SpanRoots
-from colab_swarm.averaging.round import DRAIN_S, Averager, AveragingSettings, RecallSpan
+from colab_swarm.averaging.round import DRAIN_S, PREDICTED, Averager, AveragingSettings, RecallSpan
+from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerLost
 from colab_swarm.net.peers import Message, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
@@ -263,6 +264,20 @@ async def test_at_its_deadline_a_round_ends_with_the_arrived_means() -> None:
     told = result.event(began_at=1.0, now=5.5)  # the search for the group included
     assert (told.seconds, told.averaging_s, told.kept_local) == (4.5, result.seconds, 10)
     assert len(result.spans_lost) == 1
+
+
+async def test_over_slow_lines_the_deadline_is_three_times_the_forecast() -> None:
+    alice, bob = pair()
+    averager, group = (
+        Averager(alice, AveragingSettings(round_timeout_s=2)),
+        make_group([alice, bob], [1, 1], 50_000),
+    )
+    Averager(bob, SETTINGS)
+    slow = (msgspec.structs.replace(one, upload_bps=1e6, download_bps=1e6) for one in group.members)
+    group = msgspec.structs.replace(group, members=tuple(slow))
+    result = await averager.average(group, vector(0, 50_000))
+    assert 1 < forecast_s(group) < 3 and result.kept_local
+    assert result.seconds == pytest.approx(PREDICTED * forecast_s(group))
 
 
 async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> None:

@@ -112,7 +112,7 @@ def test_a_joiner_adopts_what_the_others_agreed_on_and_the_panel_compares(mailbo
 
 
 def test_a_communication_that_is_none_is_refused() -> None:
-    with cs.simulate(1) as sim, pytest.raises(ValueError, match="pass 'auto', or swarm.plan"):
+    with cs.simulate(1) as sim, pytest.raises(ValueError, match=r"pass 'auto', or swarm\.plan"):
         join_training(sim.swarms["alice"], model(), communication="fast")
 
 
