@@ -55,7 +55,14 @@ def ways(local_steps: int) -> dict[str, dict[str, Any]]:
         "int8_diloco": {**local, "compression": "int8", "error_feedback": True},
         "sparse": {**local, **sparse},
         "overlap": {**local, **sparse, "overlap": True},
+        "muon": {**local, **sparse},  # inside, see `inner`
     }
+
+
+def inner(way: str, net: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+    if way == "muon":
+        return cs.recipes.muon(net, lr=rate)
+    return torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.1)
 
 
 class GPT(torch.nn.Module):
@@ -104,7 +111,8 @@ class Outcome(NamedTuple):
     curve: list[tuple[float, float]]  # bytes sent and the mean training loss of each round, of one peer
 
 
-def train(options: dict[str, Any], size: Size, peers: int, seed: int) -> Outcome:
+def train(way: str, size: Size, peers: int, seed: int) -> Outcome:
+    options = ways(size.local_steps)[way]
     rounds, micro = size.steps // options.get("local_steps", 1), size.batch // peers
 
     def work(swarm: Swarm) -> Outcome:
@@ -112,9 +120,12 @@ def train(options: dict[str, Any], size: Size, peers: int, seed: int) -> Outcome
         swarm.events.listen(told.append)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         net = GPT(size).to(device)
-        adam = torch.optim.AdamW(net.parameters(), lr=size.rate, weight_decay=0.1)
         optimizer = swarm.optimizer(
-            adam, target_batch_size=size.batch, batch_size=micro, matchmaking_timeout_s=20, **options
+            inner(way, net, size.rate),
+            target_batch_size=size.batch,
+            batch_size=micro,
+            matchmaking_timeout_s=20,
+            **options,
         )
         while len(optimizer.collaboration.progress.records) < peers:
             swarm.runtime.call(optimizer.collaboration.refresh())
@@ -173,8 +184,8 @@ def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, fl
 def run(report: BenchReport) -> None:
     size, counts, seeds = (QUICK, (4,), 1) if report.quick else (FULL, (4, 8), 3)
     for peers in counts:
-        for name, options in ways(size.local_steps).items():
-            found = [train(options, size, peers, seed) for seed in range(seeds)]
+        for name in ways(size.local_steps):
+            found = [train(name, size, peers, seed) for seed in range(seeds)]
             losses = [one.loss for one in found]
             spread = f"{min(losses):.3f} to {max(losses):.3f}" if seeds > 1 else ""
             report.add(f"{name}_{peers}_loss", statistics.mean(losses), "nats a byte", spread)

@@ -5,6 +5,7 @@
 | `cs.recipes.albert("tiny", text="python-docs", swarm=swarm)` | ALBERT on any text | DeDLOC, section 4.2 |
 | `cs.recipes.albert("large", text={…: weight}, language="bn", batch_size=None)` | sahajBERT | section 4.3 |
 | `cs.recipes.swav(…)` | image features without labels | Caron et al. 2020; section 4.1 |
+| `cs.recipes.muon(model)` | Muon for hidden matrices, AdamW for the rest | MuLoCo (arXiv 2505.23725) |
 | `cs.recipes.parameter_groups(model)` | no decay for biases and layer norms | |
 
 Text is streamed, shuffled and mixed by weights (`{"texts/wiki*.parquet": 0.23, "me/web-text:bn": 0.77}`); each peer
@@ -15,5 +16,6 @@ reads it in a different order. `batch_size=None` chooses the micro-batch that fi
 
 from colab_swarm.recipes.image_features import swav
 from colab_swarm.recipes.masked_lm import albert, parameter_groups
+from colab_swarm.recipes.muon_adamw import muon
 
-__all__ = ["albert", "parameter_groups", "swav"]
+__all__ = ["albert", "muon", "parameter_groups", "swav"]

@@ -1,0 +1,62 @@
+"""Muon for the matrices of a model, AdamW for all else: an inner optimizer for local steps (MuLoCo, 2505.23725)."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+from colab_swarm.errors import require
+
+
+class MuonAdamW(Optimizer):
+    """`torch.optim.Muon` and `AdamW` as one optimizer. Its groups say by ``muon`` which of the two steps them.
+
+    Muon makes the update of a matrix orthogonal, so its pseudo-gradients keep more of their direction in a few bits.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, lr: float, weight_decay: float) -> None:
+        inputs = {one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+        head = next((one for one in [*model.parameters()][::-1] if one.ndim == 2), None)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        matrices = [one for one in trained if one.ndim == 2 and one not in inputs and one is not head]
+        require(
+            matrices, "Muon is for hidden matrices, and the model has no hidden matrix: use torch.optim.AdamW"
+        )
+        known = set(matrices)
+        others = [one for one in trained if one not in known]
+        # As large as an update of AdamW (Moonlight, arXiv 2502.16982), so that one learning rate does for both.
+        self._parts: list[Optimizer] = [
+            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            AdamW(others, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay),
+        ]
+        groups = [
+            {**group, "muon": part is self._parts[0]} for part in self._parts for group in part.param_groups
+        ]
+        super().__init__(groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts step this optimizer's own groups, with its state."""
+        for part in self._parts:
+            muon = part is self._parts[0]
+            part.param_groups = [group for group in self.param_groups if group["muon"] is muon]
+            part.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.state = defaultdict(dict, self.state)
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self._parts:
+            part.step()
+
+
+def muon(model: torch.nn.Module, *, lr: float = 2e-3, weight_decay: float = 0.1) -> MuonAdamW:
+    """Return an optimizer: Muon for hidden matrices, AdamW for embeddings, the last matrix, norms and biases.
+
+    Use it with ``local_steps``: gradients of single steps are averaged as exactly by AdamW alone. Raises ValueError
+    if the model has no hidden matrix.
+    """
+    return MuonAdamW(model, lr=lr, weight_decay=weight_decay)
