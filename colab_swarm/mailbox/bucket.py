@@ -41,6 +41,10 @@ class StoredObject:
     modified_at: float
 
     @property
+    def folder(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    @property
     def member(self) -> PeerId:
         """Who wrote it, by its path."""
         return PeerId(bytes.fromhex(self.path.rpartition("/")[2]))
