@@ -258,7 +258,7 @@ class MailboxCollaboration(TrainingPart):
         """
         chain, journal, me = self._chain, self._journal, self.services.peers.id
         assert chain is not None
-        again_at = -math.inf  # when this peer may write a manifest, if the one that it wrote does not count
+        again_at = -math.inf  # when this peer may write another manifest
         while True:
             listing = await journal.patiently(journal.look, chain)
             mine = None if self._put is None else listing.contributions.get(chain.path_of(me, self._put))

@@ -102,7 +102,7 @@ class Journal:
                 if not self._away:
                     self._services.events.emit(Fault(loop_now(), "the bucket", f"{error}; it is asked again"))
                 self._away = True
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(min(pause_s, self.until - loop_now()))
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
                 continue
             if self._away:
@@ -230,7 +230,7 @@ class Journal:
 
         Also if it was not built yet, and this peer would do so ``alone``: most others cannot follow this manifest.
         """
-        if len(listing.manifests[last.before.folder]) < 2:
+        if len(listing.manifests.get(last.before.folder, ())) < 2:
             return False
         if built := await self._built(last.before, listing):
             return built[0].place != last.place
@@ -238,7 +238,7 @@ class Journal:
         return other is not None and other.place != last.place
 
     async def reopens_at(self, chain: RoundChain, listing: RoundListing) -> float:
-        """Return when another manifest of a round may be written; never if others follow the one that is there."""
+        """Return when another manifest of a round may be written; never if others follow the last one."""
         if not (ways := await self._ways(chain, listing)):
             return -math.inf
         return math.inf if await self._built(chain, listing) else ways[-1].place.modified_at + MISSING_S
@@ -293,7 +293,7 @@ class Journal:
         self._services.events.emit(Fault(loop_now(), "the bucket", text))
 
     async def close(self, chain: RoundChain, listing: RoundListing) -> bool:
-        """Write a manifest of what can be read; False if that is too little, or another member was first."""
+        """Write a manifest of the readable contributions; False if they are too few, or another was first."""
         offers = await self._offers(self.open_places(chain, listing))
         if self.bucket.now() < chain.due_at({one.head.member for one in offers.values()}):
             return False
