@@ -63,6 +63,7 @@ class MailboxCollaboration(TrainingPart):
         self._last: ClosedRound | None = None  # None also where a state told the chain
         self._since = loop_now()  # when this peer learnt of the last manifest
         self._put: int | None = None  # the round of the own contribution that no manifest lists yet
+        self._spoilt = False  # whether it does not count, as another member wrote to its place
         self._content = b""  # of that one; empty if an earlier session wrote it
         self._put_at: float | None = None  # None: in an earlier session, or known by the store's clock
         self._saving: asyncio.Task[None] | None = None  # a state
@@ -193,7 +194,7 @@ class MailboxCollaboration(TrainingPart):
         mine = await self._contribute(given)
         while (one := await self._next()) is not None:
             counted = one.counts(self.services.peers.id, mine)
-            over = counted or not given.weight or one.manifest.round >= mine + WINDOW
+            over = counted or not given.weight or self._spoilt or one.manifest.round >= mine + WINDOW
             sent, received = bucket.sent_bytes - moved[0], bucket.received_bytes - moved[1]
             result = self._result(one, sent, received, loop_now() - began_at)
 
@@ -204,7 +205,7 @@ class MailboxCollaboration(TrainingPart):
             if over:
                 self._put = None
                 if given.weight and not counted:
-                    text = f"the contribution to round {mine} came too late"
+                    text = f"the contribution to round {mine} {'was overwritten' if self._spoilt else 'came too late'}"
                     self.services.events.emit(BatchDropped(loop_now(), text))
                 self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
                 return result
@@ -265,6 +266,7 @@ class MailboxCollaboration(TrainingPart):
             if mine is not None and self._put_at is not None:
                 journal.bucket.on_time(mine.modified_at, self._put_at)
                 self._put_at = None  # others may overwrite it
+            self._spoilt = mine is not None and not await journal.offers([mine])
             now, present = journal.bucket.now(), {one.member for one in journal.open_places(chain, listing)}
             alone = now >= chain.due_at(present) and not chain.is_quorum(present)
             if self._last is not None and await journal.replaced(self._last, listing, alone=alone):

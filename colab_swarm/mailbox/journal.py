@@ -186,7 +186,7 @@ class Journal:
         for way in ways:
             entries = way.manifest.entries
             places = [listing.contributions.get(chain.path_of(one.member, one.round)) for one in entries]
-            offers = await self._offers([one for one in places if one is not None])
+            offers = await self.offers([one for one in places if one is not None])
             if any(one.digest not in offers for one in entries):
                 continue  # they may come yet
             if not (fault := differs(way.manifest, [offers[one.digest] for one in entries])):
@@ -261,7 +261,7 @@ class Journal:
                 old.append(one.path)
         await self.bucket.delete(old)
 
-    async def _offers(self, places: Sequence[StoredObject]) -> dict[bytes, Offer]:
+    async def offers(self, places: Sequence[StoredObject]) -> dict[bytes, Offer]:
         """Read contributions; those that do not count are told of once and left out."""
         missing = [one for one in places if one not in self._read and one not in self._faulty]
         await asyncio.gather(*map(self._read_offer, missing))
@@ -294,7 +294,7 @@ class Journal:
 
     async def close(self, chain: RoundChain, listing: RoundListing) -> bool:
         """Write a manifest of the readable contributions; False if they are too few, or another was first."""
-        offers = await self._offers(self.open_places(chain, listing))
+        offers = await self.offers(self.open_places(chain, listing))
         if self.bucket.now() < chain.due_at({one.head.member for one in offers.values()}):
             return False
         entries = entries_of(offers.values())

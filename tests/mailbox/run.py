@@ -1,4 +1,4 @@
-"""Simulated runs in a bucket: peers that train, and what they have written."""
+"""Simulated runs in a bucket: peers that train, and their objects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

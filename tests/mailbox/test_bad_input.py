@@ -154,7 +154,7 @@ def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
         written = await create(path, data)
         journal, chain = part._journal, part._chain
         places = journal.open_places(chain, await journal.look(chain))
-        entries = lie(entries_of((await journal._offers(places)).values()), part.services.peers.id)
+        entries = lie(entries_of((await journal.offers(places)).values()), part.services.peers.id)
         told = journal.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
         if chain.round and await create(f"{chain.folder}/manifest-00", told):
             lied.append(chain.folder)
@@ -222,6 +222,8 @@ def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
 
 
 def test_garbage_is_passed_over() -> None:
+    rng = random.Random(0)
+
     def litter(swarm: Swarm, sim: Simulation) -> Trained:
         while True:
             swarm.runtime.call(asyncio.sleep(0.5))
@@ -234,7 +236,7 @@ def test_garbage_is_passed_over() -> None:
             names += [
                 f"{folder}/{name}"
                 for folder in folders
-                for name in ("x", f"manifest-{random.randint(1, 99):02d}")
+                for name in ("x", f"manifest-{rng.randint(1, 99):02d}")
             ]
             for name in names:
                 sim.bucket.create(name, b"garbage")

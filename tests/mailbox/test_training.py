@@ -54,7 +54,7 @@ def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> N
         for one in manifests(sim):
             for entry in one.entries:
                 counted[entry.member] += entry.samples
-        assert counted[carol.id] == results["carol"].samples, "what it left behind counts too"
+        assert counted[carol.id] == results["carol"].samples, "its last samples count too"
         for name in ("alice", "dave"):
             assert results[name].requests <= 20 * len(results[name].lineages)
         assert any("states/00000016" in path for path in sim.bucket.objects)
