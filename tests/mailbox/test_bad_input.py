@@ -170,6 +170,7 @@ def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
         assert any(path.endswith(f"{lied[0]}/manifest-01") for path in sim.bucket.objects)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 3.0])
 def test_contributions_that_are_overwritten_split_nobody_for_long(delay_s: float) -> None:
     overwritten: list[str] = []
@@ -196,6 +197,7 @@ def test_contributions_that_are_overwritten_split_nobody_for_long(delay_s: float
         assert delay_s or "cut off or changed" in faults(sim, "alice", "bob", "carol")
 
 
+@pytest.mark.slow
 def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
     second: list[asyncio.Task[bool]] = []
 
@@ -212,15 +214,16 @@ def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
         return written
 
     with cs.simulate(3, mailbox=True) as sim:
-        more = {"target_batch_size": 2000, "matchmaking_timeout_s": 2.0}
+        more: dict[str, Any] = {"target_batch_size": 700, "rounds": 4}
         results = sim.run(
             lambda one: train(one, write if one.name == "carol" else None, **more), seconds=6000
         )
-        agree(results, "alice", "bob", "carol")
+        agree(results, "alice", "bob", "carol", rounds=4)
         assert any(task.done() and task.result() for task in second)
         assert count(sim, StateReceived) == 2  # when they joined
 
 
+@pytest.mark.slow
 def test_garbage_is_passed_over() -> None:
     rng = random.Random(0)
 

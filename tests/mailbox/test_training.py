@@ -17,6 +17,7 @@ from tests.mailbox.run import SETTINGS, Trained, agree, count, fail, manifests, 
 from tests.training.toy import ROWS, join_training, loss_of, model, wait_for_peers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("error", [OSError("off"), PermissionError("revoked")])
 @pytest.mark.parametrize("compression", ["float32", "sparseloco"])
@@ -36,6 +37,7 @@ def test_a_store_that_fails_for_minutes_costs_nothing(
             ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("compression", ["float32", "int8", "sparseloco"])
 def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> None:
