@@ -8,7 +8,7 @@ from colab_swarm.errors import require
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.collaboration import MailboxCollaboration
 from colab_swarm.mailbox.journal import open_statement
-from colab_swarm.mailbox.rounds import Card
+from colab_swarm.mailbox.rounds import CARD, Card
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.communication import Communication, elected_agreement, options_by
 from colab_swarm.training.part import TrainingPart
@@ -37,5 +37,5 @@ async def options_for(
     if not services.mailbox:
         return options_by(elected_agreement((await read_participants(services.dht, prefix))[0]))
     bucket = Bucket(services.mailbox, prefix)
-    data = await bucket.read("card")
+    data = await bucket.read(CARD)
     return options_by(open_statement(services, prefix, data, Card, bucket.now())[0].agreement if data else ())

@@ -1,0 +1,274 @@
+"""Runs in a bucket on virtual time, with members that lie and stores that are slow."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.events import StateReceived
+from colab_swarm.mailbox.bucket import Bucket
+from colab_swarm.mailbox.rounds import (
+    MISSING_S,
+    ManifestEntry,
+    PseudoGradient,
+    RoundManifest,
+    content_digest,
+    entries_of,
+    seal,
+    unseal,
+)
+from colab_swarm.net.peers import PeerId, Role
+from colab_swarm.swarm.simulation import Simulation
+from colab_swarm.swarm.swarm import Swarm
+from tests.mailbox.run import ROUNDS, Create, Trained, agree, count, faults, manifests, train
+
+
+def resealed(part: Any, data: bytes, content: bytes | None = None, **changes: Any) -> bytes:
+    head, old = unseal(data, PseudoGradient)
+    content = bytes(old) if content is None else content
+    changed = msgspec.structs.replace(head, content=content_digest(content), **changes)
+    return seal(changed.signed(part.services.peers.sign), content)
+
+
+def times(factor: float) -> Callable[[Any, str, bytes], tuple[str, bytes]]:
+    def scaled(part: Any, path: str, data: bytes) -> tuple[str, bytes]:
+        with np.errstate(over="ignore"):
+            values = np.frombuffer(unseal(data, PseudoGradient)[1], np.float32) * np.float32(factor)
+        return path, resealed(part, data, values.tobytes())
+
+    return scaled
+
+
+def as_alice(part: Any, path: str, data: bytes) -> tuple[str, bytes]:
+    alice = next(one for one, r in part.progress.records.items() if r.name == "alice")
+    return path.replace(part.services.peers.id.hex(), alice.hex()), data
+
+
+def replay() -> Callable[[Any, str, bytes], tuple[str, bytes]]:
+    first: list[bytes] = []
+
+    def replayed(part: Any, path: str, data: bytes) -> tuple[str, bytes]:
+        first.append(data)
+        return path, first[0]
+
+    return replayed
+
+
+@pytest.mark.parametrize(
+    ("lie", "fault"),
+    [
+        (lambda part, path, data: (path, data[:-1]), "cut off"),
+        (lambda part, path, data: (path, data + bytes(1 << 20)), "too large"),
+        (lambda part, path, data: (path, b"garbage"), "cut off"),
+        (times(float("nan")), "not finite"),
+        (as_alice, "another member's"),
+        (replay(), "another round's"),
+        (lambda part, path, data: (path, resealed(part, data, weight=0.0)), "no weight"),
+        (lambda part, path, data: (path, resealed(part, data, seconds=float("nan"))), "no readable"),
+        (lambda part, path, data: (path, resealed(part, data, prefix="other")), "another model"),
+    ],
+)
+def test_a_contribution_that_is_none_does_not_count(lie: Any, fault: str) -> None:
+    async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
+        with suppress(StopIteration):  # alice is not known yet
+            path, data = lie(part, path, data)
+        return await create(path, data)
+
+    with cs.simulate(3, mailbox=True) as sim:
+        read, sim.bucket.read = sim.bucket.read, lambda path: looked.append(path) or read(path)
+        looked: list[str] = []
+        results = sim.run(lambda one: train(one, write if one.name == "carol" else None), seconds=900)
+        agree(results, "alice", "bob")
+        told = [line for line in faults(sim, "alice", "bob").splitlines() if fault in line]
+        assert told and ("large" not in fault or not any(line.split()[0] in looked for line in told))
+
+
+def test_a_stranger_does_not_count() -> None:
+    with cs.simulate(3, mailbox=True) as sim:
+        sim.network.by_name["carol"].role = Role.VIEWER
+        results = sim.run(train, seconds=900)
+        agree(results, "alice", "bob")
+        assert "no member that trains" in faults(sim, "alice", "bob")
+        carol = sim.swarms["carol"].id
+        assert any(carol.hex() in path for path in sim.bucket.objects)
+        assert not any(carol == entry.member for one in manifests(sim) for entry in one.entries)
+
+
+@pytest.mark.parametrize(
+    "lie", [times(1e20), lambda part, path, data: (path, resealed(part, data, weight=1e11))]
+)
+def test_huge_contributions_are_bounded(lie: Any) -> None:
+    async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
+        return await create(*lie(part, path, data))
+
+    with cs.simulate(3, mailbox=True) as sim:
+        agree(
+            sim.run(lambda one: train(one, write if one.name == "carol" else None), seconds=900),
+            "alice",
+            "bob",
+        )
+        entries = [one for made in manifests(sim) if len(made.entries) == 3 for one in made.entries]
+        bounded = [one for one in entries if one.member == sim.swarms["carol"].id]
+        assert bounded and all(one.scale < 1e-18 or 100 < one.weight < 1e4 for one in bounded)
+
+
+Entries = tuple[ManifestEntry, ...]
+
+
+def with_nothing(entries: Entries, me: PeerId) -> Entries:
+    ghost = msgspec.structs.replace(entries[0], member=PeerId(bytes(32)))
+    return ghost, *entries
+
+
+def heavier(entries: Entries, me: PeerId) -> Entries:
+    return tuple(
+        msgspec.structs.replace(one, weight=one.weight * (1 + 9 * (one.member == me))) for one in entries
+    )
+
+
+def renamed(entries: Entries, me: PeerId) -> Entries:
+    return msgspec.structs.replace(entries[-1], member=PeerId(bytes(32))), *entries[1:]
+
+
+@pytest.mark.parametrize(
+    ("lie", "fault"),
+    [
+        (with_nothing, ""),
+        (renamed, ""),
+        (lambda entries, me: (*entries, entries[-1]), "twice"),
+        (lambda entries, me: tuple(one for one in entries if one.member == me), "leaves out"),
+        (heavier, "not those of the contributions"),
+        (lambda entries, me: (), "no readable"),
+    ],
+)
+def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
+    lied: list[str] = []
+
+    async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
+        written = await create(path, data)
+        journal, chain = part._journal, part._chain
+        places = journal.open_places(chain, await journal.look(chain))
+        entries = lie(entries_of((await journal.offers(places)).values()), part.services.peers.id)
+        told = journal.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
+        if chain.round and await create(f"{chain.folder}/manifest-00", told):
+            lied.append(chain.folder)
+        return written
+
+    with cs.simulate(3, mailbox=True) as sim:
+        results = sim.run(lambda one: train(one, write if one.name == "carol" else None), seconds=3000)
+        agree(results, "alice", "bob")
+        assert (
+            lied and any(f"{folder}/manifest-00 does not" in faults(sim, "alice") for folder in lied)
+        ) or not fault
+        assert fault in faults(sim, "alice")
+        assert any(path.endswith(f"{lied[0]}/manifest-01") for path in sim.bucket.objects)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 3.0])
+def test_contributions_that_are_overwritten_split_nobody_for_long(delay_s: float) -> None:
+    overwritten: list[str] = []
+
+    def overwrite(swarm: Swarm, sim: Simulation) -> Trained:
+        """Change five contributions, some with the first manifest that lists them, others a little later."""
+        while len(overwritten) < 5:
+            swarm.runtime.call(asyncio.sleep(0.25))
+            for path, (data, _) in list(sim.bucket.objects.items()):
+                manifest = f"{path.rpartition('/')[0]}/manifest-00"
+                closed_at = sim.bucket.objects.get(manifest, (b"", sim.time))[1]
+                if path.endswith(carol) and path not in overwritten and sim.time - closed_at > delay_s:
+                    sim.bucket.objects[path] = data[:-1] + bytes([data[-1] ^ 1]), sim.time
+                    overwritten.append(path)
+        return Trained()
+
+    with cs.simulate(4, mailbox=True) as sim:
+        carol = sim.swarms["carol"].id.hex()
+        results = sim.run(
+            lambda one: overwrite(one, sim) if one.name == "dave" else train(one, rounds=30), seconds=3000
+        )
+        last = {results[name].lineages[30] for name in ("alice", "bob", "carol")}
+        assert len(last) == 1 and len(overwritten) == 5
+        assert delay_s or "cut off or changed" in faults(sim, "alice", "bob", "carol")
+
+
+@pytest.mark.slow
+def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
+    second: list[asyncio.Task[bool]] = []
+
+    async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
+        async def later(last: Any) -> bool:
+            await asyncio.sleep(MISSING_S + 1)
+            fields = {"round": last.before.round, "base": last.before.base}
+            data = part._journal.signed(RoundManifest, entries=last.manifest.entries[:2], **fields)
+            return await create(f"{last.before.folder}/manifest-01", data)
+
+        written = await create(path, data)
+        if part._last is not None and len(part._last.manifest.entries) == 3:
+            second.append(asyncio.create_task(later(part._last)))
+        return written
+
+    with cs.simulate(3, mailbox=True) as sim:
+        more: dict[str, Any] = {"target_batch_size": 700, "rounds": 4}
+        results = sim.run(
+            lambda one: train(one, write if one.name == "carol" else None, **more), seconds=6000
+        )
+        agree(results, "alice", "bob", "carol", rounds=4)
+        assert any(task.done() and task.result() for task in second)
+        assert count(sim, StateReceived) == 2  # when they joined
+
+
+@pytest.mark.slow
+def test_garbage_is_passed_over() -> None:
+    rng = random.Random(0)
+
+    def litter(swarm: Swarm, sim: Simulation) -> Trained:
+        while True:
+            swarm.runtime.call(asyncio.sleep(0.5))
+            root = next(iter(sim.bucket.objects)).partition("card")[0]
+            folders = {path.rpartition("/")[0] for path in sim.bucket.objects if "/rounds/" in path}
+            names = [
+                f"{root}{name}" for name in ("rounds/x", "states/x", "states/99999999", "states/00000003")
+            ]
+            names += [f"{root}rounds/00000999-{bytes(8).hex()}/manifest-00", f"{root}rounds/é/../manifest-00"]
+            names += [
+                f"{folder}/{name}"
+                for folder in folders
+                for name in ("x", f"manifest-{rng.randint(1, 99):02d}")
+            ]
+            for name in names:
+                sim.bucket.create(name, b"garbage")
+
+    with cs.simulate(3, mailbox=True) as sim:
+        sim.join("dave", at=60.0)
+        agree(
+            sim.run(
+                lambda one: litter(one, sim) if one.name == "carol" else train(one, rounds=20), seconds=1500
+            ),
+            *("alice", "bob", "dave"),
+            rounds=20,
+        )
+        assert "manifest" in faults(sim, "alice", "bob") and "states/99999999" in faults(sim, "dave")
+        assert any(path.endswith("states/00000016") for path in sim.bucket.objects)
+
+
+def test_of_two_manifests_at_once_one_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, written, do = random.Random(0), list[bool](), Bucket._do
+
+    async def slowly(self: Bucket, verb: Any, *given: Any) -> Any:
+        await asyncio.sleep(rng.uniform(0.0, 2.0))
+        answer = await do(self, verb, *given)
+        await asyncio.sleep(rng.uniform(0.0, 2.0))
+        if "manifest" in str(given[0]) and verb.__name__ == "create":
+            written.append(answer)
+        return answer
+
+    monkeypatch.setattr(Bucket, "_do", slowly)
+    with cs.simulate(3, mailbox=True) as sim:
+        agree(sim.run(train, seconds=900), "alice", "bob", "carol")
+        assert False in written and written.count(True) == len(manifests(sim)) >= ROUNDS

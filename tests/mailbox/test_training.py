@@ -1,0 +1,132 @@
+"""Runs in a bucket on virtual time: ordinary life, a bucket that fails, and the same result as over links."""
+
+import asyncio
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.events import BatchDropped, Notice, StateReceived
+from colab_swarm.mailbox.rounds import RoundChain
+from colab_swarm.net.peers import PeerId
+from colab_swarm.swarm.swarm import Swarm
+from tests.mailbox.run import SETTINGS, Trained, agree, count, fail, manifests, train
+from tests.training.toy import ROWS, join_training, loss_of, model, wait_for_peers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("error", [OSError("off"), PermissionError("revoked")])
+@pytest.mark.parametrize("compression", ["float32", "sparseloco"])
+def test_a_store_that_fails_for_minutes_costs_nothing(
+    error: Exception, overlap: bool, compression: str
+) -> None:
+    with cs.simulate(3, mailbox=True) as sim:
+        fail(sim, error, 20.0, 300.0)
+        results = sim.run(lambda swarm: train(swarm, overlap=overlap, compression=compression), seconds=1500)
+        agree(results, "alice", "bob", "carol")
+        assert not count(sim, BatchDropped)
+        if isinstance(error, PermissionError):
+            assert all(one.refusals for one in results.values())
+        else:
+            assert "the bucket answers again" in [
+                one.text for one in sim.swarms["alice"].events.recent(Notice)
+            ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("compression", ["float32", "int8", "sparseloco"])
+def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> None:
+    def life(swarm: Swarm) -> Trained:
+        carol = swarm.name == "carol"
+        return train(swarm, rounds=5 if carol else 20, leave=carol, compression=compression, overlap=overlap)
+
+    with cs.simulate(3, mailbox=True) as sim:
+        sim.network.at(40.0).crash("bob")
+        sim.join("dave", at=50.0)
+        sim.join("bob", at=90.0)
+        carol = sim.swarms["carol"]
+        results = sim.run(life, seconds=1500)
+        agree(results, "alice", "bob", "dave", rounds=20)
+        counted = Counter[PeerId]()
+        for one in manifests(sim):
+            for entry in one.entries:
+                counted[entry.member] += entry.samples
+        assert counted[carol.id] == results["carol"].samples, "its last samples count too"
+        for name in ("alice", "dave"):
+            assert results[name].requests <= 20 * len(results[name].lineages)
+        assert any("states/00000016" in path for path in sim.bucket.objects)
+
+
+def test_a_peer_that_slept_while_its_rounds_were_deleted_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.mailbox.collaboration.STATE_ROUNDS", 4)
+    with cs.simulate(3, mailbox=True) as sim:
+        sim.network.at(40.0).freeze("bob", 400.0)
+        agree(
+            sim.run(lambda swarm: train(swarm, rounds=60), seconds=1500), "alice", "bob", "carol", rounds=60
+        )
+        assert len(sim.swarms["bob"].events.recent(StateReceived)) == 2
+        assert min(one.round for one in manifests(sim)) > 40
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_wait_step_ends_in_time_though_the_bucket_is_away(overlap: bool) -> None:
+    def wait(swarm: Swarm) -> float:
+        optimizer = join_training(swarm, net := model(), **SETTINGS, overlap=overlap)
+        loss_of(net, 0).backward()
+        swarm.runtime.call(asyncio.sleep(5.0))
+        if overlap:
+            optimizer.step(samples=200)  # a round begins beside the trainer
+        began = swarm.runtime.time()
+        assert optimizer.wait_step(20.0) is None
+        optimizer.close(hand_over_s=10.0)
+        return swarm.runtime.time() - began
+
+    with cs.simulate(1, mailbox=True) as sim:
+        fail(sim, OSError("off"), 5.0, math.inf)
+        assert 20.0 <= sim.run(wait)["alice"] <= 31.0
+
+
+def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
+    """Four rounds of three local steps each, of one batch."""
+    optimizer = join_training(
+        swarm, net := model(), target_batch_size=40, local_steps=3, matchmaking_timeout_s=20.0, **settings
+    )
+    part, rows = optimizer.collaboration, ROWS[swarm.name]
+    swarm.runtime.call(asyncio.sleep(30.0))
+    if not swarm.services.mailbox:
+        wait_for_peers(swarm, optimizer, 2)
+    for batch in range(12):
+        loss_of(net, batch, rows).backward()
+        part._due = lambda batch=batch: "a round" if batch % 3 == 2 else "a local step"  # type: ignore[misc]
+        optimizer.step(samples=rows.stop - rows.start)
+        if batch % 3 == 2:
+            optimizer._land(wait=True)
+    assert optimizer.global_step == 4
+    return torch.cat([one.detach().flatten() for one in optimizer._replica.parameters])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("compression", "error"), [("float32", 1e-6), ("sparseloco", 1e-6), ("int8", 2e-3)])
+def test_training_equals_that_over_links(
+    compression: str, error: float, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for int8, as nobody encodes its own contribution there."""
+    both = lambda chain, present: chain.closed_at if len(present) == 2 else math.inf  # noqa: E731
+    monkeypatch.setattr(RoundChain, "due_at", both)
+    settings = {"compression": compression, "overlap": overlap, "mean_compression": "float32"}
+    found = []
+    for mailbox in (False, True):
+        with cs.simulate(1, network="lan", mailbox=mailbox) as sim:
+            sim.join(
+                "bob", listen=False
+            )  # so that alice reduces all: sparseloco takes the largest of each span
+            results = sim.run(lambda swarm: follow_a_plan(swarm, **settings), seconds=900)
+            assert torch.equal(results["alice"], results["bob"])
+            found.append(results["alice"])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=error)
+    assert not torch.allclose(found[0], torch.cat([one.flatten() for one in model().parameters()]), atol=0.01)
