@@ -57,7 +57,7 @@ class Statement(Signed, frozen=True, kw_only=True):
     prefix: Annotated[str, msgspec.Meta(max_length=200)]
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
-    content: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # digest of what follows it in the object
+    content: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # digest of the bytes after it in the object
 
     @property
     def member(self) -> PeerId:
