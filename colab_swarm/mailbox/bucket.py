@@ -7,7 +7,7 @@ bucket refuses this peer, `BucketError`. Times are seconds since the epoch by th
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -39,6 +39,10 @@ class StoredObject:
     path: str
     size_bytes: int
     modified_at: float
+
+    @property
+    def folder(self) -> str:
+        return self.path.rpartition("/")[0]
 
     @property
     def member(self) -> PeerId:
@@ -83,7 +87,7 @@ class MemoryStore:
 class ObjectStore:
     """A store that obstore opens."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: Mapping[str, str]) -> None:
         try:
             import obstore
             from obstore.store import from_url
@@ -96,7 +100,7 @@ class ObjectStore:
         if kind == "file":
             self._store: Any = from_url(plain, mkdir=True)
             return
-        config = {name: str(value) for name, secret in KEYS[kind].items() if (value := find_secret(secret))}
+        config: dict[str, str] = dict(keys)
         if kind == "s3":
             config |= {name: os.environ[known] for name, known in OPTIONS.items() if known in os.environ}
         config |= parse_qsl(urlsplit(address).query)
@@ -150,16 +154,21 @@ class Bucket:
         self.requests = 0  # so far
         self.sent_bytes = self.received_bytes = 0
         self._behind_s: float | None = None  # of this machine's clock, behind the store's
+        self._secrets: Mapping[str, str] = {}  # that its keys come from, and those that are not there
+        self._missing: list[str] = []
         self._store: Store
         if address.startswith("memory://"):
             self._store = MEMORY.setdefault(address, MemoryStore())
             return
+        self._secrets = KEYS.get(urlsplit(address).scheme, {})
+        found = {name: value for name, secret in self._secrets.items() if (value := find_secret(secret))}
+        self._missing = [secret for name, secret in self._secrets.items() if name not in found]
         try:
-            self._store = ObjectStore(address)
+            self._store = ObjectStore(address, found)
         except BucketError:
             raise
         except Exception as error:  # obstore's own, of an option that it does not know
-            raise BucketError(f"{address} cannot be opened: {_first_line(error)}") from error
+            raise BucketError(f"{address} cannot be opened: {self._reason(error)}") from error
 
     async def _do(self, verb: Callable[..., T], *arguments: Any) -> T:
         self.requests += 1
@@ -170,12 +179,15 @@ class Bucket:
         except Exception as error:  # obstore has a class for each, under a base that is not public
             if type(error).__name__ in ("UnauthenticatedError", "PermissionDeniedError"):
                 raise BucketError(self._refusal(error)) from error
-            raise BucketAway(f"{self.address} does not answer: {_first_line(error)}") from error
+            raise BucketAway(f"{self.address} does not answer: {self._reason(error)}") from error
 
     def _refusal(self, error: Exception) -> str:
-        secrets = KEYS.get(urlsplit(self.address).scheme, {}).values()
-        how = f"check {' and '.join(secrets)}" if secrets else "check the rights of its folder"
-        return f"{self.address} refuses this peer; {how}: they may have been revoked ({_first_line(error)})"
+        how = " and ".join(self._secrets.values()) or "the rights of its folder"
+        return f"{self.address} refuses this peer; check {how}: they may have been revoked ({self._reason(error)})"
+
+    def _reason(self, error: Exception) -> str:
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        return f"{text}; no secret {' and '.join(self._missing)} was found" if self._missing else text
 
     async def create(self, path: str, data: Buffer) -> bool:
         """Write an object unless there is one at that path; return whether it was written."""
@@ -226,7 +238,3 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.address}, {self.requests} requests)"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

@@ -15,7 +15,6 @@ from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.journal import LEAST_PAUSE_S, MOST_PAUSE_S, Journal
 from colab_swarm.mailbox.rounds import (
-    MISSING_S,
     STATE_ROUNDS,
     WINDOW,
     Card,
@@ -24,7 +23,6 @@ from colab_swarm.mailbox.rounds import (
     RoundChain,
     decode,
     encode,
-    folder_of,
 )
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
@@ -61,8 +59,10 @@ class MailboxCollaboration(TrainingPart):
         self._schema, self._snapshot = schema, snapshot
         self._journal = Journal(bucket, services, settings, numel)
         self._chain: RoundChain | None = None  # None: not read yet
+        self._last: ClosedRound | None = None  # None also where a state told the chain
         self._since = loop_now()  # when this peer learnt of the last manifest
         self._put: int | None = None  # the round of the own contribution that no manifest lists yet
+        self._content = b""  # of that one; empty if an earlier session wrote it
         self._put_at: float | None = None  # None: in an earlier session
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round beside the trainer failed
@@ -72,8 +72,7 @@ class MailboxCollaboration(TrainingPart):
         journal = self._journal
         await journal.bucket.require_conditional_writes()
         agreed = (*self.progress.own.agreement, ("local_steps", str(self._settings.local_steps)))
-        await journal.bucket.create("card", journal.signed(Card, schema=self._schema, agreement=agreed))
-        theirs, _ = journal.opened(await journal.bucket.read("card"), Card, journal.bucket.now())
+        theirs = await journal.read_card(journal.signed(Card, schema=self._schema, agreement=agreed))
         told = differing(theirs.agreement, agreed)
         require(
             not told and theirs.schema == self._schema,
@@ -104,10 +103,9 @@ class MailboxCollaboration(TrainingPart):
             rounds = [one async for one in journal.follow(chain)]
             if snapshot is not None or not rounds:
                 break
+        self._chain, self._last, self._put, self._since = chain, None, None, loop_now()
         if rounds:
             self._learn(rounds[-1])
-        self._chain, self._since = rounds[-1].after if rounds else chain, loop_now()
-        self._put = None
         if snapshot is None:
             self._update(syncing=False)
             return None
@@ -121,7 +119,7 @@ class MailboxCollaboration(TrainingPart):
         return (self._journal.mean(one, values) for one in rounds)
 
     async def on_loaded(self) -> None:
-        """The objects of the bucket told the rest."""
+        self._update(syncing=False)
 
     async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         self._steps_alone = 0
@@ -218,10 +216,12 @@ class MailboxCollaboration(TrainingPart):
         if not given.weight:
             return chain.round
         if self._put is not None and chain.may_count(self.services.peers.id, self._put):
+            await asyncio.to_thread(self._cut_off, given)
             return self._put
+        content = await asyncio.to_thread(encode, journal.codec, given.values)
         data = journal.signed(
             PseudoGradient,
-            await asyncio.to_thread(self._encoded, given),
+            content,
             round=chain.round,
             base=chain.base,
             weight=given.weight,
@@ -231,46 +231,50 @@ class MailboxCollaboration(TrainingPart):
             name=own.name[:100],
             loss=given.loss,
         )
-        path = f"{folder_of(chain.round)}/{self.services.peers.id.hex()}"
+        path = f"{chain.folder}/{self.services.peers.id.hex()}"
         written = await journal.patiently(journal.bucket.create, path, data)
-        # Else it is there from an earlier session, and counts.
         self._put, self._put_at = chain.round, loop_now() if written else None
+        if not written and await journal.patiently(journal.bucket.read, path) != data:
+            content = b""  # one of an earlier session is there, and counts
+        self._content = content
+        await asyncio.to_thread(self._cut_off, given)
         return chain.round
 
-    def _encoded(self, given: RoundInput) -> bytes:
-        codec, numel = self._journal.codec, self._journal.numel
-        content, feedback = encode(codec, given.values), given.encoding.feedback
-        if feedback is not None:
-            for span, piece in decode(codec, memoryview(content), numel):
+    def _cut_off(self, given: RoundInput) -> None:
+        """Keep as error feedback what the contribution that is in the bucket lacks."""
+        feedback, journal = given.encoding.feedback, self._journal
+        if feedback is None:
+            return
+        feedback.cut_off(0, given.values, np.zeros_like(given.values))
+        if self._content:
+            for span, piece in decode(journal.codec, memoryview(self._content), journal.numel):
                 feedback.cut_off(span.start, given.values[span], piece)
-        return content
 
     async def _next(self) -> ClosedRound | None:
         """Wait until the round is over, and close it if that is due; None if this peer waits no longer.
 
-        None also if another manifest replaced the last one: this peer must catch up.
+        None also if others went on without this peer, which must catch up: on another manifest, or long ago.
         """
         chain, journal, me = self._chain, self._journal, self.services.peers.id
         assert chain is not None
         while True:
-            listing = await journal.patiently(journal.list, chain)
-            if (
-                self._put is not None
-                and self._put_at is not None
-                and (me, self._put) in listing.contributions
-            ):
-                journal.bucket.on_time(listing.contributions[me, self._put].modified_at, self._put_at)
-            if journal.replaced(chain, listing):
+            listing = await journal.patiently(journal.look, chain)
+            mine = None if self._put is None else listing.contributions.get(chain.path_of(me, self._put))
+            if mine is not None and self._put_at is not None:
+                journal.bucket.on_time(mine.modified_at, self._put_at)
+            if self._last is not None and await journal.replaced(self._last, listing):
                 self._chain = None
                 return None
             if (one := await journal.closed(chain, listing)) is not None:
                 return one
-            places, attempts = journal.open_places(chain, listing), listing.attempts(chain.round)
-            now, due_at = journal.bucket.now(), chain.due_at({place.member for place in places})
-            if attempts:  # nobody can follow the last one
-                due_at = max(due_at, attempts[0][1].modified_at + MISSING_S)
-            if now >= due_at:
-                await journal.close(chain, places, attempts[0][0] + 1 if attempts else 0)
+            late = listing.latest > chain.round
+            if late and await journal.patiently(journal.newest_state, chain.round) is not None:
+                self._chain = None
+                return None
+            present = {place.member for place in journal.open_places(chain, listing)}
+            due_at = max(chain.due_at(present), await journal.reopens_at(chain, listing))
+            now = journal.bucket.now()
+            if now >= due_at and await journal.close(chain, listing):
                 continue
             if loop_now() >= journal.until:
                 return None
@@ -282,8 +286,8 @@ class MailboxCollaboration(TrainingPart):
         self, one: ClosedRound, values: Floats, result: RoundResult, take: Apply, *, aside: bool
     ) -> None:
         lineage = await asyncio.to_thread(lambda: take(self._journal.mean(one, values)))
-        self._chain, self._since = one.after, loop_now()
         self._learn(one)
+        self._since = loop_now()
         self._advance(lineage, result, aside=aside)
         self.services.averager.on_round(result)
         if one.manifest.member == self.services.peers.id and one.after.round % STATE_ROUNDS == 0:
@@ -293,10 +297,11 @@ class MailboxCollaboration(TrainingPart):
     async def _save(self, chain: RoundChain, snapshot: Snapshot) -> None:
         with suppress(BucketError):  # the next writer saves the next one
             await self._journal.write_state(chain, snapshot)
-            await self._journal.trim()
+            await self._journal.trim(chain.round)
 
     def _learn(self, one: ClosedRound) -> None:
-        """Take the members' figures: for the panel, and for this peer's part of a round."""
+        """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""
+        self._chain, self._last = one.after, one
         me, step = self.services.peers.id, one.after.round
         others = {offer.head.member: offer.head for offer in one.offers.values() if offer.head.member != me}
         records = {

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -13,9 +14,12 @@ from colab_swarm.events import Fault, Notice
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
     HEADER_BYTES,
+    MISSING_S,
     MOST_MEMBERS,
     PLACE,
+    STATE_PLACE,
     WINDOW,
+    Card,
     ClosedRound,
     H,
     Offer,
@@ -106,34 +110,52 @@ class Journal:
                 self._services.events.emit(Notice(loop_now(), "the bucket answers again"))
             return answer
 
+    async def read_card(self, own: bytes) -> Card:
+        """Return what the peers of this model have agreed on; ``own`` if this peer is the first."""
+        await self.bucket.create("card/first", own)
+        found = {one.path: one.modified_at for one in await self.bucket.list("card")}
+        data = await self.bucket.read("card/first")
+        return self.opened(data, Card, found.get("card/first", self.bucket.now()))[0]
+
     async def read_state(self, own: Callable[[], Snapshot]) -> tuple[RoundChain, Snapshot | None]:
         """Return where the run was and its state then, the newest that can be read.
 
         Without any, this peer's ``own`` becomes the first one; then the state is None.
         """
-        found = await self.bucket.list("states")
+        if (newest := await self.newest_state()) is not None:
+            return newest
+        first = await asyncio.to_thread(own)
+        chain = RoundChain.begin(first.manifest.step, first.root, now=self.bucket.now())
+        if await self.write_state(chain, first):
+            return chain, None
+        return await self.read_state(own)
+
+    async def newest_state(self, after: int = -1) -> tuple[RoundChain, Snapshot] | None:
+        """Return the newest state that can be read of those later than a round, if there are any, and its chain."""
+        found = await self._states()
         limit = STATE_PER_VALUE * self.numel + SMALL_STATE
-        for one in reversed(found):
+        for round, one in reversed(found.items()):
+            if round <= after or one in self._faulty:
+                continue
             try:
                 require(one.size_bytes <= limit, "it is too large", ProtocolError)
                 head, blob = self.opened(await self.bucket.read(one.path), StateHead, one.modified_at)
                 state = Manifest.decode(head.manifest)
                 values = np.frombuffer(blob, np.uint8).copy()
                 whole = Snapshot.of(state.subject, state.step, state.layout, values)
-                fits = whole.head == head.manifest and state.step == head.chain.round
+                fits = whole.head == head.manifest and state.step == head.chain.round == round
                 require(fits, "its state is another", ProtocolError)
             except (PeerError, StateError, ValueError) as error:
                 self._tell_fault(one, error)
                 continue
             return head.chain, Snapshot(whole.manifest, whole.blob, (head.member,))
-        require(
-            not found, "no state in the bucket can be read: its writers may run another version", StateError
-        )
-        first = await asyncio.to_thread(own)
-        chain = RoundChain.begin(first.manifest.step, first.root, now=self.bucket.now())
-        if await self.write_state(chain, first):
-            return chain, None
-        return await self.read_state(own)
+        none_readable = "no state in the bucket can be read: its writers may run another version"
+        require(after >= 0 or not found, none_readable, StateError)
+        return None
+
+    async def _states(self) -> dict[int, StoredObject]:
+        found = [(STATE_PLACE.fullmatch(one.path), one) for one in await self.bucket.list("states")]
+        return {int(place[1]): one for place, one in found if place}
 
     async def write_state(self, chain: RoundChain, snapshot: Snapshot) -> bool:
         blob = memoryview(snapshot.blob.data)
@@ -143,7 +165,7 @@ class Journal:
     async def follow(self, chain: RoundChain) -> AsyncIterator[ClosedRound]:
         """Yield the rounds that are over, from this place on."""
         while True:
-            listing = await self.patiently(self.list, chain)
+            listing = await self.patiently(self.look, chain)
             before = chain
             while (one := await self.closed(chain, listing)) is not None:
                 yield one
@@ -151,14 +173,31 @@ class Journal:
             if chain is before:
                 return
 
-    async def list(self, chain: RoundChain) -> RoundListing:
+    async def look(self, chain: RoundChain) -> RoundListing:
         """Return the objects of the rounds that may matter for the next one."""
         first = max(chain.round - WINDOW, 0)
-        return RoundListing.of(await self.bucket.list("rounds", f"{folder_of(first)}/"))
+        return RoundListing.of(await self.bucket.list("rounds", f"rounds/{first:08d}"))
 
     async def closed(self, chain: RoundChain, listing: RoundListing) -> ClosedRound | None:
         """Return the round of ``chain`` if a manifest closes it that can be followed."""
-        for attempt, place in listing.attempts(chain.round):
+        ways = await self._ways(chain, listing)
+        if len(ways) > 1:
+            ways = await self._built(chain, listing) or ways
+        for way in ways:
+            entries = way.manifest.entries
+            places = [listing.contributions.get(chain.path_of(one.member, one.round)) for one in entries]
+            offers = await self._offers([one for one in places if one is not None])
+            if any(one.digest not in offers for one in entries):
+                continue  # they may come yet
+            if not (fault := differs(way.manifest, [offers[one.digest] for one in entries])):
+                return replace(way, offers=offers)
+            self._tell_fault(way.place, ProtocolError(fault))
+        return None
+
+    async def _ways(self, chain: RoundChain, listing: RoundListing) -> list[ClosedRound]:
+        """Return what the sound manifests of the round make of it, without the contributions."""
+        ways = []
+        for place in listing.attempts(chain.folder):
             if place in self._faulty:
                 continue
             try:
@@ -171,29 +210,34 @@ class Journal:
                 self._tell_fault(place, error)
                 continue
             assert data is not None
-            places = [listing.contributions.get((one.member, one.round)) for one in manifest.entries]
-            offers = await self._offers([one for one in places if one is not None], chain)
-            if any(one.digest not in offers for one in manifest.entries):
-                continue  # they may come yet
-            if fault := differs(manifest, [offers[one.digest] for one in manifest.entries]):
-                self._tell_fault(place, ProtocolError(fault))
-                continue
-            after = chain.after(manifest, content_digest(data), attempt=attempt, closed_at=place.modified_at)
-            return ClosedRound(manifest, offers, after)
-        return None
+            after = chain.after(manifest, content_digest(data), closed_at=place.modified_at)
+            ways.append(ClosedRound(chain, place, manifest, after))
+        return ways
+
+    async def _built(self, chain: RoundChain, listing: RoundListing) -> list[ClosedRound]:
+        """Return those of them on which the next round was built."""
+        ways = await self._ways(chain, listing) if listing.latest > chain.round else []
+        return [way for way in ways if await self.closed(way.after, listing)]
 
     def open_places(self, chain: RoundChain, listing: RoundListing) -> Sequence[StoredObject]:
         """Return the contributions that the round may list."""
-        return [
-            place
-            for (member, round), place in sorted(listing.contributions.items())
-            if chain.may_count(member, round) and place not in self._faulty
-        ][:MOST_MEMBERS]
+        rounds = {folder: round for round, folder in chain.folders.items()}
+        found = [one for one in listing.contributions.values() if one.folder in rounds]
+        count = [one for one in found if chain.may_count(one.member, rounds[one.folder])]
+        return [one for one in count if one not in self._faulty][:MOST_MEMBERS]
 
-    def replaced(self, chain: RoundChain, listing: RoundListing) -> bool:
-        """Return True if another manifest replaced the last one."""
-        attempts = listing.attempts(chain.round - 1)
-        return bool(attempts) and attempts[0][0] > chain.attempt and attempts[0][1] not in self._faulty
+    async def replaced(self, last: ClosedRound, listing: RoundListing) -> bool:
+        """Return True if the next round was built on another manifest of the last one."""
+        if len(listing.manifests[last.before.folder]) < 2:
+            return False
+        built = await self._built(last.before, listing)
+        return bool(built) and built[0].place != last.place
+
+    async def reopens_at(self, chain: RoundChain, listing: RoundListing) -> float:
+        """Return when another manifest of a round may be written; never if others follow the one that is there."""
+        if not (attempts := listing.attempts(chain.folder)):
+            return -math.inf
+        return math.inf if await self._built(chain, listing) else attempts[-1].modified_at + MISSING_S
 
     def forget(self, chain: RoundChain) -> None:
         """Forget the contributions that have counted or are too old."""
@@ -203,31 +247,30 @@ class Journal:
     def mean(self, one: ClosedRound, out: Floats) -> Floats:
         return mean_of(one.manifest.entries, one.offers, self.numel, self.codec.name, out)
 
-    async def trim(self) -> None:
-        """Delete what is older than the state before the last one."""
-        states = await self.bucket.list("states")
-        first = int(states[-2:][0].path.rpartition("/")[2]) - WINDOW
-        rounds = await self.bucket.list("rounds")
-        old = [one.path for one in rounds if (at := PLACE.fullmatch(one.path)) and int(at[1]) < first]
-        await self.bucket.delete([*(one.path for one in states[:-2]), *old])
+    async def trim(self, round: int) -> None:
+        """Delete what is older than the state before that of ``round``."""
+        states = await self._states()
+        first = max((one for one in states if one < round), default=0)
+        old = [one.path for at, one in states.items() if at < first]
+        for one in await self.bucket.list("rounds"):
+            if (at := PLACE.fullmatch(one.path)) and int(at[1]) < first - WINDOW:
+                old.append(one.path)
+        await self.bucket.delete(old)
 
-    async def _offers(self, places: Sequence[StoredObject], chain: RoundChain) -> dict[bytes, Offer]:
+    async def _offers(self, places: Sequence[StoredObject]) -> dict[bytes, Offer]:
         """Read contributions; those that do not count are told of once and left out."""
         missing = [one for one in places if one not in self._read and one not in self._faulty]
-        await asyncio.gather(*(self._read_offer(one, chain) for one in missing))
+        await asyncio.gather(*map(self._read_offer, missing))
         return {offer.digest: offer for one in places if (offer := self._read.get(one)) is not None}
 
-    async def _read_offer(self, place: StoredObject, chain: RoundChain) -> None:
-        found = PLACE.fullmatch(place.path)
-        assert found is not None
+    async def _read_offer(self, place: StoredObject) -> None:
         try:
             require(place.size_bytes <= self._object_bytes, "it is too large", ProtocolError)
             data = await self.patiently(self.bucket.read, place.path)
             head, content = self.opened(data, PseudoGradient, place.modified_at)
             assert data is not None
-            named = head.member.hex() == found[2] and head.round == int(found[1])
+            named = place.path == f"{folder_of(head.round, head.base)}/{head.member.hex()}"
             require(named, "it is another member's, or another round's", ProtocolError)
-            require(head.base == chain.digests.get(head.round), "it is of another branch", ProtocolError)
             require(head.weight > 0, "it has no weight", ProtocolError)
             norm = await asyncio.to_thread(norm_of, self.codec, content, self.numel)
         except (PeerError, ValueError) as error:
@@ -245,10 +288,13 @@ class Journal:
         logger.info("%s", text)
         self._services.events.emit(Fault(loop_now(), "the bucket", text))
 
-    async def close(self, chain: RoundChain, places: Sequence[StoredObject], attempt: int) -> None:
-        """Write a manifest of the contributions that can be read, unless another member was first."""
-        if offers := await self._offers(places, chain):
-            entries = entries_of(offers.values())
-            data = self.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
-            path = f"{folder_of(chain.round)}/manifest-{attempt:02d}"
-            await self.patiently(self.bucket.create, path, data)
+    async def close(self, chain: RoundChain, listing: RoundListing) -> bool:
+        """Write a manifest of what can be read; False if that is too little, or another member was first."""
+        offers = await self._offers(self.open_places(chain, listing))
+        if self.bucket.now() < chain.due_at({one.head.member for one in offers.values()}):
+            return False
+        entries = entries_of(offers.values())
+        data = self.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
+        attempt = max((int(one.path[-2:]) + 1 for one in listing.manifests.get(chain.folder, ())), default=0)
+        path = f"{chain.folder}/manifest-{attempt:02d}"
+        return await self.patiently(self.bucket.create, path, data)

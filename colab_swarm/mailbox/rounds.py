@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
@@ -31,19 +31,21 @@ PIECE = BLOCK_VALUES * MAX_BLOCKS  # values that are encoded at once
 WINDOW = 2  # rounds after its own in which a contribution may still be listed
 MOST_MEMBERS = 256  # of a round
 MOST_NORM = 4.0  # median norms of a contribution; larger ones are scaled down
-GRACE_S = (
-    30.0  # a round waits for absent members for two usual rounds and this long, then closes without them
-)
+# A round waits for absent members for two usual rounds and this long, then closes without them. Longer than
+# `MISSING_S`: a majority that cannot follow a manifest replaces it before a minority goes on.
+GRACE_S = 90.0
 PATIENCE = 1.5  # usual rounds after which it closes without a minority
-MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one may replace it
+MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one may be written
 MIN_PACE_S, MAX_PACE_S = 1.0, 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
-PLACE: Final = re.compile(r"rounds/([0-9]{8})/(?:([0-9a-f]{64})|manifest-([0-9]{2}))")
+PLACE: Final = re.compile(r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2})")
+STATE_PLACE: Final = re.compile(r"states/([0-9]{8})")
 STATE_ROUNDS = 16  # from one state in the bucket to the next
 
 
-def folder_of(round: int) -> str:
-    return f"rounds/{round:08d}"
+def folder_of(round: int, base: bytes) -> str:
+    """Return the folder of a round after the manifest with this digest: nobody can write there before that one."""
+    return f"rounds/{round:08d}-{base[:8].hex()}"
 
 
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
@@ -65,14 +67,14 @@ class Statement(Signed, frozen=True, kw_only=True):
 
 
 class Card(Statement, frozen=True, kw_only=True):
-    """``card``: what the peers of a model have agreed on; the first one that is written stands."""
+    """``card/first``: what the peers of a model have agreed on; the first one that is written stands."""
 
     schema: bytes
     agreement: Agreement
 
 
 class PseudoGradient(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND/MEMBER``: a pseudo-gradient, which follows encoded."""
+    """``rounds/ROUND-BASE/MEMBER``: a pseudo-gradient, which follows encoded."""
 
     round: Round
     base: Hash  # digest of the manifest that this member's model was at
@@ -97,7 +99,7 @@ class ManifestEntry(Message, frozen=True):
 
 
 class RoundManifest(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND/manifest-ATTEMPT``: closes a round."""
+    """``rounds/ROUND-BASE/manifest-ATTEMPT``: closes a round."""
 
     round: Round
     base: Hash  # digest of the manifest before
@@ -109,11 +111,15 @@ class RoundChain(Message, frozen=True):
 
     round: Round
     digests: dict[int, Hash]  # of the manifest before round r, for the rounds of the window
-    closed_at: float  # the last manifest, by the store's clock
-    attempt: int = 0  # of the last manifest
-    pace_s: float = MAX_PACE_S / 2  # the median time of a round's contributors
+    closed_at: Figure  # the last manifest, by the store's clock
+    pace_s: Annotated[float, msgspec.Meta(ge=MIN_PACE_S, le=MAX_PACE_S)] = (
+        MAX_PACE_S / 2
+    )  # the median time of a round's contributors
     members: tuple[PeerId, ...] = ()  # of the last round
     listed: tuple[tuple[PeerId, int], ...] = ()  # members and rounds of contributions that counted
+
+    def __post_init__(self) -> None:
+        require(self.round in self.digests, "a chain needs the digest of its last manifest")
 
     @classmethod
     def begin(cls, round: int, root: bytes, *, now: float) -> Self:
@@ -123,6 +129,19 @@ class RoundChain(Message, frozen=True):
     @property
     def base(self) -> bytes:
         return self.digests[self.round]
+
+    @property
+    def folders(self) -> dict[int, str]:
+        """Of the rounds whose contributions may count."""
+        return {round: folder_of(round, base) for round, base in self.digests.items()}
+
+    @property
+    def folder(self) -> str:
+        return folder_of(self.round, self.base)
+
+    def path_of(self, member: PeerId, round: int) -> str:
+        """Return where a member's contribution is; nowhere if it is too old."""
+        return f"{self.folders.get(round)}/{member.hex()}"
 
     def due_at(self, present: Collection[PeerId]) -> float:
         """Return when the round may close with these members; at once if nobody of the last one is missing."""
@@ -158,9 +177,7 @@ class RoundChain(Message, frozen=True):
             return "it leaves out most members of the last round"
         return ""
 
-    def after(
-        self, manifest: RoundManifest, digest: bytes, *, attempt: int, closed_at: float
-    ) -> "RoundChain":
+    def after(self, manifest: RoundManifest, digest: bytes, *, closed_at: float) -> "RoundChain":
         entries, round = manifest.entries, self.round + 1
         pace_s = statistics.median_low(entry.seconds for entry in entries)
         listed = [*self.listed, *((entry.member, entry.round) for entry in entries)]
@@ -168,7 +185,6 @@ class RoundChain(Message, frozen=True):
             round,
             {r: one for r, one in {**self.digests, round: digest}.items() if r >= round - WINDOW},
             closed_at,
-            attempt,
             min(max(pace_s, MIN_PACE_S), MAX_PACE_S),
             tuple(sorted({entry.member for entry in entries})),
             tuple(one for one in listed if one[1] >= round - WINDOW),
@@ -179,34 +195,29 @@ class RoundChain(Message, frozen=True):
 class RoundListing:
     """The objects of the last rounds."""
 
-    contributions: dict[tuple[PeerId, int], StoredObject]
-    manifests: dict[int, list[tuple[int, StoredObject]]]  # attempts at each round, the last one first
+    contributions: dict[str, StoredObject]  # by path
+    manifests: dict[str, list[StoredObject]]  # by folder, the first one first
+    latest: int  # round that has a manifest, on whatever branch; -1 if none has
 
     @classmethod
     def of(cls, found: Iterable[StoredObject]) -> "RoundListing":
-        listing = cls({}, {})
+        contributions: dict[str, StoredObject] = {}
+        manifests: dict[str, list[StoredObject]] = {}
         for one in found:
             if (place := PLACE.fullmatch(one.path)) is None:
                 continue
-            round, member, attempt = int(place[1]), place[2], place[3]
-            if member:
-                listing.contributions[PeerId(bytes.fromhex(member)), round] = one
+            if place[2]:
+                contributions[one.path] = one
             else:
-                listing.manifests.setdefault(round, []).insert(0, (int(attempt), one))
-        return listing
+                manifests.setdefault(one.folder, []).append(one)
+        return cls(contributions, manifests, max((int(one[7:15]) for one in manifests), default=-1))
 
-    def attempts(self, round: int) -> list[tuple[int, StoredObject]]:
-        """Return the manifests of a round, the last first.
-
-        A later attempt replaces one that nobody could follow: it is older than `MISSING_S`, and no round was built
-        on it.
-        """
-        built = min((one.modified_at for _, one in self.manifests.get(round + 1, ())), default=math.inf)
-        counted: list[tuple[int, StoredObject]] = []
-        for attempt, one in reversed(self.manifests.get(round, [])):
-            before = counted[0][1].modified_at if counted else -math.inf
-            if one.modified_at + 1 >= before + MISSING_S and (not counted or one.modified_at < built):
-                counted.insert(0, (attempt, one))
+    def attempts(self, folder: str) -> list[StoredObject]:
+        """Return the manifests of a round that may count: each is `MISSING_S` younger than the one before."""
+        counted: list[StoredObject] = []
+        for one in self.manifests.get(folder, ()):
+            if not counted or one.modified_at + 1 >= counted[-1].modified_at + MISSING_S:
+                counted.append(one)
         return counted
 
 
@@ -304,9 +315,9 @@ def differs(manifest: RoundManifest, offers: Sequence[Offer]) -> str:
         if not (
             math.isclose(mine.weight, theirs.weight, rel_tol=1e-3)
             and math.isclose(mine.scale, theirs.scale, rel_tol=1e-3)
-            and (mine.samples, mine.seconds) == (theirs.samples, theirs.seconds)
+            and msgspec.structs.replace(mine, weight=theirs.weight, scale=theirs.scale) == theirs
         ):
-            return "its weights are not those of the contributions"
+            return "its entries are not those of the contributions"
     return ""
 
 
@@ -330,9 +341,11 @@ def mean_of(
 class ClosedRound:
     """A round that is over: its manifest, the contributions that count by their digests, and the chain after it."""
 
+    before: RoundChain
+    place: StoredObject  # of the manifest
     manifest: RoundManifest
-    offers: dict[bytes, Offer]
     after: RoundChain
+    offers: dict[bytes, Offer] = field(default_factory=dict)  # empty: not read yet
 
     def counts(self, member: PeerId, round: int) -> bool:
         return any((entry.member, entry.round) == (member, round) for entry in self.manifest.entries)

@@ -266,12 +266,12 @@ class SwarmOptimizer(WrappedOptimizer):
             return self._wait_step(timeout_s)
 
     def _wait_step(self, timeout_s: float) -> RoundResult | None:
-        landed = self._land(wait=True)
+        deadline = self._runtime.time() + timeout_s
+        landed = self._land(wait=True, timeout_s=timeout_s)
         self._replica.refresh()
-        if landed is not None:
+        if landed is not None or self._flight is not None:
             return landed
         self._recover()
-        deadline = self._runtime.time() + timeout_s
         while True:
             until = min(deadline, self._runtime.time() + LOOK_S)
             due = self._runtime.call(self.collaboration.wait_due(until))
@@ -328,8 +328,11 @@ class SwarmOptimizer(WrappedOptimizer):
             if self.closed.is_set():
                 return
             try:
-                if hand_over_s > 0 and self._gathered.samples and not self.collaboration.progress.own.paused:
-                    self._wait_step(hand_over_s)
+                until = self._runtime.time() + hand_over_s
+                for _ in range(2):  # the first one may be a round that runs beside the trainer
+                    left_s = until - self._runtime.time()
+                    if left_s > 0 and self._gathered.samples and not self.collaboration.progress.own.paused:
+                        self._wait_step(left_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
                 self.closed.set()
                 self._runtime.call(self._stop())
@@ -428,13 +431,14 @@ class SwarmOptimizer(WrappedOptimizer):
         aside = self.collaboration.average(given, partial(self._apply, given, False), aside=True)
         return asyncio.create_task(aside, name="delayed update")
 
-    def _land(self, *, wait: bool = False) -> RoundResult | None:
+    def _land(self, *, wait: bool = False, timeout_s: float | None = None) -> RoundResult | None:
         if self._flight is None:
             return None
         task, given = self._flight
-        if not (wait or task.done()):
+        if wait:
+            self._runtime.call(asyncio.wait([task], timeout=timeout_s))
+        if not task.done():
             return None
-        self._runtime.call(asyncio.wait([task]))
         self._flight = None
         if (result := task.result()) is None:
             self._gathered.on_returned(given)

@@ -1,0 +1,165 @@
+"""One bucket, several stores: a folder, memory, S3 by moto, and HTTP servers that refuse or fail."""
+
+import asyncio
+import os
+import threading
+import urllib.request
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from colab_swarm.errors import BucketAway, BucketError
+from colab_swarm.mailbox import bucket as module
+from colab_swarm.mailbox.bucket import MEMORY, Bucket, MemoryStore
+
+NAME = "my run-0/a model"
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    quick = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=20), "base": 2}
+    monkeypatch.setitem(module.RETRY, "backoff", quick)
+    monkeypatch.setitem(module.RETRY, "max_retries", 4)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+    yield at(port, host)
+    server.stop()
+
+
+@pytest.fixture
+def answers() -> Iterator[tuple[str, list[int]]]:
+    """An address, and the statuses that its server gives next; then it has each object."""
+    statuses: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"an object"
+            self.send_response(statuses.pop(0) if statuses else 200)
+            for name, value in (("Content-Length", len(body)), ("ETag", '"1"'), ("Last-Modified", WHEN)):
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield at(server.server_port), statuses
+        server.shutdown()
+
+
+WHEN = "Thu, 01 Jan 2026 00:00:00 GMT"
+
+
+def at(port: int, host: str = "127.0.0.1") -> str:
+    return f"s3://bucket/folder?endpoint=http://{host}:{port}&region=us-east-1"
+
+
+@pytest.fixture(params=["folder", "folder with spaces", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
+    if request.param == "s3":
+        return Bucket(request.getfixturevalue("s3"), NAME)
+    folder = f"memory://{tmp_path}" if request.param == "memory" else f"file://{tmp_path}/{request.param}"
+    return Bucket(folder, NAME)
+
+
+async def test_the_verbs(place: Bucket) -> None:
+    await place.require_conditional_writes()
+    assert await place.create("rounds/1/alice", b"one") and not await place.create("rounds/1/alice", b"other")
+    assert await place.create("rounds/2/bob", b"second") and await place.create("roundsabout", b"")
+    found = await place.list("rounds")
+    assert [(one.path, one.size_bytes) for one in found] == [("rounds/1/alice", 3), ("rounds/2/bob", 6)]
+    assert all(abs(one.modified_at - place.now()) < 5 for one in found)
+    assert [one.path for one in await place.list("rounds", "rounds/1/alice")] == ["rounds/2/bob"]
+    assert [one.path for one in await place.list("rounds", "rounds/2")] == ["rounds/2/bob"]
+    assert await place.read("rounds/1/alice") == b"one" and await place.read("rounds/1/carol") is None
+    assert place.received_bytes >= 3 and place.sent_bytes >= 9
+    await place.delete(["rounds/1/alice", "rounds/2/bob"])
+    assert await place.list("rounds") == [] and await place.list("nothing") == []
+
+
+async def test_of_two_writers_one_is_first(place: Bucket) -> None:
+    written = await asyncio.gather(*(place.create("race", bytes([number])) for number in range(8)))
+    assert sum(written) == 1 and await place.read("race") == bytes([written.index(True)])
+
+
+async def test_a_store_that_overwrites_is_refused() -> None:
+    class Overwriting(MemoryStore):
+        def create(self, path: str, data: object) -> bool:
+            self.objects.pop(path, None)
+            return super().create(path, data)  # type: ignore[arg-type]
+
+    MEMORY["memory://overwriting"] = Overwriting()
+    with pytest.raises(BucketError, match="conditional writes"):
+        await Bucket("memory://overwriting", NAME).require_conditional_writes()
+
+
+@pytest.mark.parametrize("address", ["", "bucket", "http://127.0.0.1/x", "file://relative", "S3://bucket"])
+def test_an_address_that_is_none_is_an_error(address: str) -> None:
+    with pytest.raises(ValueError, match="is no mailbox"):
+        Bucket(address, NAME)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket?nonsense=1", "s3://", "az://container"])
+def test_a_store_that_cannot_be_opened_is_an_error(address: str) -> None:
+    with pytest.raises(BucketError, match="cannot be opened"):
+        Bucket(address, NAME)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_refused_keys_are_named(answers: tuple[str, list[int]], status: int) -> None:
+    address, statuses = answers
+    statuses.append(status)
+    with pytest.raises(BucketError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") as caught:
+        await Bucket(address, NAME).read("x")
+    assert not isinstance(caught.value, BucketAway) and not statuses
+
+
+@pytest.mark.parametrize(
+    "missing", [["AWS_SECRET_ACCESS_KEY"], ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]]
+)
+async def test_missing_keys_are_named(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), BaseHTTPRequestHandler
+    ) as server:  # nothing listens there then
+        nowhere = at(server.server_port)
+    for name in missing:
+        monkeypatch.delenv(name)
+    with pytest.raises(BucketError, match=f"no secret {' and '.join(missing)} was found"):
+        await Bucket(f"{nowhere}&metadata_endpoint=http://127.0.0.1:{server.server_port}", NAME).read("x")
+
+
+async def test_a_server_that_is_busy_is_asked_again(answers: tuple[str, list[int]]) -> None:
+    address, statuses = answers
+    statuses += [503, 500, 503]
+    assert await Bucket(address, NAME).read("x") == b"an object" and not statuses
+
+
+async def test_a_server_that_is_off_is_away(answers: tuple[str, list[int]]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        port = server.server_port
+    with pytest.raises(BucketAway, match="does not answer"):
+        await Bucket(at(port), NAME).read("x")
+    address, statuses = answers
+    statuses += [503] * 9
+    with pytest.raises(BucketAway, match="does not answer"):
+        await Bucket(address, NAME).read("x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+async def test_a_folder_without_rights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(mode=0o500)
+    with pytest.raises(BucketError, match="the rights of its folder"):
+        await Bucket(f"file://{tmp_path}/shared", NAME).create("x", b"")

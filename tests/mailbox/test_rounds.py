@@ -1,0 +1,214 @@
+"""Objects, the chain of manifests and the mean: pure."""
+
+import itertools
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import ProtocolError
+from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.mailbox.rounds import (
+    GRACE_S,
+    MISSING_S,
+    MOST_NORM,
+    PATIENCE,
+    PIECE,
+    WINDOW,
+    ManifestEntry,
+    Offer,
+    PseudoGradient,
+    RoundChain,
+    RoundListing,
+    RoundManifest,
+    content_digest,
+    decode,
+    differs,
+    encode,
+    encoded_bytes,
+    entries_of,
+    mean_of,
+    norm_of,
+    seal,
+    unseal,
+)
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.training.settings import HEAVIEST
+
+ALICE, BOB, CAROL = (Identity(bytes([number]) * 32) for number in range(1, 4))
+ROOT = bytes(32)
+
+
+def contribution(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) -> bytes:
+    content = encode(codec_of("float32"), values)
+    head = PseudoGradient(
+        prefix="model",
+        key=who.public_key,
+        membership=b"",
+        content=content_digest(content),
+        round=round,
+        base=ROOT,
+        weight=weight,
+        samples=weight,
+        samples_per_s=1.0,
+        seconds=10.0,
+        name="",
+    )
+    return seal(head.signed(who.sign), content)
+
+
+def offer(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) -> Offer:
+    data = contribution(who, values, round, weight)
+    head, content = unseal(data, PseudoGradient)
+    return Offer(head, content, content_digest(data), norm_of(codec_of("float32"), content, len(values)))
+
+
+def manifest(chain: RoundChain, places: list[tuple[PeerId, int]], **other: object) -> RoundManifest:
+    entries = tuple(ManifestEntry(member, round, ROOT, 1.0, 1.0, 1.0, 10.0) for member, round in places)
+    given = {"round": chain.round, "base": chain.base, "entries": entries, **other}
+    return RoundManifest(prefix="model", key=ALICE.public_key, membership=b"", **given)
+
+
+def after(chain: RoundChain, *members: Identity) -> RoundChain:
+    made = manifest(chain, sorted((one.id, chain.round) for one in members))
+    return chain.after(made, bytes([chain.round]) * 32, closed_at=chain.closed_at + 10.0)
+
+
+FIRST = RoundChain.begin(0, ROOT, now=0.0)
+CHAIN = after(FIRST, ALICE, BOB, CAROL)  # closed at 10 s, usual rounds of 10 s
+
+
+def test_an_object_is_read_as_written_and_any_damage_is_found() -> None:
+    data = contribution(ALICE, np.arange(5, dtype=np.float32))
+    head, content = unseal(data, PseudoGradient)
+    assert head.member == ALICE.id and bytes(content) == np.arange(5, dtype=np.float32).tobytes()
+    forged = msgspec.structs.replace(head, key=BOB.public_key)
+    others = [data[:end] for end in (0, 3, 4, 60, len(data) - 1)]
+    others += [data + b"x", seal(head), seal(forged, content), seal(manifest(CHAIN, []))]
+    others += [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(0, len(data), 7)]
+    for other in others:
+        with pytest.raises(ProtocolError):
+            unseal(other, PseudoGradient)
+
+
+@pytest.mark.parametrize(
+    ("present", "wait_s"),
+    [
+        ([], math.inf),
+        ([ALICE, BOB, CAROL], 0.0),
+        ([ALICE, BOB], PATIENCE * 10.0),
+        ([ALICE], 20.0 + GRACE_S),
+    ],
+)
+def test_a_round_waits_for_the_members_of_the_last_one(present: list[Identity], wait_s: float) -> None:
+    assert CHAIN.due_at([one.id for one in present]) == CHAIN.closed_at + wait_s
+
+
+@pytest.mark.parametrize(
+    ("places", "other", "late", "fault"),
+    [
+        ([(ALICE, 1), (BOB, 1)], {}, False, ""),
+        ([(ALICE, 1), (BOB, 1)], {"base": b"x" * 32}, False, "does not follow"),
+        ([(ALICE, 1), (BOB, 1)], {"round": 2}, False, "does not follow"),
+        ([(ALICE, 1), (ALICE, 1), (BOB, 1)], {}, False, "twice"),
+        ([(ALICE, 0), (BOB, 1)], {}, False, "twice"),  # that one counted in round 0
+        ([(ALICE, 2), (BOB, 1)], {}, False, "too old"),
+        ([(ALICE, 1)], {}, False, "leaves out"),
+        ([(ALICE, 1)], {}, True, ""),
+    ],
+)
+def test_faults_of_a_manifest(
+    places: list[tuple[Identity, int]], other: dict[str, object], late: bool, fault: str
+) -> None:
+    made = manifest(CHAIN, sorted((who.id, round) for who, round in places), **other)
+    found = CHAIN.fault_of(made, written_at=CHAIN.deadline if late else CHAIN.deadline - 2)
+    assert fault in found and bool(fault) == bool(found)
+
+
+@given(
+    st.lists(
+        st.sets(st.tuples(st.sampled_from([ALICE.id, BOB.id]), st.integers(0, 9)), min_size=1), max_size=9
+    )
+)
+def test_no_contribution_counts_twice_or_late(proposals: list[set[tuple[PeerId, int]]]) -> None:
+    chain, counted = FIRST, list[tuple[PeerId, int]]()
+    for number, places in enumerate(proposals):
+        made = manifest(chain, sorted(places))
+        if not chain.fault_of(made, written_at=math.inf):
+            assert all(chain.round - WINDOW <= round <= chain.round for _, round in places)
+            counted += places
+            chain = chain.after(made, bytes([number]) * 32, closed_at=0.0)
+    assert len(counted) == len(set(counted))
+
+
+def test_a_second_manifest_counts_only_if_the_first_one_is_old() -> None:
+    times = (0.0, 1.0, MISSING_S, MISSING_S + 2, 2 * MISSING_S)
+    found = [StoredObject(f"{CHAIN.folder}/manifest-{n:02d}", 1, at) for n, at in enumerate(times)]
+    listing = RoundListing.of([*found, StoredObject(f"{CHAIN.folder}/garbage", 1, 0.0)])
+    assert listing.attempts(CHAIN.folder) == [found[0], found[2], found[4]] and listing.latest == CHAIN.round
+
+
+def test_nobody_weighs_or_moves_more_than_the_bounds() -> None:
+    ones = np.ones(4, np.float32)
+    offers = [offer(ALICE, ones), offer(BOB, 0.5 * ones), offer(CAROL, 1e30 * ones, weight=1e9)]
+    entries = {entry.member: entry for entry in entries_of(offers)}
+    assert entries[CAROL.id].weight == HEAVIEST and entries[ALICE.id].scale == 1.0
+    assert entries[CAROL.id].scale * offers[2].norm == pytest.approx(MOST_NORM * offers[0].norm)
+
+
+def test_a_manifest_must_list_the_contributions_as_they_are() -> None:
+    offers = sorted(
+        (offer(who, np.ones(4, np.float32)) for who in (ALICE, BOB)), key=lambda one: one.head.member
+    )
+    mine, theirs = entries_of(offers)
+    for changed in (
+        {"weight": 2.0},
+        {"scale": 0.5},
+        {"samples": 2.0},
+        {"seconds": 1.0},
+        {"member": CAROL.id},
+    ):
+        lie = (msgspec.structs.replace(mine, **changed), theirs)
+        assert differs(manifest(FIRST, [], entries=lie), offers)
+    assert not differs(manifest(FIRST, [], entries=(mine, theirs)), offers)
+    twice = (msgspec.structs.replace(theirs, member=mine.member), theirs)  # by one digest
+    assert differs(manifest(FIRST, [], entries=twice), [offers[1], offers[1]])
+
+
+def test_the_mean_is_exact_and_the_same_in_any_order_of_reading() -> None:
+    rng, means = np.random.default_rng(0), set()
+    vectors = {who: rng.standard_normal(1000).astype(np.float32) for who in (ALICE, BOB, CAROL)}
+    offers = [offer(who, one, weight=index + 1.0) for index, (who, one) in enumerate(vectors.items())]
+    for order in itertools.permutations(offers):
+        found = {one.digest: one for one in order}
+        means.add(mean_of(entries_of(order), found, 1000, "float32", np.empty(1000, np.float32)).tobytes())
+    expected = np.average([one.astype(np.float64) for one in vectors.values()], axis=0, weights=[1, 2, 3])
+    np.testing.assert_allclose(np.frombuffer(means.pop(), np.float32), expected, rtol=0, atol=1e-6)
+    assert not means
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "sparseloco"])
+@pytest.mark.parametrize("numel", [0, 1, 5000, PIECE - 1, PIECE, PIECE + 1])
+def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> None:
+    codec, values = codec_of(name), np.linspace(-1, 1, numel, dtype=np.float32)
+    content = memoryview(encode(codec, values))
+    assert len(content) == encoded_bytes(codec, numel)
+    pieces = [codec.encode(values[:PIECE]), codec.encode(values[PIECE:])]
+    lengths = min(numel, PIECE), max(numel - PIECE, 0)
+    expected = [codec.decode(one, count) for one, count in zip(pieces, lengths, strict=True) if count]
+    decoded = [piece for _, piece in decode(codec, content, numel)]
+    np.testing.assert_array_equal(
+        np.concatenate([values[:0], *decoded]), np.concatenate([values[:0], *expected])
+    )
+    with pytest.raises(ValueError, match="encoded"):
+        norm_of(codec, memoryview(bytes(content) + b"x"), numel)
+
+
+def test_values_that_are_not_finite_are_found() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        offer(ALICE, np.array([1.0, math.nan], np.float32))
