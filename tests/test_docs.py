@@ -16,7 +16,19 @@ from colab_swarm.cli.__main__ import main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(path.parent for path in (ROOT / "colab_swarm").glob("*/__init__.py"))
-PROTOCOLS = ("averaging", "dht", "elastic", "moe", "net", "notebook", "sim", "training", "trust", "workunits")
+PROTOCOLS = (
+    "averaging",
+    "dht",
+    "elastic",
+    "mailbox",
+    "moe",
+    "net",
+    "notebook",
+    "sim",
+    "training",
+    "trust",
+    "workunits",
+)
 PAGE_LINES = 50
 
 
