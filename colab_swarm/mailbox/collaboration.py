@@ -15,6 +15,7 @@ from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.journal import LEAST_PAUSE_S, MOST_PAUSE_S, Journal
 from colab_swarm.mailbox.rounds import (
+    MISSING_S,
     STATE_ROUNDS,
     WINDOW,
     Card,
@@ -63,7 +64,7 @@ class MailboxCollaboration(TrainingPart):
         self._since = loop_now()  # when this peer learnt of the last manifest
         self._put: int | None = None  # the round of the own contribution that no manifest lists yet
         self._content = b""  # of that one; empty if an earlier session wrote it
-        self._put_at: float | None = None  # None: in an earlier session
+        self._put_at: float | None = None  # None: in an earlier session, or known by the store's clock
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round beside the trainer failed
         self._speeds: dict[PeerId, float] = {}  # samples per second of the last round's other members
@@ -257,12 +258,16 @@ class MailboxCollaboration(TrainingPart):
         """
         chain, journal, me = self._chain, self._journal, self.services.peers.id
         assert chain is not None
+        again_at = -math.inf  # when this peer may write a manifest, if the one that it wrote does not count
         while True:
             listing = await journal.patiently(journal.look, chain)
             mine = None if self._put is None else listing.contributions.get(chain.path_of(me, self._put))
             if mine is not None and self._put_at is not None:
                 journal.bucket.on_time(mine.modified_at, self._put_at)
-            if self._last is not None and await journal.replaced(self._last, listing):
+                self._put_at = None  # others may overwrite it
+            now, present = journal.bucket.now(), {one.member for one in journal.open_places(chain, listing)}
+            alone = now >= chain.due_at(present) and not chain.is_quorum(present)
+            if self._last is not None and await journal.replaced(self._last, listing, alone=alone):
                 self._chain = None
                 return None
             if (one := await journal.closed(chain, listing)) is not None:
@@ -271,10 +276,9 @@ class MailboxCollaboration(TrainingPart):
             if late and await journal.patiently(journal.newest_state, chain.round) is not None:
                 self._chain = None
                 return None
-            present = {place.member for place in journal.open_places(chain, listing)}
             due_at = max(chain.due_at(present), await journal.reopens_at(chain, listing))
-            now = journal.bucket.now()
-            if now >= due_at and await journal.close(chain, listing):
+            if now >= max(due_at, again_at) and await journal.close(chain, listing):
+                again_at = now + MISSING_S
                 continue
             if loop_now() >= journal.until:
                 return None

@@ -182,7 +182,7 @@ class Journal:
         """Return the round of ``chain`` if a manifest closes it that can be followed."""
         ways = await self._ways(chain, listing)
         if len(ways) > 1:
-            ways = await self._built(chain, listing) or ways
+            ways = await self._built(chain, listing) or ways[::-1]
         for way in ways:
             entries = way.manifest.entries
             places = [listing.contributions.get(chain.path_of(one.member, one.round)) for one in entries]
@@ -192,14 +192,13 @@ class Journal:
             if not (fault := differs(way.manifest, [offers[one.digest] for one in entries])):
                 return replace(way, offers=offers)
             self._tell_fault(way.place, ProtocolError(fault))
+            return await self.closed(chain, listing)
         return None
 
     async def _ways(self, chain: RoundChain, listing: RoundListing) -> list[ClosedRound]:
         """Return what the sound manifests of the round make of it, without the contributions."""
         ways = []
-        for place in listing.attempts(chain.folder):
-            if place in self._faulty:
-                continue
+        for place in listing.attempts(chain.folder, self._faulty):
             try:
                 require(place.size_bytes <= MANIFEST_BYTES, "it is too large", ProtocolError)
                 data = await self.patiently(self.bucket.read, place.path)
@@ -208,7 +207,7 @@ class Journal:
                 require(not fault, fault, ProtocolError)
             except PeerError as error:
                 self._tell_fault(place, error)
-                continue
+                return await self._ways(chain, listing)
             assert data is not None
             after = chain.after(manifest, content_digest(data), closed_at=place.modified_at)
             ways.append(ClosedRound(chain, place, manifest, after))
@@ -226,18 +225,23 @@ class Journal:
         count = [one for one in found if chain.may_count(one.member, rounds[one.folder])]
         return [one for one in count if one not in self._faulty][:MOST_MEMBERS]
 
-    async def replaced(self, last: ClosedRound, listing: RoundListing) -> bool:
-        """Return True if the next round was built on another manifest of the last one."""
+    async def replaced(self, last: ClosedRound, listing: RoundListing, *, alone: bool) -> bool:
+        """Return True if the next round was built on another manifest of the last one.
+
+        Also if it was not built yet, and this peer would do so ``alone``: most others cannot follow this manifest.
+        """
         if len(listing.manifests[last.before.folder]) < 2:
             return False
-        built = await self._built(last.before, listing)
-        return bool(built) and built[0].place != last.place
+        if built := await self._built(last.before, listing):
+            return built[0].place != last.place
+        other = await self.closed(last.before, listing) if alone else None
+        return other is not None and other.place != last.place
 
     async def reopens_at(self, chain: RoundChain, listing: RoundListing) -> float:
         """Return when another manifest of a round may be written; never if others follow the one that is there."""
-        if not (attempts := listing.attempts(chain.folder)):
+        if not (ways := await self._ways(chain, listing)):
             return -math.inf
-        return math.inf if await self._built(chain, listing) else attempts[-1].modified_at + MISSING_S
+        return math.inf if await self._built(chain, listing) else ways[-1].place.modified_at + MISSING_S
 
     def forget(self, chain: RoundChain) -> None:
         """Forget the contributions that have counted or are too old."""
@@ -295,6 +299,4 @@ class Journal:
             return False
         entries = entries_of(offers.values())
         data = self.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
-        attempt = max((int(one.path[-2:]) + 1 for one in listing.manifests.get(chain.folder, ())), default=0)
-        path = f"{chain.folder}/manifest-{attempt:02d}"
-        return await self.patiently(self.bucket.create, path, data)
+        return await self.patiently(self.bucket.create, listing.next_attempt(chain.folder), data)

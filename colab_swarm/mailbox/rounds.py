@@ -5,10 +5,11 @@ scales. The first one that is written for a round stands. So all peers apply the
 same order, and each contribution counts in one manifest or in none.
 """
 
+import itertools
 import math
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Self, TypeVar
 
@@ -196,7 +197,7 @@ class RoundListing:
     """The objects of the last rounds."""
 
     contributions: dict[str, StoredObject]  # by path
-    manifests: dict[str, list[StoredObject]]  # by folder, the first one first
+    manifests: dict[str, list[StoredObject]]  # by folder
     latest: int  # round that has a manifest, on whatever branch; -1 if none has
 
     @classmethod
@@ -212,11 +213,18 @@ class RoundListing:
                 manifests.setdefault(one.folder, []).append(one)
         return cls(contributions, manifests, max((int(one[7:15]) for one in manifests), default=-1))
 
-    def attempts(self, folder: str) -> list[StoredObject]:
-        """Return the manifests of a round that may count: each is `MISSING_S` younger than the one before."""
+    def next_attempt(self, folder: str) -> str:
+        """Return the path of another manifest."""
+        taken = {one.path for one in self.manifests.get(folder, ())}
+        return next(path for n in itertools.count() if (path := f"{folder}/manifest-{n:02d}") not in taken)
+
+    def attempts(self, folder: str, faulty: Container[StoredObject]) -> list[StoredObject]:
+        """Return the manifests of a round that may count: each is `MISSING_S` younger than the sound one before."""
         counted: list[StoredObject] = []
-        for one in self.manifests.get(folder, ()):
-            if not counted or one.modified_at + 1 >= counted[-1].modified_at + MISSING_S:
+        for one in sorted(self.manifests.get(folder, ()), key=lambda one: one.modified_at):
+            if one not in faulty and (
+                not counted or one.modified_at + 1 >= counted[-1].modified_at + MISSING_S
+            ):
                 counted.append(one)
         return counted
 

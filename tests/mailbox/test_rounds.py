@@ -147,10 +147,19 @@ def test_no_contribution_counts_twice_or_late(proposals: list[set[tuple[PeerId, 
 
 
 def test_a_second_manifest_counts_only_if_the_first_one_is_old() -> None:
-    times = (0.0, 1.0, MISSING_S, MISSING_S + 2, 2 * MISSING_S)
-    found = [StoredObject(f"{CHAIN.folder}/manifest-{n:02d}", 1, at) for n, at in enumerate(times)]
+    times = (0.0, 1.0, MISSING_S, MISSING_S + 2, 2 * MISSING_S)  # the last path is the oldest one
+    found = [StoredObject(f"{CHAIN.folder}/manifest-{n:02d}", 1, at) for n, at in enumerate(reversed(times))]
     listing = RoundListing.of([*found, StoredObject(f"{CHAIN.folder}/garbage", 1, 0.0)])
-    assert listing.attempts(CHAIN.folder) == [found[0], found[2], found[4]] and listing.latest == CHAIN.round
+    assert listing.attempts(CHAIN.folder, []) == [found[4], found[2], found[0]]
+    assert listing.attempts(CHAIN.folder, [found[4]]) == [
+        found[3],
+        found[2],
+        found[0],
+    ]  # a faulty one costs no time
+    assert (listing.next_attempt(CHAIN.folder), listing.latest) == (
+        f"{CHAIN.folder}/manifest-05",
+        CHAIN.round,
+    )
 
 
 def test_nobody_weighs_or_moves_more_than_the_bounds() -> None:
