@@ -65,8 +65,9 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
   and 90 s. All that it lists must be readable, and its weights and scales must be those of the contributions.
 - **No member weighs** more than 16 times the median one, and longer contributions are scaled down to 4 median
   norms.
-- **A manifest that cannot be followed** for 60 s may be replaced by another attempt. Once the next round is
-  built on one of them, that one stands, and peers that followed the other catch up.
+- **A faulty manifest** does not count: another one closes the round at once. One whose contributions cannot be
+  read may be replaced after 60 s. Once the next round is built on one of both, that one stands, and peers that
+  followed the other catch up. Where none was built, a peer without most members takes the later one.
 - **States.** The writer of every sixteenth manifest saves the state after it. Then it deletes what is older
   than the state before that one.
 
