@@ -103,7 +103,7 @@ links. A manifest lists 256 contributions at most.
     optimizer = swarm.optimizer(adam, target_batch_size=256, local_steps=30, compression="sparseloco")
     cs.simulate(3, mailbox=True)                # in virtual time; simulation.bucket.objects are the objects
 
-In a shell, `colab-swarm create run --mailbox s3://bucket/folder` prints an invitation and ends, and `colab-swarm
+In a shell, `colab-swarm create run --mailbox s3://bucket/folder` prints an invitation and ends. `colab-swarm
 join INVITATION --local-steps 30 --compression sparseloco` trains.
 
 | store | address | secrets |
