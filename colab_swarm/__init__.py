@@ -19,6 +19,7 @@ Each protocol has a page with its problem, messages, timing, faults, the paper a
 | `colab_swarm.dht` | finding peers, experts and progress records |
 | `colab_swarm.averaging` | groups, rounds, load balancing (DeDLOC) |
 | `colab_swarm.training` | data-parallel training: progress, catching up, slow links (DeDLOC) |
+| `colab_swarm.mailbox` | rounds in a bucket or shared folder, with nobody online (SparseLoCo) |
 | `colab_swarm.moe` | layers of experts hosted on many machines (Learning@home) |
 | `colab_swarm.workunits` | volunteers that make plain HTTPS requests (VC-ASGD) |
 | `colab_swarm.elastic` | small groups that do not wait for all gradients (Elastic Consistency) |

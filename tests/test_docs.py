@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,19 @@ from colab_swarm.cli.__main__ import main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(path.parent for path in (ROOT / "colab_swarm").glob("*/__init__.py"))
-PROTOCOLS = ("averaging", "dht", "elastic", "moe", "net", "notebook", "sim", "training", "trust", "workunits")
+PROTOCOLS = (
+    "averaging",
+    "dht",
+    "elastic",
+    "mailbox",
+    "moe",
+    "net",
+    "notebook",
+    "sim",
+    "training",
+    "trust",
+    "workunits",
+)
 PAGE_LINES = 50
 
 
@@ -94,7 +107,7 @@ def test_code_in_the_readme_is_python() -> None:
 
 
 NUMBER = re.compile(r"-?\d+\.\d+")
-EXAMPLE, YOU, FRIEND = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLE, YOU, FRIEND, BUCKET = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 TRAIN = EXAMPLE.partition("with cs.simulate")[0]
 
 
@@ -128,3 +141,20 @@ def test_you_and_your_friend_in_the_readme_train_together(tmp_path: Path) -> Non
                 assert "of 10000: loss" in read_until(peer, "from 2 peers")
             friend.kill()
         you.kill()
+
+
+@pytest.mark.slow
+def test_the_bucket_in_the_readme_may_be_a_folder(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(TRAIN, names)
+    model = names["model"] = names["Linear"](64, 10)
+    names["adam"] = names["torch"].optim.AdamW(model.parameters())
+    code, replaced = re.subn(r"s3://[^\"]+", (tmp_path / "mailbox").as_uri(), BUCKET)
+    assert replaced == 1
+    exec(code.replace('"folder"', repr(str(tmp_path / "peer"))), names)
+    with names["swarm"]:
+        while not names["optimizer"].global_step:
+            model(names["images"].float()).sum().backward()
+            names["optimizer"].step(samples=256)
+    written = list(tmp_path.glob("mailbox/runs/*/model/rounds/00000000-*/*"))
+    assert len(written) == 2  # a contribution and a manifest

@@ -34,7 +34,7 @@ from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateR
 from colab_swarm.markup import count
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.notebook.explanation import install_line
-from colab_swarm.swarm.joining import join
+from colab_swarm.swarm.joining import create, join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
 
@@ -170,10 +170,14 @@ def _step_line(step: dict[str, Any], last: int = 0) -> str:
     return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}   {speed:.1f} samples/s"
 
 
-def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
-    until = time.monotonic() + 3600 * (hours or MAX_HOURS)
+def _report_facts(options: Options, facts: dict[str, str]) -> None:
     for kind, fact in facts.items():
         _report(options, kind, **{kind: fact})
+
+
+def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
+    until = time.monotonic() + 3600 * (hours or MAX_HOURS)
+    _report_facts(options, facts)
     if not options.json_lines:
         print("Press Ctrl-C to stop.", flush=True)
     while time.monotonic() < until:
@@ -289,19 +293,26 @@ def _create(options: Options) -> None:
 
     network = None
     if options.run.endswith(".toml"):  # a run with checkpoints, metrics and a web page
+        require(not options.mailbox, "a run in a bucket has no backbone: give its name instead of a run.toml")
         file = read_run_file(options.run)
     else:
-        network = _network_options(options, relay=True)
+        network = _network_options(options, relay=not options.mailbox)
         file = RunFile(
             name=options.run,
             peer_name=options.peer_name or "backbone",
             access="allowlist" if options.allow_user or options.allow_organisation else "invite",
             allow_users=tuple(options.allow_user),
             allow_organisations=tuple(options.allow_organisation),
-            invitation_hours=options.hours,
+            invitation_hours=options.hours or 24.0,
             dashboard=Dashboard(enabled=False),
             collaborations=(),
         )
+    if options.mailbox:
+        who: dict[str, Any] = {"access": file.access, "allow": file.allowlist, "peer_name": file.peer_name}
+        who |= {"mailbox": options.mailbox, "options": network, "accept_terms": options.accept_terms}
+        with create(file.name, **who) as swarm:
+            _report_facts(options, swarm.invite(hours=options.hours).facts)
+        return
     with serve(file, network, accept_terms=options.accept_terms) as served:
         dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
         _stay(served.swarm, options, served.invite.facts | dashboard)
@@ -447,6 +458,7 @@ COMMANDS = (
             "create my-run",
             "create my-run --port 4500 --announce ws://203.0.113.7:4500 --identity backbone.key",
             "create run.toml    # with checkpoints and a dashboard",
+            "create my-run --mailbox s3://bucket/folder    # prints an invitation, and ends",
         ),
         aliases=("backbone",),
     ),

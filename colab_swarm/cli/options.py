@@ -73,7 +73,11 @@ DOCTOR: Arguments = {
 }
 CREATE: Arguments = {
     "run": ("name of the run, or a run.toml with its settings", {}),
-    "--hours": ("life of the invitation", HOURS | {"default": 24.0}),
+    "--hours": ("life of the invitation; default: 24, with --mailbox 720", HOURS),
+    "--mailbox": (
+        "bucket or shared folder for the rounds, such as s3://bucket/folder: nobody stays online",
+        TEXT,
+    ),
     "--allow-user": ("Hugging Face user on the run's allowlist; repeatable", SEVERAL),
     "--allow-organisation": ("Hugging Face organisation on the run's allowlist; repeatable", SEVERAL),
     **PEER,

@@ -1,4 +1,138 @@
-"""A run in a bucket: rounds without anybody online."""
+"""A run in a bucket: its rounds are objects, so no two peers need to be online together.
+
+## The problem
+
+Between two homes neither peer can be reached, and sessions end before the next member has time. With local
+steps a peer sends a few hundred kilobytes every few minutes. That needs no link: a bucket of an object store,
+or a shared folder, can carry it. All peers that train on must hold the same parameters, whichever of them is
+killed at any moment.
+
+## The idea
+
+    alice   | local steps | put |  look  |  mean                    | local steps ...
+    bob          | local steps      | put | close |  mean           | local steps ...
+                        |  contribution      |  manifest
+                        v                    v
+    bucket   rounds/00000007-BASE/ALICE, .../BOB, .../manifest-00      states/00000016
+                                                  |                         |
+    carol    (two days later)                     '--- 16, 17, 18 ... ------'--->  the same parameters
+
+Each peer takes local steps and writes its *contribution*: its pseudo-gradient, compressed and signed. A
+*manifest* closes the round. It lists the contributions that count, with their digests, weights and scales.
+The bucket keeps the first of two writes (conditional create), so the first manifest stands. All peers apply
+the mean ``sum w_i s_i v_i / sum w_i``, in the manifest's order, in float32: they hold equal bits. No peer is
+a server: the first contributor that finds the round due closes it. A late joiner reads the newest state and
+applies the means since then.
+
+## Objects
+
+All are below ``runs/RUN/MODEL/``. Each but a check is a signed statement with its writer's membership, as
+msgpack after its length in 4 bytes. Values follow it; the statement has their BLAKE3 digest. They are not
+encrypted.
+
+| path | type | content |
+|---|---|---|
+| `card/first` | `Card` | what the peers agree on: the model's layout, optimizer, batch size, compression |
+| `rounds/ROUND-BASE/MEMBER` | `PseudoGradient` | weight, samples, speed, name and loss; the encoded values |
+| `rounds/ROUND-BASE/manifest-ATTEMPT` | `RoundManifest` | the digest of the manifest before; entries |
+| `states/ROUND` | `StateHead` | parameters and optimizer state before this round; the chain's last digests |
+| `checks/RANDOM` | | written twice and deleted at the start: does the store keep the first? |
+
+BASE is the digest of the manifest before. So manifests are a chain, and a contribution belongs to one branch
+of it.
+
+## States of a trainer
+
+    syncing --state, means since--> training --contribution--> waiting --manifest that lists it--> training
+       ^                              ^                          |  |
+       |                              '--not listed after three--'  |
+       '------ another manifest counts, or a later state is there --'
+
+A peer's part of the samples follows from its speed beside that of the last round's other members, so all end
+about the same time. With ``overlap=True`` the waiting peer computes on.
+
+## Rules
+
+- **A round closes** at once when no member of the last round is missing. With more than half of them it
+  closes 1.5 usual rounds after the last manifest. With fewer it closes two usual rounds and 90 s after it.
+  The usual time is the median of the last round's contributors, 1 s to 6 h. The store's clock counts, not a
+  peer's.
+- **Exactly once.** A contribution counts in its own round or in one of the two following, in one manifest at
+  most. A peer that is not listed follows the means meanwhile. After the third, it drops its contribution
+  (`BatchDropped`).
+- **A manifest is followed** if a worker of the run signed it, it continues the chain, and it lists no
+  contribution twice. It must list more than half of the last round's members, or come after two usual rounds
+  and 90 s. All that it lists must be readable, and its weights and scales must be those of the contributions.
+- **No member weighs** more than 16 times the median one, and longer contributions are scaled down to 4 median
+  norms.
+- **A faulty manifest** does not count: another one closes the round at once. One whose contributions cannot be
+  read may be replaced after 60 s. Once the next round is built on one of both, that one stands, and peers that
+  followed the other catch up. Where none was built, a peer without most members takes the later one.
+- **States.** The writer of every sixteenth manifest saves the state after it. Then it deletes what is older
+  than the state before that one.
+
+## Failures
+
+- *A peer is killed.* Its local steps since its last contribution are lost. The contribution counts if a
+  manifest lists it within two more rounds. `swarm.leave(hand_over_s=60)` writes one with what is left.
+- *Members stay away.* The next round waits for them once, by the rule above, and later ones do not.
+- *An object is damaged, too large or forged.* It does not count, and a `Fault` event names it.
+- *The bucket does not answer.* Requests are tried again until it does, and a `Fault` event says so. With
+  ``overlap=True`` local steps go on meanwhile. `Swarm.optimizer` raises `BucketAway`.
+- *The bucket refuses a peer.* Its keys are wrong or revoked: the trainer's next call raises `BucketError`.
+- *The store has no conditional writes.* `Swarm.optimizer` raises `BucketError`.
+
+**Security.** A member cannot write in another's name, and cannot count twice in a round. But:
+
+- Members hold the bucket's keys, so they can delete or overwrite everything. Use a bucket for the run alone.
+- Plausible false gradients, and false states for late joiners, are not guarded against.
+- One invitation admits many identities, which can outvote others.
+- `swarm.remove_peer` needs links, so no other peer learns of it here. To remove a member, change the bucket's
+  keys.
+- The store's owner can read the model.
+
+**Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"``, ``robust=`` and ``budget=``
+are refused, and so are allowlists, tunnels and relays. Experts, `swarm.average` and the leaderboard need
+links. A manifest lists 256 contributions at most.
+
+## How to use it
+
+    swarm = cs.create("run", mailbox="s3://bucket/folder?endpoint=https://…", state_dir="folder")
+    print(swarm.invite())                       # has the address but no keys; valid for 30 days
+    swarm = cs.join("swarm://run.…")            # a friend, any time later
+    optimizer = swarm.optimizer(adam, target_batch_size=256, local_steps=30, compression="sparseloco")
+    cs.simulate(3, mailbox=True)                # in virtual time; simulation.bucket.objects are the objects
+
+In a shell, `colab-swarm create run --mailbox s3://bucket/folder` prints an invitation and ends. `colab-swarm
+join INVITATION --local-steps 30 --compression sparseloco` trains.
+
+| store | address | secrets |
+|---|---|---|
+| S3, R2, MinIO | `s3://bucket/folder?endpoint=…&region=…` | `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` |
+| Google | `gs://bucket/folder` | `GOOGLE_SERVICE_ACCOUNT_KEY` |
+| Azure | `az://container/folder` | `AZURE_STORAGE_ACCOUNT_NAME`, `AZURE_STORAGE_ACCOUNT_KEY` |
+| a shared folder | `file:///shared/folder` | |
+
+Secrets are environment variables, or secrets of Colab or Kaggle. Tutorial 12 trains in a folder.
+
+## The papers and the modules
+
+| source | module |
+|---|---|
+| DiLoCo, [arXiv 2311.08105](https://arxiv.org/abs/2311.08105): local and outer steps | `collaboration` |
+| SparseLoCo, [arXiv 2508.15706](https://arxiv.org/abs/2508.15706): error feedback | `colab_swarm.tensors` |
+| manifests, and when a round closes: pure functions | `rounds` |
+| reading, checking and writing objects | `journal` |
+| stores, by obstore | `bucket` |
+
+The authors of SparseLoCo exchange pseudo-gradients through object storage, too.
+
+## Measured
+
+In virtual time, two peers with rounds of 90 s make about 8 requests a round each. With sparseloco a
+contribution has 14 bits for every 64th value, and up to 700 bytes of signature and membership: 12 MB for a
+model of 440 M parameters.
+"""
 
 from collections.abc import Callable
 from functools import partial

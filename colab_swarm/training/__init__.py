@@ -64,7 +64,7 @@ averaging take 180 s at most. See `colab_swarm.training.settings.TrainingSetting
 
 **If no peer can be reached by the others** they need an *assistant* (DeDLOC's auxiliary peer), which trains nothing,
 organizes and reduces: `swarm.serve_as_reducer()`, `colab-swarm join INVITATION --reduce-only` or a backbone. It needs
-no GPU, no data and no PyTorch.
+no GPU, no data and no PyTorch. Or a bucket carries the rounds: `colab_swarm.mailbox`.
 
 ## How to use it
 

@@ -6,6 +6,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import COMMANDS, Command, _parser, _step_line, main
 from colab_swarm.cli.options import NETWORK
+from colab_swarm.invite import Invite
 from colab_swarm.project import install
 
 COMMAND = [sys.executable, "-m", "colab_swarm.cli"]
@@ -110,6 +113,13 @@ def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
         assert process.wait(20) == 130 and process.stderr.read() == ""
     assert told["event"] == "invite" and told["invite"].startswith("swarm://run.")
     assert warned["event"] == "warning" and "same local network" in warned["warning"]
+
+
+def test_a_run_in_a_bucket_prints_an_invitation_that_lasts_and_ends(tmp_path: Path) -> None:
+    done = run("create", "run", "--mailbox", (tmp_path / "mailbox").as_uri(), "--json-lines")
+    invite = Invite.parse(json.loads(done.stdout)["invite"])
+    assert done.returncode == 0 and invite.mailbox.startswith("file:///")
+    assert invite.expires_at > time.time() + 29 * 24 * 3600
 
 
 @pytest.mark.slow
