@@ -233,26 +233,18 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.probe.on_optimizer(name, trained)
         return trained
 
-    def plan(
-        self,
-        model: "nn.Module | int",
-        *,
-        step_s: float,
-        peers: int | None = None,
-        gb_per_hour: float | None = None,
-    ) -> Communication:
+    def plan(self, model: "nn.Module | int", *, step_s: float, **limits: Any) -> Communication:
         """Forecast ways to communicate by the measured line, and choose one: ``communication=`` of `optimizer`.
 
         Args:
             model: its trained parameters are sent, or their number.
             step_s: seconds in which all peers together compute ``target_batch_size`` samples.
-            peers: that train; None: those that are linked now, at least two.
-            gb_per_hour: 10^9 bytes an hour that a peer may send, and receive; None: no limit.
+            **limits: ``peers`` that train, by default those that are linked now, at least two; ``gb_per_hour``, the
+                most that a peer may send, and receive.
         """
         here, count = self.services.peers.statistics(), len(self.services.peers.linked()) + 1
-        line = here.upload_bps, here.download_bps
-        how: dict[str, Any] = {"in_bucket": bool(self.services.mailbox), "gb_per_hour": gb_per_hour}
-        return plan_communication(model, step_s, peers or max(2, count), line, **how)
+        how = {"peers": max(2, count), "in_bucket": bool(self.services.mailbox), **limits}
+        return plan_communication(model, step_s, line_bps=(here.upload_bps, here.download_bps), **how)
 
     def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
