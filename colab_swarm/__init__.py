@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from colab_swarm.training.layerwise import Lamb as Lamb
     from colab_swarm.training.layerwise import Lars as Lars
     from colab_swarm.training.optimizer import SwarmOptimizer as SwarmOptimizer
-    from colab_swarm.training.settings import TrafficBudget as TrafficBudget
     from colab_swarm.training.state import CheckpointFolder as CheckpointFolder
     from colab_swarm.trust.authority import Allowlist as Allowlist
 
@@ -79,7 +78,6 @@ PUBLIC = {
     "NetworkOptions": "swarm.network",
     "RelayQuota": "net.relay",
     "Allowlist": "trust.authority",
-    "TrafficBudget": "training.settings",
     "CheckpointFolder": "training.state",
     "Lamb": "training.layerwise",
     "Lars": "training.layerwise",

@@ -56,7 +56,6 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         ),
         (cs.RelayQuota(circuit_s=60.0), "RelayQuota(circuit_s=60.0)"),
         (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),
-        (cs.TrafficBudget(gb_per_hour=1.0), "TrafficBudget(gb_per_hour=1.0, mbit_s=None)"),
         (cs.moe.ExpertRule(adam, max_grad_norm=1), "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1)"),
         (cs.workunits.WorkPlan(alpha=half), "WorkPlan(alpha=half)"),
         (digits, "Job(name='digits', plan=WorkPlan(max_epochs=3))"),

@@ -364,9 +364,7 @@ def _join(options: Options) -> None:
 def _train(options: Options) -> None:
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
-    from colab_swarm.training.settings import TrafficBudget
 
-    limits = _given(options, "gb_per_hour", "mbit_s")
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
     with _joined(options) as swarm:
         swarm.events.listen(partial(_report_event, options, swarm))
@@ -378,7 +376,6 @@ def _train(options: Options) -> None:
             compression=options.compression,
             overlap=options.overlap,
             local_steps=options.local_steps,
-            budget=TrafficBudget(**limits) if limits else None,
         )
         _report(options, "training", step=optimizer.global_step)
         for batch in batches:

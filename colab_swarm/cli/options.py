@@ -101,8 +101,6 @@ JOIN: Arguments = {
     "--compression": ("float16, int8, adaptive, int4, sparseloco, topk:0.01 …", {"default": "float32"}),
     "--overlap": ("compute during an averaging round", FLAG),
     "--local-steps": ("local steps from one round to the next", {"type": int, "default": 1}),
-    "--gb-per-hour": ("traffic budget, GB/h", FLOAT),
-    "--mbit-s": ("traffic budget per direction, Mbit/s", FLOAT),
     **PEER,
 }
 EXPERTS: Arguments = {

@@ -347,5 +347,5 @@ def _check_settings(settings: TrainingSettings) -> None:
         settings.local_steps > 1,
         f"local_steps={settings.local_steps}: {how}; each step would take several requests",
     )
-    plain = settings.compression != "adaptive" and not settings.robust and settings.budget is None
-    require(plain, f"compression='adaptive', robust= and budget= are for runs over links: {how}")
+    plain = settings.compression != "adaptive" and not settings.robust
+    require(plain, f"compression='adaptive' and robust= are for runs over links: {how}")

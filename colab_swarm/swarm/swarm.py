@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.training.optimizer import SwarmOptimizer
-    from colab_swarm.training.settings import TrafficBudget
     from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
     from colab_swarm.workunits.job import Job
     from colab_swarm.workunits.volunteering import Volunteer
@@ -188,7 +187,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         scheduler: "LRScheduler | None" = None,
         max_grad_norm: float | None = None,
         name: str = "model",
-        budget: "TrafficBudget | None" = None,
         communication: 'Communication | Literal["auto"] | None' = None,
         **options: Any,
     ) -> "SwarmOptimizer":
@@ -206,7 +204,6 @@ class Swarm(AbstractContextManager["Swarm"]):
             scheduler: stepped once per global step.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
-            budget: limits the traffic of this peer.
             communication: a `plan`, or "auto": as the others of this model do. The panel shows forecast and fact.
             **options: see `TrainingSettings`. All peers use the same, except for ``overlap``.
 
@@ -223,7 +220,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._check(worker=True)
         self._overview.plan, prefix = communication, f"{self.run_id}/{name}"
         options = self.runtime.call(options_for(communication, self.services, prefix)) | options
-        settings = TrainingSettings(prefix, float(target_batch_size), budget, **options)
+        settings = TrainingSettings(prefix, float(target_batch_size), **options)
         local, sparse = settings.local_steps != 1, settings.is_sparse_local
         rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local, model, sparse)
         if (before := self.optimizers.pop(name, None)) is not None:
@@ -236,17 +233,18 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.probe.on_optimizer(name, trained)
         return trained
 
-    def plan(self, model: "nn.Module | int", *, step_s: float, peers: int | None = None) -> Communication:
+    def plan(self, model: "nn.Module | int", *, step_s: float, **limits: Any) -> Communication:
         """Forecast ways to communicate by the measured line, and choose one: ``communication=`` of `optimizer`.
 
         Args:
             model: its trained parameters are sent, or their number.
             step_s: seconds in which all peers together compute ``target_batch_size`` samples.
-            peers: that train; None: those that are linked now, at least two.
+            **limits: ``peers`` that train, by default those that are linked now, at least two; ``gb_per_hour``, the
+                most that a peer may send, and receive.
         """
         here, count = self.services.peers.statistics(), len(self.services.peers.linked()) + 1
-        line, in_bucket = (here.upload_bps, here.download_bps), bool(self.services.mailbox)
-        return plan_communication(model, step_s, peers or max(2, count), line, in_bucket=in_bucket)
+        how = {"peers": max(2, count), "in_bucket": bool(self.services.mailbox), **limits}
+        return plan_communication(model, step_s, line_bps=(here.upload_bps, here.download_bps), **how)
 
     def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.

@@ -92,10 +92,10 @@ differently take the state of the peer that began. Options for slow links:
 | `local_steps=30, compression="sparseloco"` | 4,000 times fewer bytes sent than each step's float32 (SparseLoCo) |
 | `local_steps=30, overlap=True` | a round hides behind the local steps, which go on from its result |
 | `robust="clip"` | flipped or huge gradients of a third of the peers do little harm; the mean is not exact |
-| `budget=cs.TrafficBudget(gb_per_hour=2)` or `mbit_s=10` | reduces less, sends 8 bits |
 
-`swarm.plan(model, step_s=12)` forecasts ways to communicate on the measured line in one table, and chooses one:
-`swarm.optimizer(…, communication=plan)`. Who joins passes ``communication="auto"``, and does as the others.
+`swarm.plan(model, step_s=12)` forecasts ways to communicate on the measured line in one table, and chooses one, of
+those within ``gb_per_hour=2`` if you pass it: `swarm.optimizer(…, communication=plan)`. Who joins passes
+``communication="auto"``, and does as the others.
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are
 one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else

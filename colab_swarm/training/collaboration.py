@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -23,7 +22,7 @@ from colab_swarm.averaging.round import RoundResult, contributed
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.errors import MismatchError, PeerError, StateError
-from colab_swarm.events import Fault, Loaded, Notice, PeerLeft, StateReceived
+from colab_swarm.events import Fault, Loaded, PeerLeft, StateReceived
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
@@ -42,7 +41,6 @@ from colab_swarm.training.settings import (
     LinkBandwidth,
     PeerServices,
     RoundInput,
-    TrafficBudgetPolicy,
     TrainingSettings,
 )
 from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch
@@ -75,10 +73,8 @@ class Collaboration(TrainingPart):
     ) -> None:
         super().__init__(services, settings, own)
         peers, patience_s = services.peers, settings.matchmaking_timeout_s
-        budget = settings.budget
-        self._policy = None if budget is None else TrafficBudgetPolicy(settings, budget, peers.id)
         self._numel, self._schema, self._limit_bytes = numel, schema, STATE_PER_VALUE * numel + SMALL_STATE
-        self._bandwidth, self._shares = LinkBandwidth(peers, budget), AdaptiveShares()
+        self._bandwidth, self._shares = LinkBandwidth(peers), AdaptiveShares()
         self._matchmaker = Matchmaker(
             services.router,
             settings.prefix,
@@ -276,15 +272,13 @@ class Collaboration(TrainingPart):
     async def _round(self, own: ProgressRecord, given: RoundInput) -> RoundResult:
         began_at = loop_now()
         group = await self._find_group(own, given)
-        self._called, encoding = None, given.encoding
-        if self.plan is not None:
-            encoding = replace(encoding, precision=self.plan.precision)
+        self._called = None
         if given.weight and self.services.events.detailed:
             told = contributed(
                 group, given.values, given.weight, given.samples, self._computed, now=loop_now()
             )
             self.services.events.emit(told)
-        result = await self.services.averager.average(group, given.values, encoding, bounded=True)
+        result = await self.services.averager.average(group, given.values, given.encoding, bounded=True)
         if len(group.members) > 1:
             self._tasks.spawn(self.services.averager.audit(group, self.services.rng))
         self._bandwidth.on_round(result)
@@ -292,7 +286,6 @@ class Collaboration(TrainingPart):
             shares = [member.share for member in group.members]
             self._shares.on_round(shares, group.predicted_s, result.exchange_s)
         self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
-        self._update_plan(result)
         return result
 
     def _terms(self, step: int, lineage: bytes) -> RoundTerms:
@@ -301,25 +294,13 @@ class Collaboration(TrainingPart):
         return RoundTerms(settings.prefix, step, lineage, self._numel, self._schema, *codecs, clip)
 
     async def _find_group(self, own: ProgressRecord, given: RoundInput) -> Group:
-        willing = (self.plan is None or self.plan.reduces) and not own.syncing
-        reduces = bool(self.services.peers.contact.addresses) and willing
+        reduces = bool(self.services.peers.contact.addresses) and not own.syncing
         terms, bandwidth = self._terms(own.step, own.lineage), self._bandwidth.known()
         metered = self.services.peers.metered
         ticket = Ticket(terms, given.weight, reduces, *bandwidth, metered=metered, samples=given.samples)
         candidates = await self._expected(own.step, own.lineage)
         awaited = self.progress.waiting(own.step, own.lineage) & self.services.peers.linked()
         return await self._matchmaker.join(ticket, candidates, loop_now() + ROUND_TIMEOUT_S, awaited=awaited)
-
-    def _update_plan(self, result: RoundResult) -> None:
-        if self._policy is None or len(result.group.members) < 2:
-            return
-        now, speed = loop_now(), self.progress.samples_per_s()
-        self._policy.on_round(result.sent_bytes, result.received_bytes, self.progress.local_steps, now=now)
-        if speed:
-            before, compute_s = self.plan, self._settings.target_batch_size / speed
-            self.plan = self._policy.choose(result.group, compute_s)
-            if self.plan not in (None, before):
-                self.services.events.emit(Notice(now, f"budget: {self.plan}"))
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         # By their records, the last round or a call: a record may be late.

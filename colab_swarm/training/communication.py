@@ -4,6 +4,7 @@ A round is forecast by the linear program of its shares (`plan_round`), as among
 ways are in the order of their loss at equal tokens, best first: `python -m colab_swarm.bench loss-per-byte`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,12 +88,14 @@ def plan_communication(
     line_bps: tuple[float | None, float | None],
     *,
     in_bucket: bool = False,
+    gb_per_hour: float | None = None,
 ) -> Communication:
     """Forecast the ways for a model, or a number of trained values, and choose the first that waits little.
 
     Args:
         step_s: seconds in which all peers together compute a step of ``target_batch_size`` samples.
         line_bps: upload and download of each peer, bits per second; None: that of a home.
+        gb_per_hour: most that a peer may send in an hour, 10^9 bytes, and receive; None: any number.
         in_bucket: rounds are objects in a bucket, where each peer reads all contributions.
     """
     trained = [] if isinstance(model, int) else [one for one in model.parameters() if one.requires_grad]
@@ -105,9 +108,13 @@ def plan_communication(
         for name, options in WAYS.items()
         if not in_bucket or "local_steps" in options
     )
-    enough = (one for one in forecasts if one.waits <= MOST_WAITS)
-    chosen = next(enough, min(forecasts, key=lambda one: one.waits))
-    return Communication(forecasts, chosen, _why(forecasts, chosen))
+    most_mb = math.inf if gb_per_hour is None else 1000 * gb_per_hour
+    require(most_mb > 0, f"gb_per_hour={gb_per_hour}: pass a number above 0")
+    within = [one for one in forecasts if one.mb_per_hour <= most_mb]
+    few = within or [min(forecasts, key=lambda one: one.mb_per_hour)]
+    enough = (one for one in few if one.waits <= MOST_WAITS)
+    chosen = next(enough, min(few, key=lambda one: one.waits))
+    return Communication(forecasts, chosen, _why(forecasts, chosen, most_mb))
 
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
@@ -151,10 +158,14 @@ def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float,
     return Forecast(name, options, round_s, sent, 1 - computed_s / period_s, steps_per_hour)
 
 
-def _why(forecasts: Sequence[Forecast], chosen: Forecast) -> str:
+def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str:
+    if chosen.mb_per_hour > most_mb:
+        return f"{chosen.name}, which sends least, and still more than {most_mb:,.3g} MB an hour."
     if chosen == forecasts[0]:
         return f"{chosen.name}, because a peer waits only {chosen.waits:.0%} of the time."
     before = forecasts[forecasts.index(chosen) - 1]
+    if before.mb_per_hour > most_mb and before.waits <= MOST_WAITS:
+        return f"{chosen.name}, because {before.name} would send {before.mb_per_hour:,.3g} MB an hour."
     if chosen.waits <= MOST_WAITS:
         return f"{chosen.name}, because with {before.name} a peer would wait {before.waits:.0%} of the time."
     return f"{chosen.name}, which waits least: {chosen.waits:.0%} of the time. Take a smaller model, or LoRA."

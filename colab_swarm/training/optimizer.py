@@ -517,10 +517,9 @@ class SwarmOptimizer(WrappedOptimizer):
             raise
 
     def __repr__(self) -> str:
-        inner, plan = type(self._replica.rule.optimizer).__name__, self.collaboration.plan
+        inner = type(self._replica.rule.optimizer).__name__
         here = f"{self._gathered.samples:g} of {self.settings.target_batch_size:g} samples here"
-        budget = "" if plan is None else f", {plan}"
-        return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
+        return f"SwarmOptimizer({inner}, step={self.global_step}, {here})"
 
 
 def _warn_of_frozen(rule: UpdateRule) -> None:

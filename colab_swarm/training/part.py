@@ -14,7 +14,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.catch_up import CaughtUp
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord, ThroughputEstimator
-from colab_swarm.training.settings import CommunicationPlan, PeerServices, RoundInput, TrainingSettings
+from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 Due: TypeAlias = Literal["nothing", "a local step", "a round", "catching up"]
 """What a trainer does next; it must catch up if the swarm moved on without it."""
@@ -33,7 +33,6 @@ class TrainingPart(ABC):
         self.services, self._settings = services, settings
         steps, target = settings.local_steps, settings.target_batch_size
         self.progress = Progress(services.peers.id, own, settings.prefix, target, local_steps=steps)
-        self.plan: CommunicationPlan | None = None  # with a traffic budget
         self._throughput = ThroughputEstimator(loop_now())
         self._wake, self._moved = asyncio.Event(), asyncio.Event()
         self._averaging_aside = False

@@ -1,9 +1,4 @@
-"""Inputs of a collaboration: the peer's services, how to train, and the traffic budget.
-
-A peer decides after each round how to save traffic, cheapest for the swarm first. It stops reducing
-for others, if another peer reduces and the volume is bounded (a bound on speed makes its share
-smaller). Then it sends 8 bits a value.
-"""
+"""Inputs of a collaboration: the peer's services, and how to train."""
 
 import math
 from collections.abc import Callable
@@ -11,100 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from colab_swarm.averaging.exchange import UploadEncoding
-from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import require
-from colab_swarm.net.peers import PeerId, Peers
+from colab_swarm.net.peers import Peers
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
 
-ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
-ROUND_PART = 0.5  # longest round at the budget's speed, as a part of the computing time
-SAVING = "int8"
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 MAX_LOCAL_STEPS = 1000
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
-
-
-@dataclass(frozen=True)
-class TrafficBudget:
-    """A limit on a peer's traffic."""
-
-    gb_per_hour: float | None = None  # 10^9 bytes an hour, both directions together
-    mbit_s: float | None = None  # 10^6 bits a second in each direction; links never go faster
-
-    def __post_init__(self) -> None:
-        given = [limit for limit in (self.gb_per_hour, self.mbit_s) if limit is not None]
-        require(
-            given and all(0 < limit < math.inf for limit in given),
-            f"{self}: give gb_per_hour, mbit_s or both, each over 0",
-        )
-
-
-@dataclass(frozen=True)
-class CommunicationPlan:
-    reduces: bool  # for other peers
-    precision: str  # of its contributions
-    within: bool  # whether the resulting traffic is within the budget
-
-    def __str__(self) -> str:
-        reducing = "reduces" if self.reduces else "reduces nothing"
-        verdict = "within the budget" if self.within else "OVER the budget: nothing is left to save"
-        return f"{reducing}, sends {self.precision}: {verdict}"
-
-
-class TrafficBudgetPolicy:
-    """Chooses the `CommunicationPlan` of the peer ``me``."""
-
-    def __init__(self, settings: "TrainingSettings", budget: TrafficBudget, me: PeerId) -> None:
-        self._settings, self._budget, self._me = settings, budget, me
-        self._began_at = self._ended_at = -math.inf  # after the first round, and after the last
-        self._total_bytes = self._step_s = 0.0  # since then; 0 until known
-
-    def on_round(self, sent_bytes: float, received_bytes: float, steps: int, *, now: float) -> None:
-        if self._began_at == -math.inf:
-            self._began_at = now
-        else:
-            self._total_bytes += sent_bytes + received_bytes
-            step_s = (now - self._ended_at) / steps
-            self._step_s = (step_s + (self._step_s or step_s)) / 2
-        self._ended_at = now
-
-    def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
-        """Return the plan after a round of ``group``; None while the time of a step is unknown."""
-        if not self._step_s:
-            return None
-        precision = self._settings.compression
-        volume, _ = self._ratios(group, True, precision, compute_s)
-        others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
-        reduces = not (others_reduce and volume > 1)  # a slow link gets a smaller share by the strategy
-        over = max(self._ratios(group, reduces, precision, compute_s))
-        numel = group.terms.numel
-        if over > 1 and encoded_bytes(SAVING, numel) < encoded_bytes(precision, numel):
-            precision = SAVING
-            over = max(self._ratios(group, reduces, precision, compute_s))
-        return CommunicationPlan(reduces, precision, over <= 1)
-
-    def _ratios(self, group: Group, reduces: bool, precision: str, compute_s: float) -> tuple[float, float]:
-        terms, others = group.terms, len(group.members) - 1
-        total = sum(member.share for member in group.members)
-        planned = sum(member.share for member in group.members if member.id == self._me) / total
-        share = (planned or 1 / len(group.members)) if reduces else 0.0
-        mine, theirs = (encoded_bytes(codec, terms.numel) for codec in (precision, terms.codec))
-        mean = mean_bytes(terms, sum(member.weight > 0 for member in group.members))
-        sent = (1 - share) * mine + share * others * mean
-        received = (1 - share) * mean + share * others * theirs
-        budget, volume, pace = self._budget, 0.0, 0.0
-        if budget.gb_per_hour is not None:
-            bytes_per_s = ROUNDS_PART * budget.gb_per_hour * 1e9 / 3600
-            overdrawn = self._total_bytes / (bytes_per_s * (self._ended_at - self._began_at))
-            volume = (sent + received) / (bytes_per_s * self._step_s) * max(1.0, overdrawn)
-        if budget.mbit_s is not None:
-            pace = max(sent, received) * 8 / (budget.mbit_s * 1e6 * compute_s * ROUND_PART)
-        return volume, pace
 
 
 MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
@@ -113,16 +25,13 @@ ROUNDS = 4  # number of rounds before their best counts: a single round may have
 
 
 class LinkBandwidth:
-    """Bandwidth of a peer in both directions within its budget, as links and rounds measured it.
+    """Bandwidth of a peer in both directions, as links and rounds measured it.
 
     Rounds are often shorter than the second over which links measure. The best one counts for long.
     """
 
-    def __init__(self, peers: Peers, budget: TrafficBudget | None = None) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers, self._best_bps, self._rounds = peers, [0.0, 0.0], [0, 0]
-        self._most_bps = None if budget is None or budget.mbit_s is None else budget.mbit_s * 1e6
-        if self._most_bps is not None:
-            peers.limit(self._most_bps)
 
     def on_round(self, result: RoundResult) -> None:
         for way, size_bytes in enumerate((result.sent_bytes, result.received_bytes)):
@@ -138,8 +47,7 @@ class LinkBandwidth:
 
     def _known(self, way: int, measured_bps: float | None) -> float | None:
         of_rounds_bps = self._best_bps[way] if self._rounds[way] >= ROUNDS else 0.0
-        best_bps = max(measured_bps or 0.0, of_rounds_bps)
-        return min(best_bps, self._most_bps or best_bps) if best_bps else self._most_bps
+        return max(measured_bps or 0.0, of_rounds_bps) or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +101,6 @@ class TrainingSettings:
 
     prefix: str
     target_batch_size: float  # samples of all peers together for one global step
-    budget: TrafficBudget | None = None
     batch_size: float | None = None
     weight_unit: str = "samples"
     compression: str = "float32"

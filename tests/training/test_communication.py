@@ -11,7 +11,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.communication import HOME_BPS, MOST_WAITS, WAYS, plan_communication
+from colab_swarm.training.communication import HOME_BPS, LOCAL_STEPS, MOST_WAITS, WAYS, plan_communication
 from colab_swarm.training.settings import TrainingSettings
 from tests.training.toy import join_training, model, take
 
@@ -40,6 +40,17 @@ def test_the_first_way_that_waits_little_is_chosen(
 def test_where_all_ways_wait_the_least_is_chosen_and_said() -> None:
     plan = plan_communication(7_000_000_000, 1.0, 4, (1e6, 1e6))
     assert plan.chosen.name == "each 30 steps, sparseloco" and "waits least" in plan.why
+
+
+def test_a_limit_on_bytes_is_kept_or_said_to_be_missed() -> None:
+    free = plan_communication(1_000_000, 12.0, 4, LAN_BPS)
+    few = plan_communication(1_000_000, 12.0, 4, LAN_BPS, gb_per_hour=0.1)
+    assert free.chosen.name == "each step, float32" and few.chosen.mb_per_hour < 100
+    assert few.chosen.name == f"each {LOCAL_STEPS} steps, sparseloco" and "would send" in few.why
+    none = plan_communication(1_000_000, 12.0, 4, LAN_BPS, gb_per_hour=1e-6)
+    assert none.chosen == few.chosen and "still more than 0.001 MB an hour" in none.why
+    with pytest.raises(ValueError, match="above 0"):
+        plan_communication(1_000_000, 12.0, 4, LAN_BPS, gb_per_hour=0.0)
 
 
 def test_a_peer_alone_and_an_unknown_line_have_a_forecast() -> None:

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.events import Notice, RoundFinished
-from colab_swarm.net.peers import PeerId
+from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import settings as module
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.settings import KEPT_PER_ROUND, ROUNDS, TrafficBudget, TrafficBudgetPolicy
+from colab_swarm.training.settings import KEPT_PER_ROUND, ROUNDS
 from tests.training import toy
 from tests.training.toy import join_training, loss_of, model, parameters_of, take, train_freely
 
@@ -99,106 +97,18 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
     toy.alone(train)
 
 
-ME, BOB, CAROL = (PeerId(bytes([n]) * 32) for n in range(3))
-NUMEL = 1_000_000
-
-
-def group_of(shares: tuple[float, ...] = (1.0, 1.0, 1.0), codec: str = "float16") -> Group:
-    members = tuple(GroupMember(p, (), 1.0, s) for p, s in zip((ME, BOB, CAROL), shares, strict=True))
-    return Group(bytes(16), RoundTerms("", 0, b"", NUMEL, b"", codec, codec), members)
-
-
-def policy(**budget: float) -> TrafficBudgetPolicy:
-    settings = module.TrainingSettings("run/model", 1.0, compression="float16")
-    return TrafficBudgetPolicy(settings, TrafficBudget(**budget), ME)
-
-
-def choose(
-    policy: TrafficBudgetPolicy, group: Group, step_s: float, steps: int = 1
-) -> module.CommunicationPlan:
-    for now in (0.0, step_s * steps):
-        policy.on_round(0, 0, steps, now=now)
-    choice = policy.choose(group, step_s)
-    assert choice is not None
-    return choice
-
-
-def test_within_its_budget_a_peer_changes_nothing() -> None:
-    choice = choose(policy(mbit_s=100), group_of(), 10.0)
-    assert str(choice) == "reduces, sends float16: within the budget"
-    assert choice == choose(policy(mbit_s=6.4), group_of((1.0, 0.0, 0.0)), 10.0)  # not a bit is left
-
-
-def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
-    # a round moves 2 MB each way: in 10 s, of which it may take 5, 3.2 Mbit/s and with all 1.44 GB an hour
-    assert choose(policy(gb_per_hour=1.7), group_of(), 10.0).reduces is False
-    assert choose(policy(gb_per_hour=0.1), group_of((1.0, 0.0, 0.0)), 10.0).reduces  # the only one
-    slow = choose(policy(mbit_s=3.0), group_of(codec="float32"), 10.0)
-    assert slow.reduces and slow.precision == "int8"
-    narrow = choose(policy(gb_per_hour=1.2), group_of(), 10.0)
-    assert (narrow.reduces, narrow.precision, narrow.within) == (False, "int8", True)
-    over = choose(policy(mbit_s=0.5), group_of(), 10.0)
-    assert not over.within and "OVER" in str(over)
-    assert choose(policy(mbit_s=0.5), group_of(), 10.0, steps=4) == over
-
-
-def test_an_overdrawn_budget_and_the_mean_time_of_a_step_count() -> None:
-    assert choose(policy(gb_per_hour=2.3), group_of(), 10.0).reduces
-    assert not choose(policy(gb_per_hour=2.3), group_of((4.0, 1.0, 1.0)), 10.0).reduces
-    spent = policy(gb_per_hour=3.0)
-    spent.on_round(0, 0, 1, now=5.0)
-    spent.on_round(1e6, 1.4e7, 1, now=15.0)  # 5.4 GB an hour
-    assert not spent.choose(group_of(), 10.0).reduces
-    mean = policy(gb_per_hour=0.96)
-    for now in (5.0, 15.0, 45.0):
-        mean.on_round(0, 0, 1, now=now)
-    assert not mean.choose(group_of(), 20.0).reduces  # steps of 10 and 30 s: 1.05 of it
-
-
-@pytest.mark.parametrize("limits", [{}, {"mbit_s": 0.0}, {"gb_per_hour": -1.0}, {"mbit_s": float("nan")}])
-def test_a_budget_that_is_none_raises_at_once(limits: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="give gb_per_hour, mbit_s or both"):
-        TrafficBudget(**limits)
-
-
-def train_while_bob_has_a_budget(swarm: Swarm, steps: int) -> tuple[bytes, str]:
-    net = torch.nn.Linear(100, 100)
-    with torch.no_grad():
-        net.weight.copy_(torch.eye(100))
-    mine = TrafficBudget(gb_per_hour=0.01) if swarm.name == "bob" else None
-    optimizer = join_training(swarm, net, target_batch_size=20, budget=mine)
-    toy.wait_for_peers(swarm, optimizer, 2)
-    while optimizer.global_step < steps:
-        net(torch.ones(5, 100)).square().mean().backward()
-        optimizer.step(samples=5)
-    return optimizer.lineage, repr(optimizer)
-
-
-@pytest.mark.slow
-def test_a_peer_on_a_budget_sends_less_and_tells() -> None:
-    with cs.simulate(2, network="home", seed=1, samples_per_s=10.0) as sim:
-        results = sim.run(lambda swarm: train_while_bob_has_a_budget(swarm, 3))
-        plans = [notice.text for notice in sim.swarms["bob"].events.recent(Notice)]
-        rounds = sim.swarms["bob"].events.recent(RoundFinished)
-    assert len(plans) == len(set(plans)) and 3 * rounds[-1].sent_bytes < rounds[0].sent_bytes
-    assert plans and "sends int8" in results["bob"][1] and "OVER" in results["bob"][1]
-
-
 MB = 1_000_000
 
 
 class Rounds:
     """Rounds that upload, and this peer's estimate of its upload; ``measured_bps`` is that of its links."""
 
-    def __init__(self, budget: TrafficBudget | None = None) -> None:
+    def __init__(self) -> None:
         self.measured_bps: float | None = None
-        self._bandwidth = module.LinkBandwidth(self, budget)  # type: ignore[arg-type]
+        self._bandwidth = module.LinkBandwidth(self)  # type: ignore[arg-type]
 
     def statistics(self) -> SimpleNamespace:
         return SimpleNamespace(upload_bps=self.measured_bps, download_bps=7e6)
-
-    def limit(self, most_bps: float) -> None:
-        self.limited_bps = most_bps
 
     def upload(self, size_bytes: int, seconds: float, times: int = 1) -> float | None:
         result = SimpleNamespace(sent_bytes=size_bytes, received_bytes=0, exchange_s=seconds)
@@ -219,8 +129,3 @@ def test_a_round_shorter_than_a_second_shows_the_bandwidth() -> None:
     assert rounds.upload(1000, 1e-6) == pytest.approx(160e6 * KEPT_PER_ROUND)  # a few bytes say nothing
     rounds.upload(2 * MB, 0.0)
     assert rounds.upload(2 * MB, 1.0, times=500) == 16e6  # a lower one is believed in the end
-
-
-def test_a_budget_bounds_the_reported_bandwidth() -> None:
-    rounds = Rounds(TrafficBudget(mbit_s=10))
-    assert rounds.upload(0, 1.0) == rounds.upload(2 * MB, 0.1, times=ROUNDS) == 10e6 == rounds.limited_bps
