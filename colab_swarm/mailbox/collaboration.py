@@ -93,6 +93,10 @@ class MailboxCollaboration(TrainingPart):
         self._tasks.cancel()
 
     @property
+    def bucket_bytes(self) -> tuple[int, int]:
+        return self._journal.bucket.sent_bytes, self._journal.bucket.received_bytes
+
+    @property
     def behind(self) -> bool:
         return self._chain is None or self.progress.own.step != self._chain.round
 
@@ -189,13 +193,12 @@ class MailboxCollaboration(TrainingPart):
 
     async def _rounds(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
         """Contribute, and follow the rounds until one counts the contribution, or none will."""
-        bucket, began_at = self._journal.bucket, loop_now()
-        moved = bucket.sent_bytes, bucket.received_bytes
+        began_at, moved = loop_now(), self.bucket_bytes
         mine = await self._contribute(given)
         while (one := await self._next()) is not None:
             counted = one.counts(self.services.peers.id, mine)
             over = counted or not given.weight or self._spoilt or one.manifest.round >= mine + WINDOW
-            sent, received = bucket.sent_bytes - moved[0], bucket.received_bytes - moved[1]
+            sent, received = (now - then for now, then in zip(self.bucket_bytes, moved, strict=True))
             result = self._result(one, sent, received, loop_now() - began_at)
 
             def take(mean: Floats, counted: bool = counted, over: bool = over) -> bytes:

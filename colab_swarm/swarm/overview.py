@@ -152,6 +152,7 @@ class Overview:
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()
         seen_at, names = float("-inf") if left else now, self.names()
+        bucket = [one.collaboration.bucket_bytes for one in self._optimizers.values()]
         shown = SwarmSnapshot(
             run=self._services.run_id.rpartition("-")[0],
             me=self._name,
@@ -163,8 +164,8 @@ class Overview:
             target_batch_size=0.0,
             accumulated=0.0,
             loss_history=self._losses,
-            sent_bytes=total.sent_bytes,
-            received_bytes=total.received_bytes,
+            sent_bytes=total.sent_bytes + sum(sent for sent, _ in bucket),
+            received_bytes=total.received_bytes + sum(received for _, received in bucket),
             uptime_s=now - self._joined_at,
             names=names,
             # in one pass: peers choose their names, and one may choose another's id

@@ -41,6 +41,11 @@ class TrainingPart(ABC):
         self._steps_alone = 0  # since the last round
         self._computed = 0.0  # samples
 
+    @property
+    def bucket_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received that went over no link."""
+        return 0, 0
+
     @abstractmethod
     async def start(self) -> None: ...
 

@@ -277,6 +277,7 @@ class Trust:
         self.contributions = Contributions(node, dht, access.run_id, linker.metering.relayed_bytes)
         self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
+        self._mailbox = access.mailbox
         self._member: RunMember | None = None
         self._watch: RevocationWatch | None = None
         if admission is not None:
@@ -307,7 +308,12 @@ class Trust:
         await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
-        """Remove a peer, or an invitation by its key's id; `PermissionError` if not the authority."""
+        """Remove a peer, or an invitation by its key's id; `PermissionError` if not the authority, or in a bucket."""
+        require(
+            not self._mailbox,
+            f"nobody can be removed from {self._mailbox}: who has its keys reads and writes it. Change the keys",
+            PermissionError,
+        )
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
         self.authority.revoke(subject)

@@ -1,0 +1,95 @@
+"""Runs in a folder: create, join, resume, connect, and what is refused at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.errors import JoinError, MismatchError
+from colab_swarm.invite import Invite
+from colab_swarm.net.reachability import ReachabilityLevel
+from colab_swarm.trust.access import MAILBOX_HOURS
+from tests.training.toy import join_training, model, take
+
+LOCAL = {"local_steps": 2, "target_batch_size": 20}
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/box"
+
+
+def test_an_invitation_alone_leads_to_a_run_whose_creator_has_left(box: str, tmp_path: Path) -> None:
+    with cs.create("away", mailbox=box, state_dir=tmp_path / "alice") as alice:
+        assert cs.create("away", mailbox=box, state_dir=tmp_path / "alice") is alice
+        invitation = alice.invite()
+        mine = join_training(alice, net := model(), **LOCAL)
+        while mine.global_step < 1:
+            take(mine, net, 0)
+        seen = alice.snapshot()
+        assert seen.sent_bytes > 1000 and str(alice.reachability) == f"by the bucket {box}"
+        assert alice.reachability.level is ReachabilityLevel.BUCKET
+        assert "dials out only" in alice.reachability.explain()
+    parsed = Invite.parse(str(invitation))
+    assert parsed.mailbox == box and not (parsed.entries or invitation.warning)
+    assert parsed.expires_at == pytest.approx(alice.services.peers.time() + 3600 * MAILBOX_HOURS, abs=600)
+    with cs.join(str(invitation), state_dir=tmp_path / "bob") as bob:
+        theirs = join_training(bob, other := model(seed=1), communication="auto", target_batch_size=20)
+        assert theirs.lineage == mine.lineage and theirs.settings.local_steps == 2
+        take(theirs, other, 0)
+    with cs.resume(tmp_path / "bob") as again, cs.resume(tmp_path / "alice") as founder:
+        assert again.id == bob.id and again.services.mailbox == founder.services.mailbox == box
+        assert founder.is_owner and founder.run_id == again.run_id
+        with pytest.raises(PermissionError, match="Change the keys"):
+            founder.remove_peer(again.id)
+
+
+def test_connect_takes_the_address_of_a_bucket(box: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with cs.connect(box, run="by-address") as swarm:
+        assert swarm.services.mailbox == box and swarm.is_owner
+        with cs.connect(str(swarm.invite()), name="bob") as bob:
+            assert bob.services.mailbox == box and bob.run_id == swarm.run_id
+    assert f"others reach you: by the bucket {box}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"mailbox": "bucket/folder"}, "is no mailbox: pass an address such as s3://"),
+        ({"options": cs.NetworkOptions(iroh="public")}, "has no links: leave out tunnel, iroh"),
+        ({"access": "allowlist", "allow": cs.Allowlist(users=("a",))}, "needs this peer online"),
+    ],
+)
+def test_a_run_that_cannot_be_in_a_bucket_is_refused_at_once(
+    box: str, given: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        cs.create("refused", **{"mailbox": box, **given})
+
+
+def test_an_open_run_with_another_bucket_is_refused_and_counted_invitations_too(box: str) -> None:
+    with cs.create("kept", mailbox=box) as swarm:
+        with pytest.raises(ValueError, match="mailbox='file://"):
+            cs.create("kept", mailbox=f"{box}2")
+        with pytest.raises(JoinError, match="of unlimited use"):
+            swarm.invite(uses=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"local_steps": 1}, ValueError, "local_steps=1: in a bucket, pass"),
+        ({"robust": "clip"}, ValueError, "for runs over links"),
+        ({"compression": "adaptive"}, ValueError, "for runs over links"),
+        ({"local_steps": 3}, MismatchError, "local_steps: 2 there, 3 here"),
+        ({"compression": "int8"}, MismatchError, "compression: float32 there, int8 here"),
+    ],
+)
+def test_a_setting_that_does_not_go_with_the_run_is_refused(
+    settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with cs.simulate(2, mailbox=True) as sim:
+        join_training(sim.swarms["alice"], model(), **LOCAL)
+        with pytest.raises(error, match=match):
+            join_training(sim.swarms["bob"], model(), **{**LOCAL, **settings})
