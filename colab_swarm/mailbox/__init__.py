@@ -35,6 +35,7 @@ encrypted.
 | `card/first` | `Card` | what the peers agree on: the model's layout, optimizer, batch size, compression |
 | `rounds/ROUND-BASE/MEMBER` | `PseudoGradient` | weight, samples, speed, name and loss; the encoded values |
 | `rounds/ROUND-BASE/manifest-ATTEMPT` | `RoundManifest` | the digest of the manifest before; entries |
+| `rounds/ROUND-BASE/MEMBER-left` | `Farewell` | this round need not wait for the member |
 | `states/ROUND` | `StateHead` | parameters and optimizer state before this round; the chain's last digests |
 | `checks/RANDOM` | | written twice and deleted at the start: does the store keep the first? |
 
@@ -53,16 +54,16 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 
 ## Rules
 
-- **A round closes** at once when no member of the last round is missing. With more than half of them it
-  closes 1.5 usual rounds after the last manifest. With fewer it closes two usual rounds and 90 s after it.
+- **A round closes** at once when no member of the last round is missing, but those that said farewell as they
+  left. With more than half of them it closes 1.5 usual rounds after the last manifest. With fewer it closes two usual rounds and 90 s after it.
   The usual time is the median of the last round's contributors, 1 s to 6 h. The store's clock counts, not a
   peer's.
 - **Exactly once.** A contribution counts in its own round or in one of the two following, in one manifest at
   most. A peer that is not listed follows the means meanwhile. After the third, it drops its contribution
   (`BatchDropped`).
 - **A manifest is followed** if a worker of the run signed it, it continues the chain, and it lists no
-  contribution twice. It must list more than half of the last round's members, or come after two usual rounds
-  and 90 s. All that it lists must be readable, and its weights and scales must be those of the contributions.
+  contribution twice. It must list more than half of the last round's members, those with a farewell
+  included, or come after two usual rounds and 90 s. All that it lists must be readable, and its weights and scales must be those of the contributions.
 - **No member weighs** more than 16 times the median one, and longer contributions are scaled down to 4 median
   norms.
 - **A faulty manifest** does not count: another one closes the round at once. One whose contributions cannot be
@@ -75,7 +76,7 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 
 - *A peer is killed.* Its local steps since its last contribution are lost. The contribution counts if a
   manifest lists it within two more rounds. `swarm.leave(hand_over_s=60)` writes one with what is left.
-- *Members stay away.* The next round waits for them once, by the rule above, and later ones do not.
+- *Members stay away* without a farewell. The next round waits for them once, by the rule above, and later ones do not.
 - *An object is damaged, too large or forged.* It does not count, and a `Fault` event names it.
 - *The bucket does not answer.* Requests are tried again until it does, and a `Fault` event says so. With
   ``overlap=True`` local steps go on meanwhile. `Swarm.optimizer` raises `BucketAway`.
@@ -87,11 +88,10 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 - Members hold the bucket's keys, so they can delete or overwrite everything. Use a bucket for the run alone.
 - Plausible false gradients, and false states for late joiners, are not guarded against.
 - One invitation admits many identities, which can outvote others.
-- `swarm.remove_peer` needs links, so no other peer learns of it here. To remove a member, change the bucket's
-  keys.
+- `swarm.remove_peer` raises PermissionError here. To remove a member, change the bucket's keys.
 - The store's owner can read the model.
 
-**Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"``, ``robust=`` and ``budget=``
+**Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` and ``robust=``
 are refused, and so are allowlists, tunnels and relays. Experts, `swarm.average` and the leaderboard need
 links. A manifest lists 256 contributions at most.
 
@@ -131,7 +131,8 @@ The authors of SparseLoCo exchange pseudo-gradients through object storage, too.
 
 In virtual time, two peers with rounds of 90 s make about 8 requests a round each. With sparseloco a
 contribution has 14 bits for every 64th value, and up to 700 bytes of signature and membership: 12 MB for a
-model of 440 M parameters.
+model of 440 M parameters. Four peers that contribute 1 MB each to a local S3 server end a round about 0.5 s after the
+last of them, with 9 requests a peer.
 """
 
 from collections.abc import Callable

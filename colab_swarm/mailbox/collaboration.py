@@ -87,6 +87,9 @@ class MailboxCollaboration(TrainingPart):
         await self.settled()
         if self._saving is not None:
             await asyncio.wait([self._saving], timeout=STOP_S)
+        if self._chain is not None and self.services.peers.id in self._chain.members:
+            with suppress(BucketError):
+                await self._journal.leave(self._chain)
         self.kill()
 
     def kill(self) -> None:
@@ -271,7 +274,9 @@ class MailboxCollaboration(TrainingPart):
                 self._put_at = None  # others may overwrite it
             self._spoilt = mine is not None and not await journal.offers([mine])
             now, present = journal.bucket.now(), {one.member for one in journal.open_places(chain, listing)}
-            alone = now >= chain.due_at(present) and not chain.is_quorum(present)
+            gone = await journal.gone(chain, listing)
+            due_at = chain.due_at(present, gone)
+            alone = now >= due_at and not chain.is_quorum({*present, *gone})
             if self._last is not None and await journal.replaced(self._last, listing, alone=alone):
                 self._chain = None
                 return None
@@ -281,7 +286,7 @@ class MailboxCollaboration(TrainingPart):
             if late and await journal.patiently(journal.newest_state, chain.round) is not None:
                 self._chain = None
                 return None
-            due_at = max(chain.due_at(present), await journal.reopens_at(chain, listing))
+            due_at = max(due_at, await journal.reopens_at(chain, listing))
             if now >= max(due_at, again_at) and await journal.close(chain, listing):
                 again_at = now + MISSING_S
                 continue

@@ -15,6 +15,7 @@ from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
     CARD,
     HEADER_BYTES,
+    LEFT,
     MISSING_S,
     MOST_MEMBERS,
     PLACE,
@@ -22,6 +23,7 @@ from colab_swarm.mailbox.rounds import (
     WINDOW,
     Card,
     ClosedRound,
+    Farewell,
     H,
     Offer,
     PseudoGradient,
@@ -39,7 +41,7 @@ from colab_swarm.mailbox.rounds import (
     seal,
     unseal,
 )
-from colab_swarm.net.peers import Role, remember
+from colab_swarm.net.peers import PeerId, Role, remember
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Manifest, Snapshot
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -79,6 +81,7 @@ class Journal:
         self._away = False
         self._faulty: dict[StoredObject, str] = {}  # objects that do not count, and why
         self._read: dict[StoredObject, Offer] = {}
+        self._gone: set[StoredObject] = set()  # farewells that were read
 
     def signed(self, kind: type[H], content: bytes | memoryview = b"", **fields: Any) -> bytes:
         peers = self._services.peers
@@ -204,13 +207,13 @@ class Journal:
 
     async def _ways(self, chain: RoundChain, listing: RoundListing) -> list[ClosedRound]:
         """Return what the sound manifests of the round make of it, without the contributions."""
-        ways = []
+        ways, gone = [], await self.gone(chain, listing)
         for place in listing.attempts(chain.folder, self._faulty):
             try:
                 require(place.size_bytes <= MANIFEST_BYTES, "it is too large", ProtocolError)
                 data = await self.patiently(self.bucket.read, place.path)
                 manifest, _ = self.opened(data, RoundManifest, place.modified_at)
-                fault = chain.fault_of(manifest, written_at=place.modified_at)
+                fault = chain.fault_of(manifest, written_at=place.modified_at, gone=gone)
                 require(not fault, fault, ProtocolError)
             except PeerError as error:
                 self._tell_fault(place, error)
@@ -231,6 +234,29 @@ class Journal:
         found = [one for one in listing.contributions.values() if one.folder in rounds]
         count = [one for one in found if chain.may_count(one.member, rounds[one.folder])]
         return [one for one in count if one not in self._faulty][:MOST_MEMBERS]
+
+    async def gone(self, chain: RoundChain, listing: RoundListing) -> set[PeerId]:
+        """Return the members of the last round for whom this one need not wait."""
+        paths = {member: f"{chain.folder}/{member.hex()}{LEFT}" for member in chain.members}
+        found = {member: one for member, path in paths.items() if (one := listing.farewells.get(path))}
+        for member, one in found.items():
+            if one in self._gone or one in self._faulty:
+                continue
+            try:
+                require(one.size_bytes <= HEADER_BYTES, "it is too large", ProtocolError)
+                data = await self.patiently(self.bucket.read, one.path)
+                farewell, _ = self.opened(data, Farewell, one.modified_at)
+                own = (farewell.member, farewell.base) == (member, chain.base)
+                require(own, "it is another member's, or another round's", ProtocolError)
+                self._gone.add(one)
+            except PeerError as error:
+                self._tell_fault(one, error)
+        return {member for member, one in found.items() if one in self._gone}
+
+    async def leave(self, chain: RoundChain) -> None:
+        """Say that no round need wait for this peer."""
+        path = f"{chain.folder}/{self._services.peers.id.hex()}{LEFT}"
+        await self.bucket.create(path, self.signed(Farewell, base=chain.base))
 
     async def replaced(self, last: ClosedRound, listing: RoundListing, *, alone: bool) -> bool:
         """Return True if the next round was built on another manifest of the last one.
@@ -254,6 +280,7 @@ class Journal:
         """Forget the contributions that have counted or are too old."""
         read = self._read.items()
         self._read = {at: one for at, one in read if chain.may_count(one.head.member, one.head.round)}
+        self._gone.clear()
 
     def mean(self, one: ClosedRound, out: Floats) -> Floats:
         return mean_of(one.manifest.entries, one.offers, self.numel, self.codec.name, out)
@@ -302,7 +329,8 @@ class Journal:
     async def close(self, chain: RoundChain, listing: RoundListing) -> bool:
         """Write a manifest of the readable contributions; False if they are too few, or another was first."""
         offers = await self.offers(self.open_places(chain, listing))
-        if self.bucket.now() < chain.due_at({one.head.member for one in offers.values()}):
+        present, gone = {one.head.member for one in offers.values()}, await self.gone(chain, listing)
+        if self.bucket.now() < chain.due_at(present, gone):
             return False
         entries = entries_of(offers.values())
         data = self.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)

@@ -39,8 +39,10 @@ PATIENCE = 1.5  # usual rounds after which it closes without a minority
 MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one may be written
 MIN_PACE_S, MAX_PACE_S = 1.0, 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
-PLACE: Final = re.compile(r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2})")
-CARD = "card/first"
+PLACE: Final = re.compile(
+    r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2}|[0-9a-f]{64}-left)"
+)
+CARD, LEFT = "card/first", "-left"
 STATE_PLACE: Final = re.compile(r"states/([0-9]{8})")
 STATE_ROUNDS = 16  # from one state in the bucket to the next
 
@@ -86,6 +88,12 @@ class PseudoGradient(Statement, frozen=True, kw_only=True):
     seconds: Figure  # since it knew that manifest
     name: Annotated[str, msgspec.Meta(max_length=100)]  # for people
     loss: float | None = None
+
+
+class Farewell(Statement, frozen=True, kw_only=True):
+    """``rounds/ROUND-BASE/MEMBER-left``: no round need wait for this member."""
+
+    base: Hash
 
 
 class ManifestEntry(Message, frozen=True):
@@ -145,14 +153,14 @@ class RoundChain(Message, frozen=True):
         """Return where a member's contribution is; nowhere if it is too old."""
         return f"{self.folders.get(round)}/{member.hex()}"
 
-    def due_at(self, present: Collection[PeerId]) -> float:
-        """Return when the round may close with these members; at once if nobody of the last one is missing."""
-        missing = set(self.members).difference(present)
+    def due_at(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> float:
+        """Return when the round may close with these members; at once if all others of the last one have gone."""
+        missing = set(self.members).difference(present, gone)
         if not present:
             return math.inf
         if not missing:
             return self.closed_at
-        if self.is_quorum(present):
+        if self.is_quorum({*present, *gone}):
             return self.closed_at + PATIENCE * self.pace_s
         return self.deadline
 
@@ -167,7 +175,7 @@ class RoundChain(Message, frozen=True):
     def may_count(self, member: PeerId, round: int) -> bool:
         return self.round - WINDOW <= round <= self.round and (member, round) not in self.listed
 
-    def fault_of(self, manifest: RoundManifest, *, written_at: float) -> str:
+    def fault_of(self, manifest: RoundManifest, *, written_at: float, gone: Collection[PeerId] = ()) -> str:
         """Return what is wrong with a manifest of this round, apart from its contributions; or nothing."""
         places = [(entry.member, entry.round) for entry in manifest.entries]
         if (manifest.round, manifest.base) != (self.round, self.base):
@@ -175,7 +183,7 @@ class RoundChain(Message, frozen=True):
         if places != sorted(set(places)) or not all(self.may_count(*place) for place in places):
             return "it lists a contribution twice, or one that is too old"
         late = written_at + 1.0 >= self.deadline  # S3 has whole seconds
-        if not (late or not self.members or self.is_quorum([member for member, _ in places])):
+        if not (late or not self.members or self.is_quorum({*gone, *(member for member, _ in places)})):
             return "it leaves out most members of the last round"
         return ""
 
@@ -199,20 +207,26 @@ class RoundListing:
 
     contributions: dict[str, StoredObject]  # by path
     manifests: dict[str, list[StoredObject]]  # by folder
+    farewells: dict[str, StoredObject]  # by path
     latest: int  # round that has a manifest, on whatever branch; -1 if none has
 
     @classmethod
     def of(cls, found: Iterable[StoredObject]) -> "RoundListing":
         contributions: dict[str, StoredObject] = {}
         manifests: dict[str, list[StoredObject]] = {}
+        farewells: dict[str, StoredObject] = {}
         for one in found:
             if (place := PLACE.fullmatch(one.path)) is None:
                 continue
             if place[2]:
                 contributions[one.path] = one
+            elif one.path.endswith(LEFT):
+                farewells[one.path] = one
             else:
                 manifests.setdefault(one.folder, []).append(one)
-        return cls(contributions, manifests, max((int(one[7:15]) for one in manifests), default=-1))
+        return cls(
+            contributions, manifests, farewells, max((int(one[7:15]) for one in manifests), default=-1)
+        )
 
     def next_attempt(self, folder: str) -> str:
         """Return the path of another manifest."""

@@ -10,10 +10,10 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Notice, StateReceived
-from colab_swarm.mailbox.rounds import RoundChain
+from colab_swarm.mailbox.rounds import LEFT, Farewell, RoundChain
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
-from tests.mailbox.run import SETTINGS, Trained, agree, count, fail, manifests, train
+from tests.mailbox.run import SETTINGS, Trained, agree, count, fail, faults, manifests, train
 from tests.training.toy import ROWS, join_training, loss_of, model, wait_for_peers
 
 
@@ -35,6 +35,43 @@ def test_a_store_that_fails_for_minutes_costs_nothing(
             assert "the bucket answers again" in [
                 one.text for one in sim.swarms["alice"].events.recent(Notice)
             ]
+
+
+@pytest.mark.parametrize("forged", [False, True])
+def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> None:
+    """Nobody else can say it for a member."""
+
+    def life(swarm: Swarm) -> float:
+        told = train(swarm, rounds=4 if swarm.name == "bob" else 3)
+        begin = swarm.runtime.time()
+        if swarm.name == "bob" or not forged:
+            swarm.optimizers["model"].close()
+        if swarm.name == "alice":
+            return begin
+        assert max(told.lineages) == 4
+        return swarm.runtime.time()
+
+    with cs.simulate(2, mailbox=True) as sim:
+        if forged:
+            bob, write = sim.swarms["bob"], sim.bucket.create
+
+            def also(path: str, data: bytes) -> bool:
+                """Bob's farewell in alice's name, in each round."""
+                folder, _, name = path.rpartition("/")
+                if name == bob.id.hex():
+                    part: Any = bob.optimizers["model"].collaboration
+                    journal, chain = part._journal, part._chain
+                    write(
+                        f"{folder}/{sim.swarms['alice'].id.hex()}{LEFT}",
+                        journal.signed(Farewell, base=chain.base),
+                    )
+                return write(path, data)
+
+            sim.bucket.create = also  # type: ignore[method-assign, assignment]
+        times = sim.run(life, seconds=900)
+        assert (times["bob"] - times["alice"] > 90) is forged
+        if forged:
+            assert f"{LEFT} does not count: it is another member's" in faults(sim, "bob")
 
 
 @pytest.mark.slow
@@ -116,7 +153,7 @@ def test_training_equals_that_over_links(
     compression: str, error: float, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for int8, as nobody encodes its own contribution there."""
-    both = lambda chain, present: chain.closed_at if len(present) == 2 else math.inf  # noqa: E731
+    both = lambda chain, present, gone=(): chain.closed_at if len(present) == 2 else math.inf  # noqa: E731
     monkeypatch.setattr(RoundChain, "due_at", both)
     settings = {"compression": compression, "overlap": overlap, "mean_compression": "float32"}
     found = []
