@@ -55,15 +55,16 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 ## Rules
 
 - **A round closes** at once when no member of the last round is missing, but those that said farewell as they
-  left. With more than half of them it closes 1.5 usual rounds after the last manifest. With fewer it closes two usual rounds and 90 s after it.
-  The usual time is the median of the last round's contributors, 1 s to 6 h. The store's clock counts, not a
-  peer's.
+  left. With more than half of them it closes 1.5 usual rounds after the last manifest. With fewer it closes
+  two usual rounds and 90 s after it. The usual time is the median of the last round's contributors, 1 s to
+  6 h. The store's clock counts, not a peer's.
 - **Exactly once.** A contribution counts in its own round or in one of the two following, in one manifest at
   most. A peer that is not listed follows the means meanwhile. After the third, it drops its contribution
   (`BatchDropped`).
 - **A manifest is followed** if a worker of the run signed it, it continues the chain, and it lists no
   contribution twice. It must list more than half of the last round's members, those with a farewell
-  included, or come after two usual rounds and 90 s. All that it lists must be readable, and its weights and scales must be those of the contributions.
+  included, or come after two usual rounds and 90 s. All that it lists must be readable, and its weights and
+  scales must be those of the contributions.
 - **No member weighs** more than 16 times the median one, and longer contributions are scaled down to 4 median
   norms.
 - **A faulty manifest** does not count: another one closes the round at once. One whose contributions cannot be

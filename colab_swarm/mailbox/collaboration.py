@@ -68,7 +68,7 @@ class MailboxCollaboration(TrainingPart):
         self._put_at: float | None = None  # None: in an earlier session, or known by the store's clock
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round beside the trainer failed
-        self._speeds: dict[PeerId, float] = {}  # samples per second of the last round's other members
+        self._others: dict[PeerId, PseudoGradient] = {}  # of the last round's other members
 
     async def start(self) -> None:
         journal = self._journal
@@ -144,7 +144,9 @@ class MailboxCollaboration(TrainingPart):
 
     async def report(self, samples: float, *, dropped: str | None = None) -> Due:
         self._journal.until = math.inf
-        return await super().report(samples, dropped=dropped)
+        due = await super().report(samples, dropped=dropped)
+        self._show_others()
+        return due
 
     async def wait_due(self, deadline: float) -> Due:
         """Contribute what there is: nobody else's samples are waited for."""
@@ -168,15 +170,11 @@ class MailboxCollaboration(TrainingPart):
         if own.syncing or self.behind:
             return "catching up"
         # Each takes a part of the round by its speed, so that all end about the same time.
-        samples = own.samples * self._speed_of_all() / (own.samples_per_s or math.inf)
+        of_all = own.samples_per_s + sum(self._speeds().values())
+        samples = own.samples * of_all / (own.samples_per_s or math.inf)
         if samples >= self.progress.round_samples and not self._averaging_aside:
             return "a round"
         return self._due_alone(samples)
-
-    def _speed_of_all(self) -> float:
-        own, others = self.progress.own.samples_per_s, self._speeds.values()
-        most = PLAUSIBLE * statistics.median_low([own, *others])
-        return own + sum(min(one, most) for one in others)
 
     async def _take_round(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
         if not aside:
@@ -316,24 +314,35 @@ class MailboxCollaboration(TrainingPart):
     def _learn(self, one: ClosedRound) -> None:
         """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""
         self._chain, self._last = one.after, one
-        me, step = self.services.peers.id, one.after.round
-        others = {offer.head.member: offer.head for offer in one.offers.values() if offer.head.member != me}
+        heads = {offer.head.member: offer.head for offer in one.offers.values()}
+        self._others = {member: head for member, head in heads.items() if member != self.services.peers.id}
+        self._show_others()
+        self._journal.forget(one.after)
+
+    def _show_others(self) -> None:
+        """Put the others' records beside the own one: they compute as long as this peer, as nobody hears of them."""
+        own = self.progress.own
+        seconds = own.samples / (own.samples_per_s or math.inf)
         records = {
             member: ProgressRecord(
-                step,
-                b"",
-                samples=0.0,
-                samples_per_s=head.samples_per_s,
+                own.step,
+                own.lineage,
+                samples=seconds * speed,
+                samples_per_s=speed,
                 syncing=False,
                 reduces=False,
-                name=head.name,
-                loss=head.loss,
+                name=self._others[member].name,
+                loss=self._others[member].loss,
             )
-            for member, head in others.items()
+            for member, speed in self._speeds().items()
         }
         self.progress.on_records(records, now=loop_now())
-        self._speeds = {member: head.samples_per_s for member, head in others.items()}
-        self._journal.forget(one.after)
+
+    def _speeds(self) -> dict[PeerId, float]:
+        """Return the samples per second of the last round's other members, as far as they are believed."""
+        claims = {member: head.samples_per_s for member, head in self._others.items()}
+        most = PLAUSIBLE * statistics.median_low([self.progress.own.samples_per_s, *claims.values()])
+        return {member: min(claim, most) for member, claim in claims.items()}
 
     def _result(self, one: ClosedRound, sent: int, received: int, seconds: float) -> RoundResult:
         settings, manifest, samples = self._settings, one.manifest, dict[PeerId, float]()
