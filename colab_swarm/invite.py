@@ -30,6 +30,7 @@ from colab_swarm.project import update
 VERSION = 3
 CHECK_BYTES = 6
 MAX_ENTRIES = 8
+MAX_MAILBOX = 200  # characters of its address
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
 LOCAL_ONLY = (
@@ -67,7 +68,9 @@ class Invite(Signed, frozen=True):
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
     grant_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # by the authority
     settings: Settings = msgspec.field(default_factory=dict)  # for training
-    mailbox: Annotated[str, msgspec.Meta(max_length=200)] = ""  # address of a bucket with the run's rounds
+    mailbox: Annotated[str, msgspec.Meta(max_length=MAX_MAILBOX)] = (
+        ""  # address of a bucket with the run's rounds
+    )
     page: Page = ""  # ``https://HOST`` of a backbone whose ``/join`` shows a browser how to join; else empty
 
     @classmethod

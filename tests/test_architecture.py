@@ -34,15 +34,15 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
-    "": (684, 54, 82),
+    "": (685, 54, 82),
     "averaging": (2172, 43, 243),
     "backbone": (444, 14, 46),
-    "bench": (2742, 37, 281),
+    "bench": (2778, 38, 286),
     "cli": (328, 2, 32),
     "dht": (598, 17, 81),
     "elastic": (854, 27, 124),
     "integrations": (156, 2, 18),
-    "mailbox": (869, 18, 117),
+    "mailbox": (871, 18, 117),
     "moe": (1986, 50, 235),
     "net": (3599, 86, 488),
     "notebook": (1558, 21, 198),

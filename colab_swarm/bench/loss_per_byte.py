@@ -8,6 +8,9 @@ peer sent, without protocol. Ways: synchronous gradients of 32, 16 and 8 bits; D
 *waits* is the part of the time in which a peer does not compute, from other runs without a model: gradients
 are noise, a step of all peers computes for `STEP_S`, and lines are those of homes. Large models are simulated with a
 part of their values and of that time. *lora* is one round of LoRA, rank 8 on q and v of `LORA`'s shapes.
+
+*adapted* is the loss of the model after one process has trained it on the sources, and peers then train adapters (LoRA,
+rank 8 on q, k and v) on another text, Python's help pages in English.
 """
 
 import math
@@ -16,6 +19,7 @@ import statistics
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +33,7 @@ from colab_swarm.swarm.swarm import Swarm
 
 LOCAL_STEPS, STEP_S, PEERS = 30, 10.0, 4
 LORA = 22 * 8 * (2048 + 2048 + 2048 + 256)  # values, in a model of 1.1 billion (TinyLlama)
+RANK = 8
 LONG, VALIDATION = 64, 128  # bytes of a text, and texts
 ROUNDS = 4  # of `rest`; the first one does not count
 
@@ -62,7 +67,8 @@ def ways(local_steps: int) -> dict[str, dict[str, Any]]:
 def inner(way: str, net: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     if way == "muon":
         return cs.recipes.muon(net, lr=rate)
-    return torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.1)
+    trained = [one for one in net.parameters() if one.requires_grad]
+    return torch.optim.AdamW(trained, lr=rate, weight_decay=0.1)
 
 
 class GPT(torch.nn.Module):
@@ -97,12 +103,55 @@ def text() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8)
 
 
-def texts(seed: int, count: int, *, unseen: bool = False) -> torch.Tensor:
+@cache
+def help_pages() -> torch.Tensor:
+    pages = "".join(topics.topics.values())
+    return torch.frombuffer(bytearray(pages.encode()), dtype=torch.uint8)
+
+
+def texts(seed: int, count: int, *, unseen: bool = False, of: torch.Tensor | None = None) -> torch.Tensor:
     """Return texts (count, LONG + 1) of the first nine tenths, or of the last one."""
-    cut = len(text()) * 9 // 10
-    low, high = (cut, len(text()) - LONG) if unseen else (0, cut - LONG)
+    of = text() if of is None else of
+    cut = len(of) * 9 // 10
+    low, high = (cut, len(of) - LONG) if unseen else (0, cut - LONG)
     begins = torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(seed))
-    return text()[begins[:, None] + torch.arange(LONG + 1)].long()
+    return of[begins[:, None] + torch.arange(LONG + 1)].long()
+
+
+class LowRank(torch.nn.Module):
+    """A frozen matrix plus a trained one of rank 8 (LoRA, arXiv 2106.09685), with alpha = 16."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__()
+        self.down = torch.nn.Parameter(torch.randn(RANK, matrix.shape[1]) / math.sqrt(matrix.shape[1]))
+        self.up = torch.nn.Parameter(torch.zeros(matrix.shape[0], RANK))
+
+    def forward(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix + 2.0 * self.up @ self.down
+
+
+@cache
+def base(size: Size) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model that one process has trained on the sources."""
+    net = GPT(size)
+    adam = inner("adamw", net, size.rate)
+    for step in range(size.steps):
+        adam.zero_grad()
+        net.loss(texts(step, size.batch)).backward()  # type: ignore[no-untyped-call]
+        adam.step()
+    return net.state_dict()
+
+
+def adapter(size: Size) -> GPT:
+    net = GPT(size)
+    net.load_state_dict(base(size))
+    net.requires_grad_(False)
+    for layer in net.blocks.layers:
+        weights = layer.self_attn.in_proj_weight
+        torch.nn.utils.parametrize.register_parametrization(
+            layer.self_attn, "in_proj_weight", LowRank(weights)
+        )
+    return net
 
 
 class Outcome(NamedTuple):
@@ -111,7 +160,8 @@ class Outcome(NamedTuple):
     curve: list[tuple[float, float]]  # bytes sent and the mean training loss of each round, of one peer
 
 
-def train(way: str, size: Size, peers: int, seed: int) -> Outcome:
+def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None = None) -> Outcome:
+    """Train on the sources or, with an adapter only, on another text."""
     options = ways(size.local_steps)[way]
     rounds, micro = size.steps // options.get("local_steps", 1), size.batch // peers
 
@@ -119,7 +169,7 @@ def train(way: str, size: Size, peers: int, seed: int) -> Outcome:
         told = list[Event]()
         swarm.events.listen(told.append)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        net = GPT(size).to(device)
+        net = (GPT if of is None else adapter)(size).to(device)
         optimizer = swarm.optimizer(
             inner(way, net, size.rate),
             target_batch_size=size.batch,
@@ -131,7 +181,7 @@ def train(way: str, size: Size, peers: int, seed: int) -> Outcome:
             swarm.runtime.call(optimizer.collaboration.refresh())
         own, batch = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed, 0
         while optimizer.global_step < rounds:
-            loss = net.loss(texts(own + batch, micro).to(device))
+            loss = net.loss(texts(own + batch, micro, of=of).to(device))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step(loss=loss.detach())
             batch += 1
@@ -139,7 +189,7 @@ def train(way: str, size: Size, peers: int, seed: int) -> Outcome:
         sent = list(accumulate(one.sent_bytes for one in told if isinstance(one, RoundFinished)))
         losses = [one.loss or math.nan for one in told if isinstance(one, StepFinished)]
         with torch.no_grad():
-            unseen = net.loss(texts(0, VALIDATION, unseen=True).to(device)).item()
+            unseen = net.loss(texts(0, VALIDATION, unseen=True, of=of).to(device)).item()
         return Outcome(unseen, sent[-1], list(zip(sent, losses, strict=True)))
 
     with cs.simulate(peers, network="lan", seed=seed, samples_per_s=micro / STEP_S) as simulation:
@@ -197,6 +247,12 @@ def run(report: BenchReport) -> None:
         of = [figures[one.replace(name, base, 1)] for one in (bytes_, loss)]
         report.add(f"{key}_vs_{base}_bytes", of[0] / figures[bytes_], "times fewer", ">= 100 wanted")
         report.add(f"{key}_vs_{base}_loss", figures[loss] / of[1], "", "<= 1.02 wanted")
+    with torch.no_grad():
+        before = adapter(size).loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()
+    report.add("adapted_before_loss", before, "nats a byte")
+    for name in ("float32", "diloco", "sparse"):
+        one = train(name, size, PEERS, 0, help_pages())
+        report.add(f"adapted_{name}_loss", one.loss, "nats a byte", f"{one.sent_bytes / 1000:,.0f} kB")
     report_waits(report)
 
 

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, require
+from colab_swarm.invite import MAX_MAILBOX
 from colab_swarm.net.peers import Buffer, PeerId
 from colab_swarm.runtime import loop_now
 
@@ -133,6 +134,7 @@ class ObjectStore:
 
 
 def checked_address(address: str) -> str:
+    require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
     require(
         address.startswith(SCHEMES),
         f"{address!r} is no mailbox: pass an address such as s3://bucket/folder or file:///shared/folder "
