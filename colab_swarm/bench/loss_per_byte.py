@@ -247,8 +247,9 @@ def run(report: BenchReport) -> None:
         of = [figures[one.replace(name, base, 1)] for one in (bytes_, loss)]
         report.add(f"{key}_vs_{base}_bytes", of[0] / figures[bytes_], "times fewer", ">= 100 wanted")
         report.add(f"{key}_vs_{base}_loss", figures[loss] / of[1], "", "<= 1.02 wanted")
+    net = adapter(size)
     with torch.no_grad():
-        before = adapter(size).loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()
+        before = net.loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()
     report.add("adapted_before_loss", before, "nats a byte")
     for name in ("float32", "diloco", "sparse"):
         one = train(name, size, PEERS, 0, help_pages())
