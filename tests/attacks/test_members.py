@@ -3,6 +3,7 @@
 import asyncio
 import os
 import statistics
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -41,11 +42,10 @@ from tests.training import toy
 from tests.trust.run import Clock, Echo, Peer, run_with
 
 
-def ground_near(key: bytes, folder: Path, tries: int = 4000) -> cs.NetworkOptions:
-    """Options with the nearest key to ``key`` of ``tries`` random ones."""
-    secrets = (os.urandom(32) for _ in range(tries))
-    best = min(secrets, key=lambda secret: distance(Identity(secret).id, key))
-    (folder / "key").write_bytes(best)
+def ground_near(key: bytes, folder: Path, honest: Iterable[Swarm]) -> cs.NetworkOptions:
+    """Options with a random identity that is nearer to ``key`` than those of all ``honest`` peers."""
+    nearest, secrets = min(distance(one.id, key) for one in honest), iter(lambda: os.urandom(32), b"")
+    (folder / "key").write_bytes(next(one for one in secrets if distance(Identity(one).id, key) < nearest))
     (folder / "key").chmod(0o600)
     return cs.NetworkOptions(lan=False, identity=folder / "key")
 
@@ -113,7 +113,9 @@ def test_a_viewer_near_the_progress_key_neither_counts_nor_organizes(tmp_path: P
         honest.train()
         key = key_id(progress_key(honest.prefix))
         invite = honest.swarms["alice"].invite(role="viewer")
-        viewer = Viewer(honest.join("mallory", invite, ground_near(key, tmp_path)), honest)
+        viewer = Viewer(
+            honest.join("mallory", invite, ground_near(key, tmp_path, honest.swarms.values())), honest
+        )
         everyone = [viewer.swarm, *honest.swarms.values()]
         assert min((swarm.id for swarm in everyone), key=lambda id: distance(id, key)) == viewer.swarm.id
         with honest.meanwhile(viewer.lie()):

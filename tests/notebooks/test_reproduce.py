@@ -8,6 +8,7 @@ from colab_swarm.bench.overhead import code_cells
 from tests.notebooks.kernel import opened
 from tests.notebooks.regenerate import REPRODUCED
 
+LONG = ("swav", "loss_per_byte")
 HOLDS = {
     "albert": [
         "1.2 < figures['load_balancing_gain'] < figures['auxiliary_gain'] < 1.9",
@@ -38,7 +39,7 @@ def test_it_is_stored_with_its_quick_preset(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=[pytest.mark.ordeal] * (p.stem == "swav")) for p in REPRODUCED],
+    [pytest.param(p, marks=[pytest.mark.ordeal] * (p.stem in LONG)) for p in REPRODUCED],
     ids=lambda path: path.stem,
 )
 def test_an_experiment_runs_to_its_end_and_draws_its_figure(path: Path, tmp_path: Path) -> None:
