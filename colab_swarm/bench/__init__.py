@@ -43,6 +43,8 @@ tries, 0.29 s after the first call. Pairs with a router that changes ports use a
 - `overhead.memory_mib`: memory of an idle peer, without torch: **18 MiB, no process** (hivemind: 531 MiB, 5 processes)
 - `scale.memory_vectors_124m`: memory of a peer beside parameters and optimizer, in vectors of 124 M values: **3.0**
 - `scale.step_over_round_124m`, `vs_gloo_124m`: a step by its averaging round; that round by gloo's: **1.36, 2.7**
+- `mailbox.s3_beyond_s`, `s3_requests`: a round in a local bucket, 4 peers, 1 MB each: seconds beyond the last member,
+  requests a peer: **at most 0.6 s, 9.4**
 - `soak.step_share`: steps in 20 simulated hours with churn, share of the ideal: **95 %**
 - `overhead.join_s`: until a peer is constructed: **0.3 s** (hivemind: 7.6–9.9 s)
 - `join.first_sample_s`: from join to the first counted sample, 18 M parameters: **7.1 s**

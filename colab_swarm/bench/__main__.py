@@ -29,6 +29,7 @@ BENCHMARKS = {
     "elastic": "elastic_consistency:run",
     "panel": "overhead:run_panel",
     "loss-per-byte": "loss_per_byte:run",
+    "mailbox": "mailbox:run",
 }
 """The functions that run them; ``run…`` is drawn by ``plot…``."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic", "loss-per-byte")

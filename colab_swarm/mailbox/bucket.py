@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from colab_swarm.credentials import find_secret
@@ -20,6 +20,7 @@ from colab_swarm.net.peers import Buffer, PeerId
 from colab_swarm.runtime import loop_now
 
 T = TypeVar("T")
+Errors: TypeAlias = tuple[type[Exception], ...]
 SCHEMES = ("s3://", "gs://", "az://", "file:///", "memory://")
 RETRY = {"max_retries": 6, "retry_timeout": timedelta(seconds=30)}  # of 429, 5xx and lost connections
 KEYS = {
@@ -54,6 +55,9 @@ class StoredObject:
 class Store(Protocol):
     """What a `Bucket` needs of a store; all verbs block."""
 
+    errors: Errors  # that they raise
+    refusals: Errors  # of these, those that say that this peer may not
+
     def create(self, path: str, data: Buffer) -> bool:
         """Write an object unless there is one at that path; return whether it was written."""
 
@@ -64,6 +68,9 @@ class Store(Protocol):
 
 class MemoryStore:
     """For tests and simulations: objects in a dictionary, by the loop's clock."""
+
+    errors: Errors = (OSError,)
+    refusals: Errors = (PermissionError,)
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
@@ -89,14 +96,15 @@ class ObjectStore:
     """A store that obstore opens."""
 
     def __init__(self, address: str, keys: Mapping[str, str]) -> None:
-        try:
-            import obstore
-            from obstore.store import from_url
-        except ImportError as error:
-            raise BucketError(
-                "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
-            ) from error
+        import obstore
+        from obstore import exceptions
+        from obstore.store import from_url
+
         self._obstore = obstore
+        self.errors: Errors = OSError, exceptions.BaseError
+        refused = exceptions.UnauthenticatedError, exceptions.PermissionDeniedError
+        self.refusals: Errors = PermissionError, *refused
+        self._exists = exceptions.AlreadyExistsError, exceptions.PreconditionError
         kind, plain = urlsplit(address).scheme, address.partition("?")[0]
         if kind == "file":
             self._store: Any = from_url(plain, mkdir=True)
@@ -110,11 +118,9 @@ class ObjectStore:
         self._store = from_url(plain, **options)
 
     def create(self, path: str, data: Buffer) -> bool:
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
         try:
             self._obstore.put(self._store, path, data, mode="create", use_multipart=False)
-        except (AlreadyExistsError, PreconditionError):
+        except self._exists:
             return False
         return True
 
@@ -137,14 +143,14 @@ def checked_address(address: str) -> str:
     require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
     require(
         address.startswith(SCHEMES),
-        f"{address!r} is no mailbox: pass an address such as s3://bucket/folder or file:///shared/folder "
+        f"{address!r} is no mailbox: pass an address such as s3://bucket/folder or file:///mnt/folder "
         f"(kinds: {', '.join(SCHEMES)})",
     )
     return address
 
 
 class Bucket:
-    """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///shared/folder``.
+    """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///mnt/folder``.
 
     The address may name a store's ``endpoint`` and ``region``, as in ``s3://bucket?endpoint=https://…``.
     Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `BucketError` if the
@@ -167,20 +173,19 @@ class Bucket:
         self._missing = [secret for name, secret in self._secrets.items() if name not in found]
         try:
             self._store = ObjectStore(address, found)
-        except BucketError:
-            raise
-        except Exception as error:  # obstore's own, of an option that it does not know
+        except ImportError as error:
+            how = "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
+            raise BucketError(how) from error
+        except Exception as error:  # of obstore, for an address or an option that it does not know
             raise BucketError(f"{address} cannot be opened: {self._reason(error)}") from error
 
     async def _do(self, verb: Callable[..., T], *arguments: Any) -> T:
         self.requests += 1
         try:
             return await asyncio.to_thread(verb, *arguments)
-        except PermissionError as error:
+        except self._store.refusals as error:
             raise BucketError(self._refusal(error)) from error
-        except Exception as error:  # obstore has a class for each, under a base that is not public
-            if type(error).__name__ in ("UnauthenticatedError", "PermissionDeniedError"):
-                raise BucketError(self._refusal(error)) from error
+        except self._store.errors as error:
             raise BucketAway(f"{self.address} does not answer: {self._reason(error)}") from error
 
     def _refusal(self, error: Exception) -> str:

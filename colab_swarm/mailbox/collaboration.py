@@ -100,6 +100,11 @@ class MailboxCollaboration(TrainingPart):
         return self._journal.bucket.sent_bytes, self._journal.bucket.received_bytes
 
     @property
+    def requests(self) -> int:
+        """To the bucket, so far."""
+        return self._journal.bucket.requests
+
+    @property
     def behind(self) -> bool:
         return self._chain is None or self.progress.own.step != self._chain.round
 

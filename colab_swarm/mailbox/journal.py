@@ -56,19 +56,6 @@ MANIFEST_BYTES = 1 << 20
 MAX_REMEMBERED = 10_000
 
 
-def open_statement(
-    services: PeerServices, prefix: str, data: bytes | None, kind: type[H], written_at: float
-) -> tuple[H, memoryview]:
-    """Return a member's statement about a model, and its content; raises `ProtocolError` if it is none."""
-    require(data is not None, "it is not there", ProtocolError)
-    assert data is not None
-    statement, content = unseal(data, kind)
-    require(statement.prefix == prefix, "it is of another model", ProtocolError)
-    role = services.peers.role_by(statement.key, statement.membership, written_at)
-    require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
-    return statement, content
-
-
 class Journal:
     """What the members of a collaboration have written, and this one writes, in a ``bucket``."""
 
@@ -96,7 +83,14 @@ class Journal:
         return seal(statement.signed(peers.sign), content)
 
     def opened(self, data: bytes | None, kind: type[H], written_at: float) -> tuple[H, memoryview]:
-        return open_statement(self._services, self._prefix, data, kind, written_at)
+        """Return a member's statement about this model, and its content; raises `ProtocolError` if it is none."""
+        require(data is not None, "it is not there", ProtocolError)
+        assert data is not None
+        statement, content = unseal(data, kind)
+        require(statement.prefix == self._prefix, "it is of another model", ProtocolError)
+        role = self._services.peers.role_by(statement.key, statement.membership, written_at)
+        require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
+        return statement, content
 
     async def patiently(
         self, ask: Callable[P, Coroutine[Any, Any, T]], *given: P.args, **more: P.kwargs

@@ -53,6 +53,7 @@ def folder_of(round: int, base: bytes) -> str:
 
 
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+Pace = Annotated[float, msgspec.Meta(ge=MIN_PACE_S, le=MAX_PACE_S)]
 Round = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -122,9 +123,7 @@ class RoundChain(Message, frozen=True):
     round: Round
     digests: dict[int, Hash]  # of the manifest before round r, for the rounds of the window
     closed_at: Figure  # the last manifest, by the store's clock
-    pace_s: Annotated[float, msgspec.Meta(ge=MIN_PACE_S, le=MAX_PACE_S)] = (
-        MAX_PACE_S / 2
-    )  # the median time of a round's contributors
+    pace_s: Pace = MAX_PACE_S / 2  # the median time of a round's contributors
     members: tuple[PeerId, ...] = ()  # of the last round
     listed: tuple[tuple[PeerId, int], ...] = ()  # members and rounds of contributions that counted
 

@@ -54,7 +54,7 @@ def create(
             (``invite``), or those of them whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
         mailbox: address of a bucket or a shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
-            ``az://…`` or ``file:///shared/folder``. Then nobody needs to be online with another: see
+            ``az://…`` or ``file:///mnt/folder``. Then nobody needs to be online with another: see
             `colab_swarm.mailbox`. All members need its keys, as secrets or in the environment.
         peer_name: the name that others see.
         options: how this peer takes part in the network.

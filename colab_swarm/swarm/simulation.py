@@ -64,8 +64,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._told_step = -1  # last step in the story
         self._lesson: InteractiveRun | None = None
         self._mailbox = f"memory://{id(self):x}" if mailbox else ""
-        if mailbox:
-            self.bucket = MEMORY[self._mailbox] = MemoryStore(lambda: self.time)
+        self.bucket = MemoryStore(lambda: self.time)  # of the mailbox
+        MEMORY[self._mailbox] = self.bucket
         self.results: dict[str, object] = {}
         self.swarms: dict[str, Swarm] = {}
         self.network = self._runtime.call(on_loop(lambda: SimNetwork(profile, seed=seed)))

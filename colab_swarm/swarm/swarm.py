@@ -219,7 +219,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check(worker=True)
         self._overview.plan, prefix = communication, f"{self.run_id}/{name}"
-        options = self.runtime.call(options_for(communication, self.services, prefix)) | options
+        options = options_for(communication, self.runtime, self.services, prefix) | options
         settings = TrainingSettings(prefix, float(target_batch_size), **options)
         local, sparse = settings.local_steps != 1, settings.is_sparse_local
         rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local, model, sparse)

@@ -49,8 +49,9 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 ## Times
 
 A peer publishes a record every 60 s at least; it is forgotten after four times as long. A round waits 5 s for peers
-that do not answer (`matchmaking_timeout_s`), and 60 s for those that announced to finish a batch. Matchmaking and
-averaging take 180 s at most. See `colab_swarm.training.settings.TrainingSettings`.
+that do not answer (`matchmaking_timeout_s`), and 60 s for those that announced to finish a batch. Matchmaking
+takes 180 s at most, and averaging 120 s or, over slow lines, three times its forecast. See
+`colab_swarm.training.settings.TrainingSettings`.
 
 ## Failures
 

@@ -130,9 +130,9 @@ def options_by(agreement: Agreement) -> dict[str, Any]:
         "nobody trains this model yet, so there is nothing to adopt: pass communication=swarm.plan(model, step_s=…)",
     )
     agreed = dict(agreement)
-    found: dict[str, Any] = {name: agreed[name] for name in ("compression", "mean_compression")}
-    if "local_steps" in agreed:
-        exact = found["compression"] in ("float32", "float16", "bfloat16")
+    found: dict[str, Any] = {n: agreed[n] for n in ("compression", "mean_compression") if n in agreed}
+    if agreed.get("local_steps", "").isdecimal():
+        exact = found.get("compression", "float32") in ("float32", "float16", "bfloat16")
         found |= {"local_steps": int(agreed["local_steps"]), "overlap": True, "error_feedback": not exact}
     return found
 

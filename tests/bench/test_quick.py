@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhead, scale, vc_asgd
+from colab_swarm.bench import averaging, dedloc, dht, link, mailbox, moe, ordeal, overhead, scale, vc_asgd
 from colab_swarm.bench import elastic_consistency as elastic
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
@@ -49,6 +49,12 @@ def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
     figures = averaging.run(quick=True).figures
     assert figures["success"] == 1 and 0 < figures["seconds"] < 10
     assert figures["vs_gloo"] == pytest.approx(figures["seconds"] / figures["gloo_seconds"])
+
+
+@whole
+def test_the_mailbox_benchmark_counts_the_requests_of_whole_rounds() -> None:
+    figures = mailbox.run(quick=True).figures
+    assert figures["s3_beyond_s"] > 0 and 5 < figures["folder_requests"] <= 20
 
 
 @whole
