@@ -75,7 +75,8 @@ CREATE: Arguments = {
     "run": ("name of the run, or a run.toml with its settings", {}),
     "--hours": ("life of the invitation; default: 24, with --mailbox 720", HOURS),
     "--mailbox": (
-        "bucket or shared folder for the rounds, such as s3://bucket/folder: nobody stays online",
+        "bucket or shared folder for the rounds, such as s3://bucket/folder: nobody stays online, but with --port, "
+        "--announce or --tunnel this peer, to carry the rounds for members without keys",
         TEXT,
     ),
     "--allow-user": ("Hugging Face user on the run's allowlist; repeatable", SEVERAL),

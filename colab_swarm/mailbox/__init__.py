@@ -73,6 +73,26 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 - **States.** The writer of every sixteenth manifest saves the state after it. Then it deletes what is older
   than the state before that one.
 
+## Members without keys
+
+    dave (no keys) --link--> alice (keys and a door) --HTTPS--> bucket <--HTTPS-- bob, carol (keys)
+
+A member with keys and a *door* (`NetworkOptions` with ``iroh``, ``tunnel``, ``announce`` or ``port``) is a
+*courier*: it announces itself in the DHT, and its invitations name it. A member without keys joins by one and asks
+couriers, one after another, to list, read and create objects. Nothing else differs: all apply the means of the
+same manifests, so their parameters are equal.
+
+| message, all open a stream | answer | content |
+|---|---|---|
+| `ListObjects` | `ObjectRows`, 500 an item | paths, sizes and times |
+| `ReadObject` | `ObjectSize`, then parts of 120 KiB | an object of 1 GiB at most |
+| `WriteObject`, then the parts | `Written` | an object that the caller signed, in its own place |
+
+A courier deletes and overwrites nothing for others, moves eight objects at once and one of each member, and drops
+who is slower than 128 kbit/s. A member checks all that it reads, and asks another courier for an object that
+is damaged. But it must believe the courier's lists: a false courier can hide objects and tell false times, so that
+members without keys fall behind. They cannot be made to apply what no member has signed.
+
 ## Failures
 
 - *A peer is killed.* Its local steps since its last contribution are lost. The contribution counts if a
@@ -82,18 +102,19 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 - *The bucket does not answer.* Requests are tried again until it does, and a `Fault` event says so. With
   ``overlap=True`` local steps go on meanwhile. `Swarm.optimizer` raises `BucketAway`.
 - *The bucket refuses a peer.* Its keys are wrong or revoked: the trainer's next call raises `BucketError`.
+- *No courier is online.* For members without keys the bucket is away.
 - *The store has no conditional writes.* `Swarm.optimizer` raises `BucketError`.
 
 **Security.** A member cannot write in another's name, and cannot count twice in a round. But:
 
-- Members hold the bucket's keys, so they can delete or overwrite everything. Use a bucket for the run alone.
+- Members with the bucket's keys can delete or overwrite everything. Use a bucket for the run alone.
 - Plausible false gradients, and false states for late joiners, are not guarded against.
 - One invitation admits many identities, which can outvote others.
-- `swarm.remove_peer` raises PermissionError here. To remove a member, change the bucket's keys.
+- `swarm.remove_peer` removes members without keys: couriers no longer answer them. Others need their keys changed.
 - The store's owner can read the model.
 
 **Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` and ``robust=``
-are refused, and so are allowlists, tunnels and relays. Experts, `swarm.average` and the leaderboard need
+are refused, and so are allowlists. Experts, `swarm.average` and the leaderboard need
 links. A manifest lists 256 contributions at most.
 
 ## How to use it
@@ -101,6 +122,7 @@ links. A manifest lists 256 contributions at most.
     swarm = cs.create("run", mailbox="s3://bucket/folder?endpoint=https://…", state_dir="folder")
     print(swarm.invite())                       # has the address but no keys; valid for 30 days
     swarm = cs.join("swarm://run.…")            # a friend, any time later
+    cs.create("run", mailbox=…, options=cs.NetworkOptions(iroh="public"))  # carries for friends without keys
     optimizer = swarm.optimizer(adam, target_batch_size=256, local_steps=30, compression="sparseloco")
     cs.simulate(3, mailbox=True)                # in virtual time; simulation.bucket.objects are the objects
 
@@ -125,6 +147,7 @@ Secrets are environment variables, or secrets of Colab or Kaggle. Tutorial 12 tr
 | manifests, and when a round closes: pure functions | `rounds` |
 | reading, checking and writing objects | `journal` |
 | stores, by obstore | `bucket` |
+| objects over links, for members without keys | `courier` |
 
 The authors of SparseLoCo exchange pseudo-gradients through object storage, too.
 
@@ -143,6 +166,7 @@ from typing import Any
 from colab_swarm.errors import require
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.collaboration import MailboxCollaboration
+from colab_swarm.mailbox.courier import CourierStore
 from colab_swarm.mailbox.rounds import CARD, Card, unseal
 from colab_swarm.runtime import Runner
 from colab_swarm.training.collaboration import Collaboration
@@ -156,7 +180,12 @@ def part_for(services: PeerServices, settings: TrainingSettings) -> Callable[...
     """Return what makes a trainer's part in the run: over links, or in the bucket of these services."""
     if not services.mailbox:
         return Collaboration
-    return partial(MailboxCollaboration, Bucket(services.mailbox, settings.prefix))
+    return partial(MailboxCollaboration, _bucket_of(services, settings.prefix))
+
+
+def _bucket_of(services: PeerServices, prefix: str) -> Bucket:
+    store = CourierStore(services, prefix) if services.carried else None
+    return Bucket(services.mailbox, prefix, store)
 
 
 def options_for(
@@ -174,5 +203,5 @@ def options_for(
     if not services.mailbox:
         trainers, *_ = runtime.call(read_participants(services.dht, prefix))
         return options_by(elected_agreement(trainers))
-    data = runtime.call(Bucket(services.mailbox, prefix).read(CARD))
+    data = runtime.call(_bucket_of(services, prefix).read(CARD))
     return options_by(unseal(data, Card)[0].agreement if data else ())

@@ -1,17 +1,17 @@
 """A place for objects: a bucket of S3, Google or Azure, a shared folder, or this process's memory.
 
-Every verb runs in a thread, is tried again for half a minute, and then raises `BucketAway` or, if the
-bucket refuses this peer, `BucketError`. Times are seconds since the epoch by the store's own clock.
+Every verb is tried again for half a minute, and then raises `BucketAway` or, if the bucket refuses this
+peer, `BucketError`. Times are seconds since the epoch by the store's own clock.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, require
@@ -53,17 +53,18 @@ class StoredObject:
 
 
 class Store(Protocol):
-    """What a `Bucket` needs of a store; all verbs block."""
+    """What a `Bucket` needs of a store."""
 
-    errors: Errors  # that they raise
+    errors: Errors  # that its verbs raise
     refusals: Errors  # of these, those that say that this peer may not
+    rights: str  # what a refused peer should check
 
-    def create(self, path: str, data: Buffer) -> bool:
+    async def create(self, path: str, data: Buffer) -> bool:
         """Write an object unless there is one at that path; return whether it was written."""
 
-    def read(self, path: str) -> bytes | None: ...
-    def list(self, prefix: str, after: str) -> list[StoredObject]: ...
-    def delete(self, paths: Sequence[str]) -> None: ...
+    async def read(self, path: str) -> bytes | None: ...
+    async def list(self, prefix: str, after: str) -> list[StoredObject]: ...
+    async def delete(self, paths: Sequence[str]) -> None: ...
 
 
 class MemoryStore:
@@ -71,23 +72,24 @@ class MemoryStore:
 
     errors: Errors = (OSError,)
     refusals: Errors = (PermissionError,)
+    rights = "its memory"
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.clock = clock
 
-    def create(self, path: str, data: Buffer) -> bool:
+    async def create(self, path: str, data: Buffer) -> bool:
         own = bytes(data), self.clock()
         return self.objects.setdefault(path, own) is own
 
-    def read(self, path: str) -> bytes | None:
+    async def read(self, path: str) -> bytes | None:
         return self.objects[path][0] if path in self.objects else None
 
-    def list(self, prefix: str, after: str) -> list[StoredObject]:
-        found = sorted(self.objects.copy().items())
+    async def list(self, prefix: str, after: str) -> list[StoredObject]:
+        found = sorted(self.objects.items())
         return [StoredObject(p, len(one), at) for p, (one, at) in found if p.startswith(prefix) and p > after]
 
-    def delete(self, paths: Sequence[str]) -> None:
+    async def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
             self.objects.pop(path, None)
 
@@ -95,7 +97,7 @@ class MemoryStore:
 class ObjectStore:
     """A store that obstore opens."""
 
-    def __init__(self, address: str, keys: Mapping[str, str]) -> None:
+    def __init__(self, address: str, secrets: Mapping[str, str]) -> None:
         import obstore
         from obstore import exceptions
         from obstore.store import from_url
@@ -106,10 +108,11 @@ class ObjectStore:
         self.refusals: Errors = PermissionError, *refused
         self._exists = exceptions.AlreadyExistsError, exceptions.PreconditionError
         kind, plain = urlsplit(address).scheme, address.partition("?")[0]
+        self.rights = " and ".join(KEYS.get(kind, {}).values()) or "the rights of its folder"
         if kind == "file":
             self._store: Any = from_url(plain, mkdir=True)
             return
-        config: dict[str, str] = dict(keys)
+        config: dict[str, str] = dict(secrets)
         if kind == "s3":
             config |= {name: os.environ[known] for name, known in OPTIONS.items() if known in os.environ}
         config |= parse_qsl(urlsplit(address).query)
@@ -117,26 +120,43 @@ class ObjectStore:
         options: dict[str, Any] = {"config": config, "client_options": client, "retry_config": RETRY}
         self._store = from_url(plain, **options)
 
-    def create(self, path: str, data: Buffer) -> bool:
+    async def create(self, path: str, data: Buffer) -> bool:
+        how: dict[str, Any] = {"mode": "create", "use_multipart": False}
         try:
-            self._obstore.put(self._store, path, data, mode="create", use_multipart=False)
+            await asyncio.to_thread(self._obstore.put, self._store, path, data, **how)
         except self._exists:
             return False
         return True
 
-    def read(self, path: str) -> bytes | None:
+    async def read(self, path: str) -> bytes | None:
         try:
-            return bytes(self._obstore.get(self._store, path).bytes())
+            return await asyncio.to_thread(lambda: bytes(self._obstore.get(self._store, path).bytes()))
         except FileNotFoundError:
             return None
 
-    def list(self, prefix: str, after: str) -> list[StoredObject]:
-        found = self._obstore.list(self._store, prefix, offset=after or None).collect()
-        rows = (StoredObject(one["path"], one["size"], one["last_modified"].timestamp()) for one in found)
+    async def list(self, prefix: str, after: str) -> list[StoredObject]:
+        found = self._obstore.list(self._store, prefix, offset=after or None)
+        rows = (
+            StoredObject(one["path"], one["size"], one["last_modified"].timestamp())
+            for one in await asyncio.to_thread(found.collect)
+        )
         return sorted(rows, key=lambda one: one.path)
 
-    def delete(self, paths: Sequence[str]) -> None:
-        self._obstore.delete(self._store, list(paths))
+    async def delete(self, paths: Sequence[str]) -> None:
+        await asyncio.to_thread(self._obstore.delete, self._store, list(paths))
+
+
+def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
+    """Return this peer's secrets for a store, by its options, and which secrets are missing."""
+    named, wanted = dict(parse_qsl(urlsplit(address).query)), KEYS.get(urlsplit(address).scheme, {})
+    found = {name: str(value) for name, secret in wanted.items() if (value := find_secret(secret))}
+    return found, [secret for name, secret in wanted.items() if name not in found | named]
+
+
+def can_open(address: str) -> bool:
+    """Return whether this peer has the keys of a store, or sees the folder. Call it from the user's thread."""
+    where = urlsplit(checked_address(address))
+    return os.path.isdir(unquote(where.path)) if where.scheme == "file" else not secrets_of(address)[1]
 
 
 def checked_address(address: str) -> str:
@@ -157,40 +177,37 @@ class Bucket:
     store cannot be opened.
     """
 
-    def __init__(self, address: str, prefix: str) -> None:
+    def __init__(self, address: str, prefix: str, store: Store | None = None) -> None:
         self.address, self._root = checked_address(address), f"runs/{prefix}/"
         self.requests = 0  # so far
         self.sent_bytes = self.received_bytes = 0
         self._behind_s: float | None = None  # of this machine's clock, behind the store's
-        self._secrets: Mapping[str, str] = {}  # that its keys come from, and those that are not there
-        self._missing: list[str] = []
-        self._store: Store
-        if address.startswith("memory://"):
-            self._store = MEMORY.setdefault(address, MemoryStore())
-            return
-        self._secrets = KEYS.get(urlsplit(address).scheme, {})
-        found = {name: value for name, secret in self._secrets.items() if (value := find_secret(secret))}
-        self._missing = [secret for name, secret in self._secrets.items() if name not in found]
+        self._missing: list[str] = []  # secrets
+        self._store = store or self._open()
+
+    def _open(self) -> Store:
+        if self.address.startswith("memory://"):
+            return MEMORY.setdefault(self.address, MemoryStore())
+        secrets, self._missing = secrets_of(self.address)
         try:
-            self._store = ObjectStore(address, found)
+            return ObjectStore(self.address, secrets)
         except ImportError as error:
             how = "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
             raise BucketError(how) from error
         except Exception as error:  # of obstore, for an address or an option that it does not know
-            raise BucketError(f"{address} cannot be opened: {self._reason(error)}") from error
+            raise BucketError(f"{self.address} cannot be opened: {self._reason(error)}") from error
 
-    async def _do(self, verb: Callable[..., T], *arguments: Any) -> T:
+    async def _do(self, verb: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         self.requests += 1
         try:
-            return await asyncio.to_thread(verb, *arguments)
+            return await verb(*arguments)
         except self._store.refusals as error:
-            raise BucketError(self._refusal(error)) from error
+            why = f"they may have been revoked ({self._reason(error)})"
+            raise BucketError(
+                f"{self.address} refuses this peer; check {self._store.rights}: {why}"
+            ) from error
         except self._store.errors as error:
             raise BucketAway(f"{self.address} does not answer: {self._reason(error)}") from error
-
-    def _refusal(self, error: Exception) -> str:
-        how = " and ".join(self._secrets.values()) or "the rights of its folder"
-        return f"{self.address} refuses this peer; check {how}: they may have been revoked ({self._reason(error)})"
 
     def _reason(self, error: Exception) -> str:
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

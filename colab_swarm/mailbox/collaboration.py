@@ -72,7 +72,8 @@ class MailboxCollaboration(TrainingPart):
 
     async def start(self) -> None:
         journal = self._journal
-        await journal.bucket.require_conditional_writes()
+        if not self.services.carried:  # who carries has checked it
+            await journal.bucket.require_conditional_writes()
         agreed = self.progress.own.agreement
         theirs = await journal.read_card(journal.signed(Card, schema=self._schema, agreement=agreed))
         told = differing(theirs.agreement, agreed)

@@ -250,6 +250,18 @@ class StateHead(Statement, frozen=True, kw_only=True):
     manifest: bytes  # the state's own, in chunks
 
 
+def kind_at(path: str) -> type[Statement]:
+    """Return what is written at a path; raises `ProtocolError` if nothing is."""
+    if place := PLACE.fullmatch(path):
+        if place[2]:
+            return PseudoGradient
+        return Farewell if path.endswith(LEFT) else RoundManifest
+    if STATE_PLACE.fullmatch(path):
+        return StateHead
+    require(path == CARD, f"nothing is written to {path!r:.200}", ProtocolError)
+    return Card
+
+
 def seal(statement: Statement, content: Buffer = b"") -> bytes:
     """Return an object: the statement's length in 4 bytes, the statement, and the content that it names."""
     head = statement.encode()

@@ -87,7 +87,10 @@ class Reachability:
         """Return the level, and a line for each better level with the reason why it does not work."""
         lines = [str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)]
         if self.level is ReachabilityLevel.BUCKET:
-            lines.append("  nobody needs to reach this peer: it dials out only")
+            lines.append(
+                "  nobody needs to reach this peer: it dials out only. With a door, such as iroh='public',"
+            )
+            lines.append("  it would carry the rounds for members without the bucket's keys")
         elif self.level is ReachabilityLevel.OUTGOING:
             lines.append("  a run in a bucket needs none of them: cs.create(…, mailbox='s3://bucket/folder')")
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
+from colab_swarm.mailbox.bucket import Bucket, can_open, checked_address
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings
@@ -55,7 +56,8 @@ def create(
         allow: the list, for ``allowlist``.
         mailbox: address of a bucket or a shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
             ``az://…`` or ``file:///mnt/folder``. Then nobody needs to be online with another: see
-            `colab_swarm.mailbox`. All members need its keys, as secrets or in the environment.
+            `colab_swarm.mailbox`. Members have its keys as secrets or in the environment; one with a door, such as
+            ``NetworkOptions(iroh="public")``, carries the rounds for those without.
         peer_name: the name that others see.
         options: how this peer takes part in the network.
         state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
@@ -248,8 +250,13 @@ def _open(
     access: RunAccess, identity: Identity, peer_name: str, options: NetworkOptions, store: PeerStore | None
 ) -> Swarm:
     runtime, here, saved = Runtime.shared(), platforms.platform(), None if store is None else store.saved
-    if access.mailbox:
-        options = options.without_links(access.mailbox)
+    carried, bucket = False, None
+    if access.mailbox and not (carried := bool(access.entries) and not can_open(access.mailbox)):
+        checked_address(access.mailbox)
+        if options.has_door:
+            bucket = Bucket(access.mailbox, access.run_id)
+        else:
+            options = options.without_links()
     clock = platforms.SessionClock.of(
         here, options.session_hours, age_s=platforms.session_age_s(), now=runtime.time()
     )
@@ -262,7 +269,8 @@ def _open(
         access = replace(access, known=saved.contacts, tally=saved.tally)
     if isinstance(options.tunnel, str):  # its token may have to be typed: on the user's thread
         options = replace(options, tunnel=settings_of(options.tunnel))
-    services, network = runtime.call(_start(access, identity, name, options, store))
+    way: dict[str, Any] = {"carried": carried, "bucket": bucket}
+    services, network = runtime.call(_start(access, identity, name, options, store, **way))
     _open_swarms.difference_update({swarm for swarm in _open_swarms if swarm.left})
     swarm = Swarm(runtime, services, access.run_id, name, network)
     if clock is not None:
@@ -280,7 +288,14 @@ def _save(store: PeerStore, access: RunAccess, key: Identity, name: str, options
 
 
 async def _start(
-    access: RunAccess, identity: Identity, name: str, options: NetworkOptions, store: PeerStore | None = None
+    access: RunAccess,
+    identity: Identity,
+    name: str,
+    options: NetworkOptions,
+    store: PeerStore | None = None,
+    *,
+    carried: bool = False,
+    bucket: Bucket | None = None,
 ) -> tuple[PeerServices, NetworkSession]:
     events, saved = EventLog(), None if store is None else store.saved
     former = saved.port if saved is not None and options.listen else 0
@@ -291,8 +306,9 @@ async def _start(
             raise
         node = await _start_node(access, identity, options, options.port, events)
     try:
-        services = assemble(node, access.run_id, events, random.SystemRandom(), mailbox=access.mailbox)
-        network = NetworkSession(node, access, options, services)
+        way: dict[str, Any] = {"mailbox": access.mailbox, "carried": carried}
+        services = assemble(node, access.run_id, events, random.SystemRandom(), **way)
+        network = NetworkSession(node, access, options, services, bucket)
         await network.open(store)
     except BaseException:  # an interrupt included: nothing may stay open
         await node.close()

@@ -308,9 +308,9 @@ class Trust:
         await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
-        """Remove a peer, or an invitation by its key's id; `PermissionError` if not the authority, or in a bucket."""
+        """Remove a peer, or an invitation by its key's id; `PermissionError` unless by the authority, over links."""
         require(
-            not self._mailbox,
+            not self._mailbox or self._node.port is not None,
             f"nobody can be removed from {self._mailbox}: who has its keys reads and writes it. Change the keys",
             PermissionError,
         )
@@ -442,8 +442,6 @@ class RunAccess:
         return made.replaced(mailbox=self.mailbox) if self.mailbox else made
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
-        if self.mailbox:
-            return ()
         found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
         found += map(peers.contact_of, sorted(peers.linked()))
         if self.admission is not None:
@@ -453,7 +451,7 @@ class RunAccess:
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
         require(
-            by_id,
+            by_id or self.mailbox,
             "nobody could use this invitation: no known peer accepts connections; "
             "start one on any machine that does: colab-swarm create NAME",
             JoinError,

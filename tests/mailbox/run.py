@@ -88,10 +88,10 @@ def fail(sim: Simulation, error: Exception, begin: float, end: float) -> None:
     """Let the store fail from one time to another."""
 
     def failing(real: Callable[..., Any]) -> Callable[..., Any]:
-        def verb(*given: Any) -> Any:
+        async def verb(*given: Any) -> Any:
             if begin <= sim.time < end:
                 raise error
-            return real(*given)
+            return await real(*given)
 
         return verb
 

@@ -241,7 +241,7 @@ def test_garbage_is_passed_over() -> None:
                 for name in ("x", f"manifest-{rng.randint(1, 99):02d}")
             ]
             for name in names:
-                sim.bucket.create(name, b"garbage")
+                swarm.runtime.call(sim.bucket.create(name, b"garbage"))
 
     with cs.simulate(3, mailbox=True) as sim:
         sim.join("dave", at=60.0)

@@ -97,9 +97,9 @@ async def test_of_two_writers_one_is_first(place: Bucket) -> None:
 
 async def test_a_store_that_overwrites_is_refused() -> None:
     class Overwriting(MemoryStore):
-        def create(self, path: str, data: object) -> bool:
+        async def create(self, path: str, data: object) -> bool:
             self.objects.pop(path, None)
-            return super().create(path, data)  # type: ignore[arg-type]
+            return await super().create(path, data)  # type: ignore[arg-type]
 
     MEMORY["memory://overwriting"] = Overwriting()
     with pytest.raises(BucketError, match="conditional writes"):

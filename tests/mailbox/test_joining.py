@@ -58,7 +58,6 @@ def test_connect_takes_the_address_of_a_bucket(box: str, capsys: pytest.CaptureF
     [
         ({"mailbox": "bucket/folder"}, "is no mailbox: pass an address such as s3://"),
         ({"mailbox": "s3://" + "x" * 200}, "205 characters: at most 200 fit"),
-        ({"options": cs.NetworkOptions(iroh="public")}, "has no links: leave out tunnel, iroh"),
         ({"access": "allowlist", "allow": cs.Allowlist(users=("a",))}, "needs this peer online"),
     ],
 )

@@ -29,8 +29,8 @@ def test_a_run_goes_on_for_a_day_though_no_process_lives_for_more_than_an_hour()
     with cs.simulate(1, mailbox=True, samples_per_s=5.0) as sim:
         log, create = list[tuple[str, bytes]](), sim.bucket.create
 
-        def logged(path: str, data: bytes) -> bool:
-            if written := create(path, data):
+        async def logged(path: str, data: bytes) -> bool:
+            if written := await create(path, data):
                 log.append((path, bytes(data)))
             return written
 

@@ -55,17 +55,17 @@ def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> Non
         if forged:
             bob, write = sim.swarms["bob"], sim.bucket.create
 
-            def also(path: str, data: bytes) -> bool:
+            async def also(path: str, data: bytes) -> bool:
                 """Bob's farewell in alice's name, in each round."""
                 folder, _, name = path.rpartition("/")
                 if name == bob.id.hex():
                     part: Any = bob.optimizers["model"].collaboration
                     journal, chain = part._journal, part._chain
-                    write(
+                    await write(
                         f"{folder}/{sim.swarms['alice'].id.hex()}{LEFT}",
                         journal.signed(Farewell, base=chain.base),
                     )
-                return write(path, data)
+                return await write(path, data)
 
             sim.bucket.create = also  # type: ignore[method-assign, assignment]
         times = sim.run(life, seconds=900)

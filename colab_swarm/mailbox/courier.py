@@ -1,0 +1,284 @@
+"""A bucket for members without its keys: members that have them carry its objects over links.
+
+A courier writes only what the caller has signed, in the caller's places, and deletes nothing. Whoever asks it
+checks each object that it gives, but must believe its lists: it can hide an object, or tell a false time.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from colab_swarm.dht.service import BackgroundTasks, RunServices
+from colab_swarm.errors import (
+    BucketError,
+    CallRefused,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    require,
+)
+from colab_swarm.mailbox.bucket import Bucket, Errors, StoredObject
+from colab_swarm.mailbox.rounds import LEFT, Farewell, PseudoGradient, kind_at, unseal
+from colab_swarm.net.peers import Ack, Buffer, Message, PeerId, Refusal, Role, Stream
+
+T = TypeVar("T")
+MAX_OBJECT_BYTES = 1 << 30  # of an object
+AT_ONCE = 8  # objects in a courier's memory
+PART_BYTES = 120 << 10
+ROWS, MAX_ROWS = 500, 100_000  # of a list: in one item, and in all
+ANSWER_S, SLOWEST_BPS = 120.0, 128e3  # until an answer begins; the least pace of an object
+ANNOUNCE_S, FORGET_S = 60.0, 180.0
+OF_ONE = PseudoGradient, Farewell  # their paths name the member
+
+Text = Annotated[str, msgspec.Meta(max_length=300)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_OBJECT_BYTES)]
+Length = Annotated[int, msgspec.Meta(ge=0)]
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+
+
+class ListObjects(Message, frozen=True):
+    """Opens a stream: the answer is some `ObjectRows`."""
+
+    model: Text
+    folder: Text
+    after: Text
+
+
+class ReadObject(Message, frozen=True):
+    """Opens a stream: the answer is an `ObjectSize`, and the object in parts."""
+
+    model: Text
+    path: Text
+
+
+class WriteObject(Message, frozen=True):
+    """Opens a stream: the object follows in parts; the answer is a `Written`."""
+
+    model: Text
+    path: Text
+    size_bytes: Size
+
+
+class ObjectRows(Message, frozen=True):
+    """Path, bytes and time of objects, sorted; the last item of a list has ``more`` false."""
+
+    rows: Annotated[tuple[tuple[Text, Length, Moment], ...], msgspec.Meta(max_length=ROWS)]
+    more: bool
+
+
+class ObjectSize(Message, frozen=True):
+    """None: there is no such object."""
+
+    size_bytes: Size | None
+
+
+class Written(Message, frozen=True):
+    """Whether the object was written; else there is one at its path."""
+
+    first: bool
+
+
+class CourierRecord(Message, frozen=True):
+    """Says that a peer carries: a value in the DHT."""
+
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
+
+
+def _key(services: RunServices) -> str:
+    return f"{services.run_id}/couriers"
+
+
+@asynccontextmanager
+async def _patience(size_bytes: int) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(ANSWER_S + 8 * size_bytes / SLOWEST_BPS):
+            yield
+    except TimeoutError as error:
+        raise PeerTimeout(f"{size_bytes} bytes of an object took too long") from error
+
+
+async def _send(stream: Stream, data: Buffer) -> None:
+    view = memoryview(data)
+    async with _patience(len(view)):
+        for at in range(0, len(view), PART_BYTES):
+            await stream.send(Ack(), view[at : at + PART_BYTES])
+
+
+async def _receive(stream: Stream, size_bytes: int) -> bytes:
+    data = bytearray()
+    async with _patience(size_bytes):
+        while len(data) < size_bytes:
+            _, part = await stream.receive(Ack)
+            require(0 < len(part) <= size_bytes - len(data), "an object of another size", ProtocolError)
+            data += part
+    return bytes(data)
+
+
+class Courier:
+    """Carries a run's ``bucket`` for members without keys, from `start` to `stop`.
+
+    It moves `AT_ONCE` objects at once, and one of each member. Who is slower than `SLOWEST_BPS` loses its turn.
+    """
+
+    def __init__(self, bucket: Bucket, services: RunServices) -> None:
+        self._bucket, self._services = bucket, services
+        self._all = asyncio.Semaphore(AT_ONCE)
+        self._own: defaultdict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks = BackgroundTasks("carrying the bucket", services.events, services.rng)
+
+    async def start(self) -> None:
+        """Raises `BucketError` if the bucket cannot be used."""
+        await self._bucket.require_conditional_writes()
+        peers = self._services.peers
+        peers.serve_stream(ListObjects, self._list, role=Role.VIEWER)
+        peers.serve_stream(ReadObject, self._read, role=Role.VIEWER)
+        peers.serve_stream(WriteObject, self._write, role=Role.WORKER)
+        await self._announce()
+        self._tasks.every(ANNOUNCE_S, self._announce)
+
+    def stop(self) -> None:
+        for kind in (ListObjects, ReadObject, WriteObject):
+            self._services.peers.unserve(kind)
+        self._tasks.cancel()
+
+    async def _announce(self) -> None:
+        record = CourierRecord(self._services.peers.contact.addresses)
+        await self._services.dht.publish(_key(self._services), record, ttl_s=FORGET_S)
+
+    def _path_of(self, model: str, place: str) -> str:
+        if ".." in f"{model}/{place}".split("/"):
+            raise Refusal(f"{model}/{place} is outside of the run")
+        return f"{model}/{place}"
+
+    async def _ask(self, verb: Awaitable[T]) -> T:
+        try:
+            return await verb
+        except BucketError as error:  # whoever asks tries another courier
+            raise PeerLost(str(error)) from error
+
+    async def _list(self, opening: ListObjects, stream: Stream) -> None:
+        model, folder = opening.model, self._path_of(opening.model, opening.folder)
+        after = opening.after and self._path_of(model, opening.after)
+        found = await self._ask(self._bucket.list(folder, after))
+        rows = [(one.path[len(model) + 1 :], one.size_bytes, one.modified_at) for one in found]
+        for at in range(0, len(rows) or 1, ROWS):
+            async with _patience(0):
+                await stream.send(ObjectRows(tuple(rows[at : at + ROWS]), more=at + ROWS < len(rows)))
+
+    async def _read(self, opening: ReadObject, stream: Stream) -> None:
+        path = self._path_of(opening.model, opening.path)
+        async with self._own[stream.peer], self._all:
+            data = await self._ask(self._bucket.read(path))
+            if data is not None and len(data) > MAX_OBJECT_BYTES:
+                raise Refusal(f"{path} has {len(data)} bytes: too many to carry")
+            await stream.send(ObjectSize(None if data is None else len(data)))
+            await _send(stream, data or b"")
+
+    async def _write(self, opening: WriteObject, stream: Stream) -> None:
+        path, caller = self._path_of(opening.model, opening.path), stream.peer
+        async with self._own[caller], self._all:
+            data = await _receive(stream, opening.size_bytes)
+            try:
+                kind = kind_at(opening.path)
+                statement, _ = await asyncio.to_thread(unseal, data, kind)
+            except ProtocolError as error:
+                raise Refusal(f"{path}: {error}") from error
+            named = path.rpartition("/")[2].removesuffix(LEFT) if kind in OF_ONE else caller.hex()
+            own = statement.member == caller and named == caller.hex()
+            if not own or statement.prefix != f"{self._services.run_id}/{opening.model}":
+                raise Refusal(f"what is for {path} is another member's, or of another model")
+            await stream.send(Written(await self._ask(self._bucket.create(path, data))))
+
+
+class CourierStore:
+    """The store of a member without keys: it asks the run's couriers, one after another."""
+
+    errors: Errors = (PeerError,)
+    refusals: Errors = (PermissionError,)
+    rights = "with its members that have keys"
+
+    def __init__(self, services: RunServices, prefix: str) -> None:
+        self._services, self._root = services, f"runs/{prefix}/"
+        self._model = prefix.removeprefix(f"{services.run_id}/")
+        self._last: PeerId | None = None  # that answered
+
+    async def create(self, path: str, data: Buffer) -> bool:
+        require(len(data) <= MAX_OBJECT_BYTES, f"{len(data)} bytes are too many to carry", PermissionError)
+
+        async def talk(stream: Stream) -> bool:
+            await _send(stream, data)
+            async with _patience(len(data)):  # the courier writes it meanwhile
+                return (await stream.receive(Written))[0].first
+
+        return await self._ask(WriteObject(self._model, self._place(path), len(data)), talk)
+
+    async def read(self, path: str) -> bytes | None:
+        place, damaged = self._place(path), list[bytes]()
+
+        async def talk(stream: Stream) -> bytes | None:
+            async with _patience(0):
+                head, _ = await stream.receive(ObjectSize)
+            if head.size_bytes is None:
+                return None
+            data = await _receive(stream, head.size_bytes)
+            try:
+                await asyncio.to_thread(unseal, data, kind_at(place))
+            except ProtocolError:  # by this courier, perhaps
+                damaged.append(data)
+                raise
+            return data
+
+        try:
+            return await self._ask(ReadObject(self._model, place), talk)
+        except PeerError:
+            if damaged:
+                return damaged[0]
+            raise
+
+    async def list(self, prefix: str, after: str) -> list[StoredObject]:
+        async def talk(stream: Stream) -> list[StoredObject]:
+            found, more = list[StoredObject](), True
+            while more and len(found) < MAX_ROWS:
+                async with _patience(0):
+                    part, _ = await stream.receive(ObjectRows)
+                found += (StoredObject(f"{self._root}{one[0]}", *one[1:]) for one in part.rows)
+                more = part.more
+            return found
+
+        folder = self._place(prefix).rstrip("/")
+        return await self._ask(ListObjects(self._model, folder, after and self._place(after)), talk)
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        raise PermissionError("only members with keys delete objects")
+
+    def _place(self, path: str) -> str:
+        return path.removeprefix(self._root)
+
+    async def _couriers(self) -> AsyncIterator[PeerId]:
+        last = self._last
+        if last is not None:
+            yield last
+        found = await self._services.dht.published(_key(self._services), CourierRecord)
+        others = sorted(found.keys() - {last, self._services.peers.id})
+        for peer in self._services.rng.sample(others, len(others)):
+            yield peer
+
+    async def _ask(self, opening: Message, talk: Callable[[Stream], Awaitable[T]]) -> T:
+        told: Exception = PeerLost("no member that carries it is online")
+        async for courier in self._couriers():
+            try:
+                async with await self._services.peers.stream(courier, opening, timeout_s=15.0) as stream:
+                    answer = await talk(stream)
+            except PeerError as error:
+                refused = isinstance(error, CallRefused) and error.code == "refused"
+                told = PermissionError(str(error)) if refused else PeerLost(f"no courier answers: {error}")
+                continue
+            self._last = courier
+            return answer
+        self._last = None
+        raise told
