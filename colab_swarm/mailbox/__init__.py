@@ -35,7 +35,7 @@ encrypted.
 | `card/first` | `Card` | what the peers agree on: the model's layout, optimizer, batch size, compression |
 | `rounds/ROUND-BASE/MEMBER` | `PseudoGradient` | weight, samples, speed, name and loss; the encoded values |
 | `rounds/ROUND-BASE/manifest-ATTEMPT` | `RoundManifest` | the digest of the manifest before; entries |
-| `rounds/ROUND-BASE/MEMBER-left` | `Farewell` | this round need not wait for the member |
+| `rounds/ROUND-BASE/MEMBER-left` | `Farewell` | no round need wait for the member until it contributes again |
 | `states/ROUND` | `StateHead` | parameters and optimizer state before this round; the chain's last digests |
 | `checks/RANDOM` | | written twice and deleted at the start: does the store keep the first? |
 

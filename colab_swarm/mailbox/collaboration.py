@@ -88,7 +88,9 @@ class MailboxCollaboration(TrainingPart):
         await self.settled()
         if self._saving is not None:
             await asyncio.wait([self._saving], timeout=STOP_S)
-        if self._chain is not None and self.services.peers.id in self._chain.members:
+        if self._chain is not None and (
+            self._put is not None or self.services.peers.id in self._chain.members
+        ):
             with suppress(BucketError):
                 await self._journal.leave(self._chain)
         self.kill()
@@ -287,7 +289,7 @@ class MailboxCollaboration(TrainingPart):
             if (one := await journal.closed(chain, listing)) is not None:
                 return one
             late = listing.latest > chain.round
-            if late and await journal.patiently(journal.newest_state, chain.round) is not None:
+            if late and await journal.patiently(journal.has_state, chain.round):
                 self._chain = None
                 return None
             due_at = max(due_at, await journal.reopens_at(chain, listing))

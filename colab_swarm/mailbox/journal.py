@@ -134,12 +134,17 @@ class Journal:
             return chain, None
         return await self.read_state(own)
 
-    async def newest_state(self, after: int = -1) -> tuple[RoundChain, Snapshot] | None:
-        """Return the newest state that can be read of those later than a round, if there are any, and its chain."""
+    async def has_state(self, after: int) -> bool:
+        """Return whether there is a state of a later round, which may be readable."""
+        found = await self._states()
+        return any(round > after and one not in self._faulty for round, one in found.items())
+
+    async def newest_state(self) -> tuple[RoundChain, Snapshot] | None:
+        """Return the newest state that can be read, if there are any, and its chain."""
         found = await self._states()
         limit = STATE_PER_VALUE * self.numel + SMALL_STATE
         for round, one in reversed(found.items()):
-            if round <= after or one in self._faulty:
+            if one in self._faulty:
                 continue
             try:
                 require(one.size_bytes <= limit, "it is too large", ProtocolError)
@@ -154,7 +159,7 @@ class Journal:
                 continue
             return head.chain, Snapshot(whole.manifest, whole.blob, (head.member,))
         none_readable = "no state in the bucket can be read: its writers may run another version"
-        require(after >= 0 or not found, none_readable, StateError)
+        require(not found, none_readable, StateError)
         return None
 
     async def _states(self) -> dict[int, StoredObject]:
@@ -231,21 +236,20 @@ class Journal:
 
     async def gone(self, chain: RoundChain, listing: RoundListing) -> set[PeerId]:
         """Return the members of the last round for whom this one need not wait."""
-        paths = {member: f"{chain.folder}/{member.hex()}{LEFT}" for member in chain.members}
-        found = {member: one for member, path in paths.items() if (one := listing.farewells.get(path))}
-        for member, one in found.items():
+        places = [(who, at) for path, who in chain.farewells.items() if (at := listing.farewells.get(path))]
+        for (member, base), one in places:
             if one in self._gone or one in self._faulty:
                 continue
             try:
                 require(one.size_bytes <= HEADER_BYTES, "it is too large", ProtocolError)
                 data = await self.patiently(self.bucket.read, one.path)
                 farewell, _ = self.opened(data, Farewell, one.modified_at)
-                own = (farewell.member, farewell.base) == (member, chain.base)
+                own = (farewell.member, farewell.base) == (member, base)
                 require(own, "it is another member's, or another round's", ProtocolError)
                 self._gone.add(one)
             except PeerError as error:
                 self._tell_fault(one, error)
-        return {member for member, one in found.items() if one in self._gone}
+        return {member for (member, _), one in places if one in self._gone}
 
     async def leave(self, chain: RoundChain) -> None:
         """Say that no round need wait for this peer."""

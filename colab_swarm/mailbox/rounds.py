@@ -92,7 +92,7 @@ class PseudoGradient(Statement, frozen=True, kw_only=True):
 
 
 class Farewell(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND-BASE/MEMBER-left``: no round need wait for this member."""
+    """``rounds/ROUND-BASE/MEMBER-left``: no round need wait for this member until it contributes again."""
 
     base: Hash
 
@@ -147,6 +147,17 @@ class RoundChain(Message, frozen=True):
     @property
     def folder(self) -> str:
         return folder_of(self.round, self.base)
+
+    @property
+    def farewells(self) -> dict[str, tuple[PeerId, Hash]]:
+        """Where members of the last round may have said farewell since they contributed: the member, and the base."""
+        last = dict(sorted(self.listed))  # its last round, by member
+        return {
+            f"{folder}/{member.hex()}{LEFT}": (member, self.digests[round])
+            for round, folder in self.folders.items()
+            for member in self.members
+            if round >= last.get(member, 0)
+        }
 
     def path_of(self, member: PeerId, round: int) -> str:
         """Return where a member's contribution is; nowhere if it is too old."""

@@ -31,7 +31,7 @@ class Trained:
 
 
 def train(
-    swarm: Swarm, change: "Change | None" = None, *, rounds: int = ROUNDS, leave: bool = False, **more: Any
+    swarm: Swarm, change: "Change | None" = None, *, rounds: int = ROUNDS, leave_s: float = 0.0, **more: Any
 ) -> Trained:
     optimizer, told = join_training(swarm, net := model(), **SETTINGS | more), Trained()
     bucket = optimizer.collaboration._journal.bucket  # type: ignore[attr-defined]
@@ -55,11 +55,11 @@ def train(
             swarm.runtime.call(asyncio.sleep(10.0))
         told.lineages[optimizer.global_step] = optimizer.lineage
     told.requests, told.finite = bucket.requests - before, bool(parameters_of(net).isfinite().all())
-    if leave:
+    if leave_s:
         while optimizer._gathered.samples < 2 * BATCH:
             take(optimizer, net, optimizer.global_step, slice(0, BATCH))
             told.samples += BATCH
-        swarm.leave(hand_over_s=120.0)
+        swarm.leave(hand_over_s=leave_s)
     return told
 
 

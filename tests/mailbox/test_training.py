@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import operator
 from collections import Counter
 from typing import Any
 
@@ -74,13 +75,35 @@ def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> Non
             assert f"{LEFT} does not count: it is another member's" in faults(sim, "bob")
 
 
+def test_no_round_waits_for_a_member_that_handed_over_before_its_last_round_was_over() -> None:
+    left_at = list[float]()
+
+    def life(swarm: Swarm) -> None:
+        alice = swarm.name == "alice"
+        train(swarm, rounds=3 if alice else 6, leave_s=1.0 if alice else 0.0)
+        if alice:
+            left_at.append(swarm.runtime.time())
+
+    with cs.simulate(2, mailbox=True) as sim:
+        sim.run(life, seconds=900)
+        alice = sim.swarms["alice"].id
+        last = max(one.round for one in manifests(sim) if alice in {entry.member for entry in one.entries})
+        closed_at = sorted(at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path)
+        assert (
+            left_at[0] < closed_at[last]
+            and max(map(operator.sub, closed_at[last + 1 :], closed_at[last:])) < 60
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("compression", ["float32", "int8", "sparseloco"])
 def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> None:
     def life(swarm: Swarm) -> Trained:
         carol = swarm.name == "carol"
-        return train(swarm, rounds=5 if carol else 20, leave=carol, compression=compression, overlap=overlap)
+        return train(
+            swarm, rounds=5 if carol else 20, leave_s=120.0 * carol, compression=compression, overlap=overlap
+        )
 
     with cs.simulate(3, mailbox=True) as sim:
         sim.network.at(40.0).crash("bob")
