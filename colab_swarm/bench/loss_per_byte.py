@@ -9,6 +9,9 @@ peer sent, without protocol. Ways: synchronous gradients of 32, 16 and 8 bits; D
 are noise, a step of all peers computes for `STEP_S`, and lines are those of homes. Large models are simulated with a
 part of their values and of that time. *lora* is one round of LoRA, rank 8 on q and v of `LORA`'s shapes.
 
+*chosen* is the loss by the way that `swarm.plan` chooses, beside that of the best way, after equal virtual hours: each
+way makes as many steps as the plan forecasts on the line, for the model and for one of `LARGE` values.
+
 *adapted* is the loss of the model after one process has trained it on the sources, and peers then train adapters (LoRA,
 rank 8 on q, k and v) on another text, Python's help pages in English.
 """
@@ -17,7 +20,6 @@ import math
 import os
 import statistics
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -28,14 +30,25 @@ from torch.nn import functional
 
 import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw
-from colab_swarm.events import Event, RoundFinished, StepFinished
+from colab_swarm.events import Event, RoundFinished
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.communication import HOME_BPS, plan_communication
 
 LOCAL_STEPS, STEP_S, PEERS = 30, 10.0, 4
 LORA = 22 * 8 * (2048 + 2048 + 2048 + 256)  # values, in a model of 1.1 billion (TinyLlama)
 RANK = 8
 LONG, VALIDATION = 64, 128  # bytes of a text, and texts
 ROUNDS = 4  # of `rest`; the first one does not count
+POINTS = 20  # of a curve
+LARGE = 350_000_000  # values
+LINES = {"lan": (1e9, 1e9), "colab": (100e6, 100e6), "home": HOME_BPS}  # up and down, bits per second
+PLANNED = {  # ways of a plan, by those here
+    "float32": "each step, float32",
+    "float16": "each step, float16",
+    "int8": "each step, int8",
+    "overlap": "each 30 steps, sparseloco",
+    "int8_diloco": "each 30 steps, int8",
+}
 
 
 class Size(NamedTuple):
@@ -157,18 +170,19 @@ def adapter(size: Size) -> GPT:
 class Outcome(NamedTuple):
     loss: float
     sent_bytes: float  # by a peer, mean
-    curve: list[tuple[float, float]]  # bytes sent and the mean training loss of each round, of one peer
+    curve: list[tuple[int, float, float]]  # steps, bytes sent and loss, `POINTS` times, of one peer
 
 
 def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None = None) -> Outcome:
     """Train on the sources or, with an adapter only, on another text."""
     options = ways(size.local_steps)[way]
-    rounds, micro = size.steps // options.get("local_steps", 1), size.batch // peers
+    local_steps, micro = options.get("local_steps", 1), size.batch // peers
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    unseen = texts(0, VALIDATION, unseen=True, of=of).to(device)
 
     def work(swarm: Swarm) -> Outcome:
         told = list[Event]()
         swarm.events.listen(told.append)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         net = (GPT if of is None else adapter)(size).to(device)
         optimizer = swarm.optimizer(
             inner(way, net, size.rate),
@@ -179,18 +193,20 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
         )
         while len(optimizer.collaboration.progress.records) < peers:
             swarm.runtime.call(optimizer.collaboration.refresh())
-        own, batch = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed, 0
-        while optimizer.global_step < rounds:
+        own, batch, steps, sent = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed, 0, 0, 0
+        curve = list[tuple[int, float, float]]()
+        while steps < size.steps:
             loss = net.loss(texts(own + batch, micro, of=of).to(device))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step(loss=loss.detach())
             batch += 1
+            steps = optimizer.global_step * local_steps
+            if steps >= (len(curve) + 1) * size.steps / POINTS:
+                sent = sum(one.sent_bytes for one in told if isinstance(one, RoundFinished))
+                with torch.no_grad():
+                    curve.append((steps, sent, net.loss(unseen).item()))
         optimizer.close()
-        sent = list(accumulate(one.sent_bytes for one in told if isinstance(one, RoundFinished)))
-        losses = [one.loss or math.nan for one in told if isinstance(one, StepFinished)]
-        with torch.no_grad():
-            unseen = net.loss(texts(0, VALIDATION, unseen=True, of=of).to(device)).item()
-        return Outcome(unseen, sent[-1], list(zip(sent, losses, strict=True)))
+        return Outcome(curve[-1][2], curve[-1][1], curve)
 
     with cs.simulate(peers, network="lan", seed=seed, samples_per_s=micro / STEP_S) as simulation:
         found = list(simulation.run(work).values())
@@ -241,6 +257,7 @@ def run(report: BenchReport) -> None:
             report.add(f"{name}_{peers}_loss", statistics.mean(losses), "nats a byte", spread)
             report.add(f"{name}_{peers}_mb", statistics.mean(one.sent_bytes for one in found) / 1e6, "MB")
             report.curves[f"{name}, {peers} peers"] = found[0].curve
+        report_choices(report, size, peers)
     figures = report.figures
     for key, name, base in (("sparse", "sparse", "float32"), ("int8_diloco", "int8_diloco", "float32")):
         bytes_, loss = (f"{name}_{counts[0]}{end}" for end in ("_mb", "_loss"))
@@ -257,6 +274,27 @@ def run(report: BenchReport) -> None:
     report_waits(report)
 
 
+def loss_after(curve: list[tuple[int, float, float]], steps: float) -> float:
+    """Return the loss after a number of steps, linear between the points of the curve; at most that of the last."""
+    return float(np.interp(steps, [one[0] for one in curve], [one[2] for one in curve]))
+
+
+def report_choices(report: BenchReport, size: Size, peers: int) -> None:
+    """Compare what a plan chooses with the best way, in the hours of `Size.steps` without any waiting."""
+    for network, line in LINES.items():
+        for numel in (sum(one.numel() for one in GPT(size).parameters()), LARGE):
+            plan = plan_communication(numel, STEP_S, peers, line)
+            steps = {one.name: one.steps_per_hour * size.steps * STEP_S / 3600 for one in plan.forecasts}
+            losses = {
+                name: loss_after(report.curves[f"{way}, {peers} peers"], steps[name])
+                for way, name in PLANNED.items()
+            }
+            best = min(losses, key=lambda name: losses[name])
+            part = losses[plan.chosen.name] / losses[best]
+            told = f"{plan.chosen.name}; best: {best}; <= 1.1 wanted"
+            report.add(f"chosen_{network}_{numel // 10**6}m_{peers}", part, "of the best way's loss", told)
+
+
 def report_waits(report: BenchReport) -> None:
     """Models of 350 M values on home lines, a smaller one with dense rounds, and a round of LoRA."""
     scale, of = 200 if report.quick else 20, ways(LOCAL_STEPS)
@@ -271,8 +309,8 @@ def report_waits(report: BenchReport) -> None:
 
 def plot(report: BenchReport, path: str) -> None:
     lines: Lines = {
-        label: ([sent / 1e6 for sent, _ in curve], [loss for _, loss in curve], "-")
+        label: ([sent / 1e6 for _, sent, _ in curve], [loss for *_, loss in curve], "-")
         for label, curve in report.curves.items()
     }
-    style = {"xlabel": "MB sent by a peer", "ylabel": "training loss, nats a byte", "xscale": "log"}
+    style = {"xlabel": "MB sent by a peer", "ylabel": "loss, nats a byte", "xscale": "log"}
     draw(path, [(style, lines)])

@@ -1,7 +1,7 @@
 """How the peers of a run should communicate: forecasts of a few ways, and the choice. Pure.
 
-A round is forecast by the linear program of its shares (`plan_round`), as among peers that are all like this one. The
-ways are in the order of their loss at equal tokens, best first: `python -m colab_swarm.bench loss-per-byte`.
+A round is forecast by the linear program of its shares (`plan_round`), as among peers that are all like this one. How
+many steps of a way are worth one of synchronous training is measured: `python -m colab_swarm.bench loss-per-byte`.
 """
 
 import math
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
 ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
 BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
-MOST_WAITS = 0.1  # of the time; the first way that waits no longer is chosen
+MOST_WAITS = 0.5  # of the time, without advice
+ENOUGH = 0.95  # of the best progress; the first way that makes it is chosen
 HOME_BPS = 20e6, 100e6  # upload and download where nothing is measured
 
 _LOCAL = {"local_steps": LOCAL_STEPS, "overlap": True}
@@ -34,6 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
     f"each {LOCAL_STEPS} steps, sparseloco": {**_LOCAL, "compression": "sparseloco"},
     f"each {LOCAL_STEPS} steps, int8": {**_LOCAL, "compression": "int8", "error_feedback": True},
 }
+WORTH = {"sparseloco": 0.5, "int8": 0.3}
+"""Of a local step, in synchronous steps for the same loss, by the compression; after hundreds of steps."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Forecast:
     sent_bytes: float  # by a peer in a round
     waits: float  # part of the time in which a peer does not compute
     steps_per_hour: float  # of ``target_batch_size`` samples
+    worth_per_hour: float  # synchronous steps for about the same loss
 
     @property
     def mb_per_hour(self) -> float:
@@ -66,13 +70,14 @@ class Communication:
         return dict(self.chosen.options)
 
     def __repr__(self) -> str:
-        rows = [("a round", "seconds", "MB an hour", "waits", "steps an hour")]
+        rows = [("a round", "seconds", "MB an hour", "waits", "steps an hour", "worth")]
         for one in self.forecasts:
             figures = (
                 f"{one.round_s:.3g}",
                 f"{one.mb_per_hour:,.3g}",
                 f"{one.waits:.0%}",
                 f"{one.steps_per_hour:,.0f}",
+                f"{one.worth_per_hour:,.0f}",
             )
             rows.append((f"{'> ' if one == self.chosen else '  '}{one.name}", *figures))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -90,7 +95,7 @@ def plan_communication(
     in_bucket: bool = False,
     gb_per_hour: float | None = None,
 ) -> Communication:
-    """Forecast the ways for a model, or a number of trained values, and choose the first that waits little.
+    """Forecast the ways for a model, or a number of trained values, and choose the one that makes most progress.
 
     Args:
         step_s: seconds in which all peers together compute a step of ``target_batch_size`` samples.
@@ -112,8 +117,8 @@ def plan_communication(
     require(most_mb > 0, f"gb_per_hour={gb_per_hour}: pass a number above 0")
     within = [one for one in forecasts if one.mb_per_hour <= most_mb]
     few = within or [min(forecasts, key=lambda one: one.mb_per_hour)]
-    enough = (one for one in few if one.waits <= MOST_WAITS)
-    chosen = next(enough, min(few, key=lambda one: one.waits))
+    enough = ENOUGH * max(one.worth_per_hour for one in few)
+    chosen = next(one for one in few if one.worth_per_hour >= enough)
     return Communication(forecasts, chosen, _why(forecasts, chosen, most_mb))
 
 
@@ -155,7 +160,9 @@ def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float,
     computed_s = step_s * options.get("local_steps", 1)
     period_s = max(computed_s, round_s) if options.get("overlap") else computed_s + round_s
     steps_per_hour = 3600 * options.get("local_steps", 1) / period_s
-    return Forecast(name, options, round_s, sent, 1 - computed_s / period_s, steps_per_hour)
+    worth = WORTH[options["compression"]] if "local_steps" in options else 1.0
+    waits = 1 - computed_s / period_s
+    return Forecast(name, options, round_s, sent, waits, steps_per_hour, worth * steps_per_hour)
 
 
 def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str:
@@ -163,9 +170,12 @@ def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str
         return f"{chosen.name}, which sends least, and still more than {most_mb:,.3g} MB an hour."
     if chosen == forecasts[0]:
         return f"{chosen.name}, because a peer waits only {chosen.waits:.0%} of the time."
+    best = max(forecasts, key=lambda one: one.worth_per_hour)
+    if best.mb_per_hour > most_mb:
+        return f"{chosen.name}, because {best.name} would send {best.mb_per_hour:,.3g} MB an hour."
     before = forecasts[forecasts.index(chosen) - 1]
-    if before.mb_per_hour > most_mb and before.waits <= MOST_WAITS:
-        return f"{chosen.name}, because {before.name} would send {before.mb_per_hour:,.3g} MB an hour."
+    part = before.worth_per_hour / chosen.worth_per_hour
+    why = f"{chosen.name}, because {before.name} would make {part:.0%} of its progress."
     if chosen.waits <= MOST_WAITS:
-        return f"{chosen.name}, because with {before.name} a peer would wait {before.waits:.0%} of the time."
-    return f"{chosen.name}, which waits least: {chosen.waits:.0%} of the time. Take a smaller model, or LoRA."
+        return why
+    return f"{why} A peer waits {chosen.waits:.0%} of the time: take a smaller model, or LoRA."
