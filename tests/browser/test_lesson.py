@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from colab_swarm.bench.overhead import code_cells
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import CELL, Lab
@@ -10,6 +12,7 @@ from tests.notebooks.regenerate import TUTORIALS
 pytestmark = needs("jupyterlab", "ipywidgets")
 
 
+@pytest.mark.ordeal
 def test_the_first_tutorial_runs_from_top_to_bottom(lab: Lab, window: Window, artifacts: Path) -> None:
     lesson = lab.open_ours(window, TUTORIALS[0])
     outputs = []
