@@ -65,12 +65,6 @@ def test_the_scale_benchmark_reports_the_memory_and_the_step_of_peers() -> None:
         assert 1 < figures[f"memory_vectors_{case}"] < 7  # the buffers of links count as much at this size
 
 
-def test_the_cases_of_the_scale_benchmark_have_names_of_their_own() -> None:
-    names = [case.name for case in scale.FULL]
-    assert len({*names}) == len(names)
-    assert {"16m", "124m", "350m", "124m_4_peers", "124m_4_peers_bfloat16", "16m_Adam"} <= {*names}
-
-
 @pytest.mark.slow
 def test_a_trainer_finds_its_experts_faster_than_published() -> None:
     cold_ms, _ = run_virtual(find_experts(100, 4))

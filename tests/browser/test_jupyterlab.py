@@ -1,16 +1,12 @@
 """Notebooks in a real JupyterLab: joining by one pasted line, the panel, interrupts, leaving, restarting; and ours."""
 
-import re
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.browser.chromium import Window, needs
-from tests.browser.friends import connect
-from tests.browser.lab import CELL, Lab
-from tests.notebooks.kernel import NOTEBOOKS
+from tests.browser.lab import Lab
 
 pytestmark = needs("jupyterlab", "ipywidgets")
 ALICE = [
@@ -95,29 +91,4 @@ def test_the_form_becomes_an_invitation_to_copy_and_a_panel_that_refreshes_by_it
     panel = alice.page.locator(".widget-vbox .widget-vbox").bounding_box()
     assert panel is not None and panel["height"] <= 600
     alice.run(2)
-    assert window.complaints == []
-
-
-@pytest.mark.ordeal
-def test_two_friends_start_and_join_with_the_same_four_cells(
-    lab: Lab, window: Window, artifacts: Path
-) -> None:
-    alice, bob = (lab.open_ours(window, NOTEBOOKS / "swarm.ipynb") for _ in range(2))
-    connect(alice, bob, artifacts)
-    began = time.monotonic()
-    alice.start(2)
-    bob.start(2)
-    for friend in (alice, bob):
-        friend.wait_output(re.compile("my-swarm: training, step [1-9]|step [1-9]"))
-    print(f"{time.monotonic() - began:.1f} s to the first step of both")
-    bob.page.screenshot(path=artifacts / "joined.png")
-    for friend in (alice, bob):
-        friend.interrupt()
-        friend.finish(2)
-        friend.run(1)  # the cell again: the same peer, and no form
-        assert friend.output(1).count("you are") <= 2
-    for friend in (alice, bob):
-        friend.run(3)  # the receipt, a picture
-        assert friend.page.locator(f"{CELL} >> nth=3 >> .jp-OutputArea-output").count() == 1
-    alice.page.screenshot(path=artifacts / "left.png")
     assert window.complaints == []
