@@ -16,7 +16,7 @@ import colab_swarm as cs
 from colab_swarm.averaging.group import Group, RoundTerms
 from colab_swarm.averaging.moshpit import MoshpitResult
 from colab_swarm.averaging.round import RoundResult
-from colab_swarm.markup import MAX_FACT_ROWS, facts, name_of
+from colab_swarm.markup import MAX_FACT_ROWS, facts
 from colab_swarm.moe.trainer import AsyncTrainer
 from colab_swarm.net.peers import PeerId
 from colab_swarm.net.tunnels import TunnelSettings
@@ -83,21 +83,9 @@ def test_a_leaderboard_can_be_copied_and_pickled() -> None:
         assert (one, one.names, one.me) == (GIVEN, GIVEN.names, BOB)
 
 
-def test_an_empty_leaderboard_says_so() -> None:
-    assert "none yet" in html_of(Leaderboard((), {}, ALICE)) and "none yet" not in html_of(GIVEN)
-
-
-def test_html_is_sound_and_says_more(tmp_path: Path) -> None:
-    shown = [one for one, _ in objects(tmp_path) if hasattr(one, "_repr_html_")]
-    kinds = {type(one).__name__ for one in shown}
-    assert kinds == {"Leaderboard"}
-    for one in shown:
-        ElementTree.fromstring(html_of(one))
-
-
-def test_the_leaderboard_is_a_tuple_with_names_that_cannot_become_markup() -> None:
-    assert isinstance(GIVEN, tuple) and GIVEN[0].samples == 1200.0
+def test_the_leaderboard_is_sound_html_with_names_that_cannot_become_markup() -> None:
     page = html_of(GIVEN)
+    ElementTree.fromstring(page)
     assert "&lt;b&gt;alice" in page and "(me)" in page and "<b>alice" not in page
 
 
@@ -105,12 +93,6 @@ def test_facts_escape_what_they_are_given_and_count_what_is_too_much() -> None:
     page = facts("<i>", {"<u>": "<s>"}, ("<b>",), [("<x>",)] * (MAX_FACT_ROWS + 3))
     assert not re.search("<[iusx]>", page) and "and 3 more" in page
     ElementTree.fromstring(page)
-
-
-def test_functions_are_called_by_their_names() -> None:
-    assert name_of(test_functions_are_called_by_their_names).startswith("test_functions")
-    assert name_of(partial(int, base=2)) == "int(base=2)"
-    assert name_of(torch.nn.ReLU()) == "ReLU"
 
 
 def test_objects_returned_by_a_swarm_have_reprs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,12 +82,6 @@ def test_the_help_shows_defaults_and_the_network_options_last(capsys: pytest.Cap
     assert all(f"  {option}" in network and f"  {option} " not in own for option in NETWORK)
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out.startswith("colab-swarm ")
-
-
 def test_a_step_is_one_line() -> None:
     step = {"step": 7, "loss": 6.25, "peers": 1, "swarm_samples_per_s": 41.26}
     assert _step_line(step, 60) == "step    7/60   loss 6.250   1 peer   41.3 samples/s"

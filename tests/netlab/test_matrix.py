@@ -8,7 +8,7 @@ import pytest
 from tests.netlab.hosts import create, join
 from tests.netlab.matrix import PAIRS, expected_way, lab_of, meet
 
-TENSOR_BYTES = 64 << 20
+TENSOR_BYTES = 16 << 20
 FIRST_LINK_S = 5.0
 CROSSING_TRIES = 3
 

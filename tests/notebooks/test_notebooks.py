@@ -83,22 +83,6 @@ def press(kernel: Kernel, *, name: str, invitation: str = "", agreed: bool = Fal
 
 
 @pytest.mark.slow
-def test_friends_start_and_join_with_the_same_four_cells(tmp_path: Path) -> None:
-    with opened("swarm", tmp_path) as alice, opened("swarm", tmp_path) as bob:
-        connects(alice, 3)
-        assert "you are alice" in press(alice, name="alice")
-        assert "my-swarm: training, step" in alice.run()
-        invitation = alice.execute("print(swarm.invite())").strip()
-        connects(bob, 5)
-        shown = press(bob, name="bob", invitation=f" {invitation[:50]}\n{invitation[50:]}")
-        assert "you are bob" in shown and "reached" in shown
-        assert "my-swarm: training, step" in bob.run()
-        assert bob.execute("print(optimizer.global_step, cs.connect() is swarm)").endswith("5 True\n")
-        bob.run()
-        assert "left" in bob.execute("print(swarm)")
-
-
-@pytest.mark.slow
 def test_on_colab_the_terms_come_first(tmp_path: Path) -> None:
     with cs.create("class-of-26", peer_name="organizer") as organizer, opened("swarm", tmp_path) as colab:
         colab.execute(COLAB)

@@ -8,7 +8,7 @@ from colab_swarm.bench.overhead import code_cells
 from tests.notebooks.kernel import opened
 from tests.notebooks.regenerate import REPRODUCED
 
-LONG = ("swav", "loss_per_byte")
+LONG = ("albert", "elastic", "experts", "loss_per_byte", "swav")
 HOLDS = {
     "albert": [
         "1.2 < figures['load_balancing_gain'] < figures['auxiliary_gain'] < 1.9",

@@ -72,13 +72,6 @@ def test_only_matrices_decay(tokenizer: Words) -> None:
     assert len(decaying["params"]) + len(plain["params"]) == len(names)
 
 
-def test_settings_are_the_published_ones() -> None:
-    settings = masked_lm.AlbertSettings()
-    assert (settings.lr, settings.weight_decay, settings.clamp) == (1.76e-3, 0.01, 1e4)
-    assert (settings.warmup_steps, settings.total_steps, settings.target_batch_size) == (5_000, 125_000, 4096)
-    assert settings == masked_lm.SETTINGS["large"] and masked_lm.SETTINGS.keys() == SIZES.keys()
-
-
 def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() -> None:
     optimizer, scheduler = masked_lm.albert_optimizer(torch.nn.Linear(2, 2), "large")
     rate = scheduler.lr_lambdas[0]

@@ -385,7 +385,7 @@ def test_a_storm_leaves_consistent_histories(storm: Storm) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(8))
 def test_storms_leave_consistent_histories(number: int) -> None:
     assert_consistent(storm_of(number))
 

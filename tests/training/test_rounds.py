@@ -70,8 +70,7 @@ def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pauses", [False, True])
-@pytest.mark.parametrize("active", ["alice", "carol"])
+@pytest.mark.parametrize(("active", "pauses"), [("alice", True), ("carol", False)])
 def test_a_trainer_advances_beside_idle_peers_which_catch_up_later(active: str, pauses: bool) -> None:
     with cs.simulate(3, network="lan", seed=0, samples_per_s=4.0) as sim:
         ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active, pauses), seconds=900)
