@@ -96,27 +96,27 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
         other.learn(Contact(peer.id, tuple(by_iroh)))
         ways = {"": partial(send_pieces, node, peer.id, PIECE), "raw_": partial(_send_raw, child["raw"])}
         ways |= {"iroh_": partial(send_pieces, other, peer.id, PIECE)} if by_iroh else {}
-        took = [[await time_transfer(send, pieces) for send in ways.values()] for _ in range(rounds + 1)][1:]
+        took = [[await time_transfer(send, pieces) for send in ways.values()] for _ in range(rounds + 1)]
         one_ms, _ = await _round_trips(node, peer.id, count=calls, in_flight=1)
         many_ms, calls_per_s = await _round_trips(node, peer.id, count=calls * 4, in_flight=IN_FLIGHT)
         if by_iroh:
             iroh_ms, _ = await _round_trips(other, peer.id, count=calls, in_flight=1)
             report.add("iroh_rtt_ms_p50", statistics.median(iroh_ms), "ms", "1 KiB call, 1 in flight")
-            ratios = [raw_s / iroh_s for _, (raw_s, _), (iroh_s, _) in took]
-            report.add(
-                "iroh_vs_raw", statistics.median(ratios), "", "encrypted twice against the plain socket"
-            )
-    ratios = [raw_s / link_s for (link_s, _), (raw_s, _), *_ in took]
-    report.add("vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
-    gb = pieces * len(PIECE) / 1e9
-    for prefix, found in zip(ways, zip(*took, strict=True), strict=True):
-        wall_s, cpu_s = map(statistics.median, zip(*found, strict=True))
-        report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s")
-        report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", "both ends")
+    _report_ways(report, dict(zip(ways, zip(*took[1:], strict=True), strict=True)), pieces * len(PIECE) / 1e9)
     for key, in_flight, times in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
         found_ms = {f"{key}_ms_p50": statistics.median(times), f"{key}_ms_p99": times[int(len(times) * 0.99)]}
         report.add_all(found_ms, "ms", f"1 KiB call, {in_flight} in flight")
     report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
+
+
+def _report_ways(report: BenchReport, took: dict[str, tuple[tuple[float, float], ...]], gb: float) -> None:
+    for prefix, found in took.items():
+        if prefix != "raw_":
+            ratios = [raw_s / own_s for (own_s, _), (raw_s, _) in zip(found, took["raw_"], strict=True)]
+            report.add(f"{prefix}vs_raw", statistics.median(ratios), "", "encrypted against the plain socket")
+        wall_s, cpu_s = map(statistics.median, zip(*found, strict=True))
+        report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s")
+        report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", "both ends")
 
 
 async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> tuple[float, float]:

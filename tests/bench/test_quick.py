@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.bench import averaging, dedloc, dht, link, mailbox, moe, ordeal, overhead, scale, vc_asgd
+from colab_swarm.bench import averaging, dedloc, dht, link, mailbox, moe, overhead, scale, vc_asgd
 from colab_swarm.bench import elastic_consistency as elastic
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
@@ -121,7 +121,7 @@ def test_the_relay_benchmark_reports_every_figure() -> None:
 @whole
 def test_the_overhead_benchmark_reports_every_figure() -> None:
     figures = overhead.run(quick=True).figures
-    assert figures.keys() >= {"throughput_ratio", "memory_mib", "join.first_sample_s"}
+    assert figures.keys() >= {"throughput_ratio", "memory_mib", "join_s"}
     assert figures["processes"] == 0 and figures["memory_mib"] < 80
     assert figures["throughput_ratio"] > 0.3  # catches a step that blocks, not a busy machine
 
@@ -144,14 +144,8 @@ def test_watching_costs_little_time_and_memory() -> None:
 
 
 @whole
-def test_training_through_experts_continues_while_their_hosts_are_killed() -> None:
-    figures = ordeal.run_experts(quick=True).figures
-    assert figures["ordeal_killed"] >= 2 and figures["ordeal_steps"] > 20
-
-
-@whole
 def test_every_unit_is_assimilated_exactly_once_despite_kills() -> None:
-    report = ordeal.run_work(quick=True)
+    report = vc_asgd.run_ordeal(quick=True)
     figures = report.figures
     assert figures["coordinator_kills"] == 3 and figures["volunteer_kills"] >= 1
     assert any("all 3 epochs are done" in row.note for row in report.rows)
