@@ -298,10 +298,6 @@ class GroupRun:
         held = [np.stack(list(vectors.values())).astype(np.float64) for vectors in self.history]
         return [float(((vectors - vectors.mean(0)) ** 2).mean()) for vectors in held]
 
-    def kept(self) -> list[float]:
-        """Return the part of the spread that each round left."""
-        return [now / before for before, now in pairwise(self.spread()) if before > 1e-12]
-
     def whole(self) -> list[bool]:
         """Return of each last pass's round whether every member contributed."""
         rounds = [one for result in self.results.values() for one in result.rounds]
@@ -405,7 +401,8 @@ def _measure_crashes(report: BenchReport, size: int) -> None:
         for seed in range(1 if report.quick else 10)
     ]
     stories = [play(town, passes=2) for town in towns]
-    kept = max(max(story.kept()) for story in stories)
+    spreads = [story.spread() for story in stories]
+    kept = max(now / before for one in spreads for before, now in pairwise(one) if before > 1e-12)
     whole = list(chain.from_iterable(story.whole() for story in stories))
     slowest_s = max(one.seconds for story in stories for one in story.results.values())
     report.add_rows(
@@ -413,7 +410,7 @@ def _measure_crashes(report: BenchReport, size: int) -> None:
         (f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash"),
         (f"slowest_pass_m{size}", slowest_s, "s", ""),
     )
-    means = map(np.mean, zip(*(story.spread() for story in stories), strict=False))
+    means = map(np.mean, zip(*spreads, strict=False))
     report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
 
 

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,12 @@ def run(report: BenchReport) -> None:
 
 async def _measure(child: dict[str, Any], report: BenchReport) -> None:
     peer = contact(child)
-    ports, by_iroh = ([one for one in peer.addresses if is_iroh(one) == wanted] for wanted in (False, True))
+    ports, by_iroh = tuple(filterfalse(is_iroh, peer.addresses)), tuple(filter(is_iroh, peer.addresses))
     rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
     pieces = size_mib * MIB // len(PIECE)
     async with callers(2) as (node, other):
-        node.learn(Contact(peer.id, tuple(ports)))
-        other.learn(Contact(peer.id, tuple(by_iroh)))
+        node.learn(Contact(peer.id, ports))
+        other.learn(Contact(peer.id, by_iroh))
         ways = {"": partial(send_pieces, node, peer.id, PIECE), "raw_": partial(_send_raw, child["raw"])}
         ways |= {"iroh_": partial(send_pieces, other, peer.id, PIECE)} if by_iroh else {}
         took = [[await time_transfer(send, pieces) for send in ways.values()] for _ in range(rounds + 1)]
@@ -102,21 +103,18 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
         if by_iroh:
             iroh_ms, _ = await _round_trips(other, peer.id, count=calls, in_flight=1)
             report.add("iroh_rtt_ms_p50", statistics.median(iroh_ms), "ms", "1 KiB call, 1 in flight")
-    _report_ways(report, dict(zip(ways, zip(*took[1:], strict=True), strict=True)), pieces * len(PIECE) / 1e9)
-    for key, in_flight, times in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
-        found_ms = {f"{key}_ms_p50": statistics.median(times), f"{key}_ms_p99": times[int(len(times) * 0.99)]}
-        report.add_all(found_ms, "ms", f"1 KiB call, {in_flight} in flight")
-    report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
-
-
-def _report_ways(report: BenchReport, took: dict[str, tuple[tuple[float, float], ...]], gb: float) -> None:
-    for prefix, found in took.items():
+    gb, by_way = pieces * len(PIECE) / 1e9, dict(zip(ways, zip(*took[1:], strict=True), strict=True))
+    for prefix, found in by_way.items():
         if prefix != "raw_":
-            ratios = [raw_s / own_s for (own_s, _), (raw_s, _) in zip(found, took["raw_"], strict=True)]
+            ratios = [raw_s / own_s for (own_s, _), (raw_s, _) in zip(found, by_way["raw_"], strict=True)]
             report.add(f"{prefix}vs_raw", statistics.median(ratios), "", "encrypted against the plain socket")
         wall_s, cpu_s = map(statistics.median, zip(*found, strict=True))
         report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s")
         report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", "both ends")
+    for key, in_flight, times in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
+        found_ms = {f"{key}_ms_p50": statistics.median(times), f"{key}_ms_p99": times[int(len(times) * 0.99)]}
+        report.add_all(found_ms, "ms", f"1 KiB call, {in_flight} in flight")
+    report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
 
 
 async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> tuple[float, float]:

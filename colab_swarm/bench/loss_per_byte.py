@@ -241,11 +241,6 @@ def run(report: BenchReport) -> None:
         loss = figures[f"{name}_{PEERS}_loss"] / figures[f"float32_{PEERS}_loss"]
         report.add(f"{name}_vs_float32_bytes", fewer, "times fewer", ">= 100 wanted")
         report.add(f"{name}_vs_float32_loss", loss, "", "<= 1.02 wanted")
-    report_adapted(report, size)
-    report_waits(report)
-
-
-def report_adapted(report: BenchReport, size: Size) -> None:
     net = adapter(size)
     with torch.no_grad():
         before = net.loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()
@@ -253,6 +248,7 @@ def report_adapted(report: BenchReport, size: Size) -> None:
     for name in ("float32", "diloco", "sparse"):
         one = train(name, size, PEERS, 0, help_pages())
         report.add(f"adapted_{name}_loss", one.loss, "nats a byte", f"{one.sent_bytes / 1000:,.0f} kB")
+    report_waits(report)
 
 
 def report_waits(report: BenchReport) -> None:

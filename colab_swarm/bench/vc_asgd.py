@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, Lines, Worker, benchmark, draw
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Lines, benchmark, draw
 from colab_swarm.errors import JoinError
 from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
@@ -389,11 +389,11 @@ def _kill_in_turn(crew: Crew, folder: str, epochs: int, kills: int) -> tuple[int
     while coordinator.process.poll() is None and time.monotonic() < until:
         for name, worker in volunteers.items():
             if worker.process.poll() is not None:
-                volunteers_killed += _was_killed(worker)
+                volunteers_killed += worker.process.returncode == -signal.SIGKILL
                 volunteers[name] = start(name)
         if killed < kills and time.monotonic() >= die_at:
             coordinator.process.kill()
-            killed += _was_killed(coordinator)
+            killed += coordinator.process.wait() == -signal.SIGKILL
             coordinator = crew.start(coordinate_until_killed, epochs, folder)
             coordinator.receive()  # its link is that of the first one
             die_at = time.monotonic() + rng.uniform(*UP_S)
@@ -401,10 +401,6 @@ def _kill_in_turn(crew: Crew, folder: str, epochs: int, kills: int) -> tuple[int
     for worker in (coordinator, *volunteers.values()):
         worker.close()
     return killed, volunteers_killed
-
-
-def _was_killed(worker: Worker) -> bool:
-    return worker.process.wait() == -signal.SIGKILL
 
 
 def coordinate_until_killed(parent: Channel, epochs: int, folder: str) -> None:

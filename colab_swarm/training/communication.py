@@ -5,7 +5,6 @@ ways are in the order of their loss at equal tokens, best first: `python -m cola
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import mean_codec_for
-from colab_swarm.training.progress import Agreement, ProgressRecord
+from colab_swarm.training.progress import Agreement, ProgressRecord, most_voted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,8 +118,8 @@ def plan_communication(
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
     """Return the agreement of most peers that train; empty if none does."""
-    agreements = Counter(one.agreement for one in records.values() if one.agreement and not one.syncing)
-    return max(sorted(agreements), key=lambda one: agreements[one], default=())
+    agreements = sorted(one.agreement for one in records.values() if one.agreement and not one.syncing)
+    return most_voted(((one, 1.0) for one in agreements), ())
 
 
 def options_by(agreement: Agreement) -> dict[str, Any]:
