@@ -120,9 +120,5 @@ of all pairs, and the program needs no solver.
 
 ## Measured
 
-4 peers, 18 M parameters, loopback, encrypted: 0.26 s a round, 2.5 all-reduces of unencrypted gloo. A full step of 2.4 M
-values in float16, group included: 0.046 s with 4 processes, 0.103 s with 8 (hivemind 1.1.12: 0.183 s, 0.757 s).
-Adaptive shares are 1.92 times faster than equal ones in DeDLOC's Table 1 C by prediction, 1.81 in
-simulation. All averages of 16 processes in groups of 4 were right (hivemind: 55 %). Measure again
-with `python -m colab_swarm.bench averaging`, `strategy` or `groups`.
+`colab_swarm.bench` has the figures. `python -m colab_swarm.bench averaging`, `strategy` or `groups` measures again.
 """

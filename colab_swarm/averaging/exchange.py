@@ -541,7 +541,7 @@ class AllReduce:
             if now - slept_at > sleep_s + AWAKE_S:  # this process was stopped: the others are not late
                 self._since += now - slept_at
                 self._heard_at = dict.fromkeys(self._heard_at, now)
-            for member in self._awaited_others():
+            for member in [one for one in self.reducer.awaited() if one != self.me]:
                 left_s = self.patience_s(member, now) - self._lateness_s(member, now, self._since)
                 if left_s <= 0:
                     self.drop(member, f"too slow: nothing came for {now - self._heard_at[member]:.1f} s")
@@ -589,9 +589,6 @@ class AllReduce:
             allowance_s(self.peers, self.member(one).id) for one in slow
         )
         return now - max(self._heard_at[member], self.peers.read_at(self.member(member).id)) - allowed_s
-
-    def _awaited_others(self) -> list[int]:
-        return [member for member in self.reducer.awaited() if member != self.me]
 
     def on_lost(self, peer: PeerId) -> None:
         """Drop a peer whose link is lost if it cannot be dialled and has opened no stream."""

@@ -16,7 +16,8 @@ State, as sets of members: ``_expected`` still owe chunks; ``_delivered[chunk]``
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -210,6 +211,26 @@ class SpanReducer:
             present = sum(self._weights[member] for member in sorted(delivered))
             np.divide(self.sums[chunk], present, out=self.sums[chunk])
         return True
+
+
+def average_chunk(
+    chunk: Span,
+    weights: Sequence[float],
+    contributions: Mapping[int, Floats],
+    most_rms: float = math.inf,
+    *,
+    own: Sequence[Floats] = (),
+    clip: bool = False,
+) -> tuple[Floats | None, tuple[int, ...]]:
+    """Average a chunk again, from ``contributions`` by member; return its mean and the members missing in it."""
+    sums = np.empty(chunk.numel, np.float32)
+    again = SpanReducer([chunk], weights, sums, most_rms, own=own, clip=clip)
+    for member, values in sorted(contributions.items()):
+        with suppress(ValueError):  # it may not be finite
+            again.on_chunk(member, 0, values)
+    for member in range(len(weights)):
+        again.drop(member)
+    return again.mean(0), again.missing(0)
 
 
 def clipped_mean(rows: Floats, weights: npt.NDArray[np.float64], *, out: Floats) -> None:

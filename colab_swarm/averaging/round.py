@@ -40,13 +40,13 @@ from colab_swarm.averaging.exchange import (
     Usual,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span, SpanRoots
-from colab_swarm.averaging.reducer import OUTLIER, SpanReducer
+from colab_swarm.averaging.reducer import OUTLIER, average_chunk
 from colab_swarm.averaging.router import SKIPPED_S
 from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
-from colab_swarm.net.peers import LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.peers import Buffer, LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -85,8 +85,7 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         for index in opening.wanted:
             codec, payload = round_.sent(opening.reducer, index)
             await stream.send(Chunk(index, codec=codec), payload)
-        await stream.end()
-        return
+        return await stream.end()
     if opening.contributions:
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
@@ -97,21 +96,25 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
                 round_.lost.add(opening.reducer)
                 await recover(round_, opening.reducer)
                 round_.final[opening.reducer].set()
-    contribute = opening.contributions and round_.member(round_.me).weight > 0
     for index in opening.wanted:
-        chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
-        averaged = ledger.settled(opening.reducer, index)
-        has_mean, missing = ledger.result(opening.reducer, index)
-        message, payload = Chunk(index, averaged, missing), memoryview(b"")
-        if has_mean:
-            payload = ledger.values[chunk.start : chunk.stop].data.cast("B")
-        elif contribute and not averaged:
-            message, contribution = round_.encoded(opening.reducer, index, chunk)
-            payload = memoryview(contribution)
+        message, payload = _answer(round_, opening, index)
         # Copied: the round may end, and its vector be reused, while the item waits for room.
         await stream.send(message, bytes(payload))
         round_.sent_bytes += len(payload)
     await stream.end()
+
+
+def _answer(round_: AllReduce, opening: RecallSpan, index: int) -> tuple[Chunk, Buffer]:
+    ledger, chunk = round_.ledger, round_.ledger.chunk(opening.reducer, index)
+    averaged, (has_mean, missing) = (
+        ledger.settled(opening.reducer, index),
+        ledger.result(opening.reducer, index),
+    )
+    if has_mean:
+        return Chunk(index, averaged, missing), ledger.values[chunk.start : chunk.stop].data.cast("B")
+    if opening.contributions and round_.member(round_.me).weight > 0 and not averaged:
+        return round_.encoded(opening.reducer, index, chunk)
+    return Chunk(index, averaged, missing), b""
 
 
 async def _recompute(round_: AllReduce, reducer: int) -> None:
@@ -151,22 +154,18 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
     if not received and (reducer, index) in round_.doubted:
         return
     chunk = round_.ledger.chunk(reducer, index)
-    weights, sums = [member.weight for member in round_.group.members], np.empty(chunk.numel, np.float32)
-    own = round_.ledger.values[chunk.start : chunk.stop]
-    again = SpanReducer(
-        [chunk], weights, sums, round_.usual.most_rms, own=[own], clip=round_.group.terms.clip
-    )
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
     with suppress(ValueError):  # it may not be finite
         message, payload = round_.encoded(reducer, index, chunk)
         codec = codec_of(message.codec or round_.group.terms.codec)
         contributions[round_.me] = codec.decode(payload, chunk.numel)
-    for member, values in sorted(contributions.items()):
-        with suppress(ValueError):  # our own may not be finite
-            again.on_chunk(member, 0, values)
-    for member in range(len(weights)):
-        again.drop(member)
-    round_.ledger.place(reducer, index, again.mean(0), again.missing(0))
+    weights, own = (
+        [one.weight for one in round_.group.members],
+        round_.ledger.values[chunk.start : chunk.stop],
+    )
+    clip = round_.group.terms.clip
+    mean, lacking = average_chunk(chunk, weights, contributions, round_.usual.most_rms, own=[own], clip=clip)
+    round_.ledger.place(reducer, index, mean, lacking)
 
 
 @asynccontextmanager
@@ -421,7 +420,7 @@ class Averager:
 
     def forget(self, prefix: str) -> None:
         if exchange := self._finished.pop(prefix, None):
-            self._forget(exchange)
+            del self._rounds[exchange.group.round_id]
 
     async def _take_part(
         self,
@@ -448,8 +447,7 @@ class Averager:
         try:
             await self._run(exchange)
         finally:  # members may still recover from this round, no longer from the one before
-            if prefix in self._finished:
-                self._forget(self._finished[prefix])
+            self.forget(prefix)
             self._finished[prefix] = exchange
         exchange.release()
         for liar in exchange.liars:
@@ -529,9 +527,6 @@ class Averager:
             stop_listening()
             for event in (*exchange.settled, *awaited):
                 event.set()
-
-    def _forget(self, exchange: AllReduce) -> None:
-        del self._rounds[exchange.group.round_id]
 
     @asynccontextmanager
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:

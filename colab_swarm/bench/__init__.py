@@ -47,7 +47,6 @@ tries, 0.29 s after the first call. Pairs with a router that changes ports use a
   requests a peer: **at most 0.6 s, 9.4**
 - `soak.step_share`: steps in 20 simulated hours with churn, share of the ideal: **95 %**
 - `overhead.join_s`: until a peer is constructed: **0.3 s** (hivemind: 7.6–9.9 s)
-- `join.first_sample_s`: from join to the first counted sample, 18 M parameters: **7.1 s**
 - `join.counted_s`: from pasting the invitation into the notebook to a sample that others count: **6.3 s**
 
 ## Mixture of experts (`colab_swarm.moe`)

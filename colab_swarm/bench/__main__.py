@@ -24,7 +24,7 @@ BENCHMARKS = {
     "parameter-store": "vc_asgd:run_stores",
     "workunits": "vc_asgd:run_workunits",
     "vc-asgd": "vc_asgd:run",
-    "work-ordeal": "ordeal:run_work",
+    "work-ordeal": "vc_asgd:run_ordeal",
     "scale": "scale:run",
     "elastic": "elastic_consistency:run",
     "panel": "overhead:run_panel",

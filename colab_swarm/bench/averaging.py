@@ -5,7 +5,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from timeit import timeit
@@ -15,11 +14,20 @@ import msgspec
 import numpy as np
 import torch
 
-import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark, call_all, receive_all
+from colab_swarm.bench.harness import (
+    BenchReport,
+    Channel,
+    Crew,
+    Worker,
+    benchmark,
+    call_all,
+    enter,
+    receive_all,
+    wait_trainers,
+)
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import Contact
@@ -176,17 +184,15 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         given = RoundInput(values, 1.0, 1.0, UploadEncoding())
         await collaboration.average(given, partial(next_lineage, lineage))
 
-    enter: Callable[..., cs.Swarm] = partial(cs.join, *invites) if invites else partial(cs.create, "bench")
-    options = cs.NetworkOptions(lan=False, use_relays=False)
-    swarm = enter(peer_name=f"peer-{time.monotonic_ns()}", options=options)
+    swarm = enter(*invites, name=f"peer-{time.monotonic_ns()}")
     collaboration = swarm.runtime.call(begin())
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
     found: dict[str, Any] = {"contact": "" if invites else str(swarm.invite())}
     while True:
         values, others = others, values
         values[:] = parent.call(**found)["value"]
-        while mode == "step" and len(collaboration.progress.records) < peers:
-            swarm.runtime.call(collaboration.refresh())
+        if mode == "step":
+            wait_trainers(swarm, collaboration, peers)
         parent.call(ready=True)
         began = time.perf_counter()
         if mode == "groups":

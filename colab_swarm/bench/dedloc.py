@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from timeit import timeit
 from typing import Any, TypeVar
 
@@ -298,6 +298,11 @@ class GroupRun:
         held = [np.stack(list(vectors.values())).astype(np.float64) for vectors in self.history]
         return [float(((vectors - vectors.mean(0)) ** 2).mean()) for vectors in held]
 
+    def whole(self) -> list[bool]:
+        """Return of each last pass's round whether every member contributed."""
+        rounds = [one for result in self.results.values() for one in result.rounds]
+        return [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
+
 
 class _Player(Averager):
     def __init__(self, town: Town, network: SimNetwork, name: str, *, listen: bool) -> None:
@@ -385,24 +390,28 @@ def run_groups(report: BenchReport) -> None:
         worst = max(float(np.abs(values - town.mean()).max()) for values in story.means.values())
         report.add(f"error_{count}", worst, "", f"{count} peers, m = 4, {len(story.history) - 1} rounds")
     for size in SIZES:
-        stories = [
-            play(Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed), passes=2)
-            for seed in range(1 if report.quick else 10)
-        ]
-        spreads = [story.spread() for story in stories]
-        results = [result for story in stories for result in story.results.values()]
-        left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
-        rounds = [one for result in results for one in result.rounds]
-        whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
-        report.add_rows(
-            (f"error_kept_m{size}", max(left), "", "10 % crash in every round: worst round"),
-            (f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash"),
-            (f"slowest_pass_m{size}", max(result.seconds for result in results), "s", ""),
-        )
-        means = map(np.mean, zip(*spreads, strict=False))
-        report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
+        _measure_crashes(report, size)
     chosen = {f"size_16_q{percent}": chosen_size(16, percent / 100) for percent in (0, 5, 10, 20, 50)}
     report.add_all(chosen, "peers", "chosen")
+
+
+def _measure_crashes(report: BenchReport, size: int) -> None:
+    towns = [
+        Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed)
+        for seed in range(1 if report.quick else 10)
+    ]
+    stories = [play(town, passes=2) for town in towns]
+    spreads = [story.spread() for story in stories]
+    kept = max(now / before for one in spreads for before, now in pairwise(one) if before > 1e-12)
+    whole = list(chain.from_iterable(story.whole() for story in stories))
+    slowest_s = max(one.seconds for story in stories for one in story.results.values())
+    report.add_rows(
+        (f"error_kept_m{size}", kept, "", "10 % crash in every round: worst round"),
+        (f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash"),
+        (f"slowest_pass_m{size}", slowest_s, "s", ""),
+    )
+    means = map(np.mean, zip(*spreads, strict=False))
+    report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
 
 
 def plot_groups(report: BenchReport, path: str) -> None:

@@ -41,7 +41,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, draw, python_command
+from colab_swarm.bench.harness import (
+    BenchReport,
+    Channel,
+    Crew,
+    benchmark,
+    call_all,
+    draw,
+    enter,
+    python_command,
+)
 from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter, Recent
 from colab_swarm.recipes.classify import classification_job, shape_of
@@ -398,10 +407,10 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
         return
     runs: dict[str, list[list[dict[str, float]]]] = {way: [] for way in ("ddp", *WAYS)}  # by seed and peer
     with slow_link(delay_s=DELAY_S, jitter_s=JITTER_S) as command, Crew() as crew:
-        invite = ""
+        invites: list[str] = []
         for rank in range(PEERS):
-            words = command(rank, "nice", "-n", "-10", *python_command(train, rank, invite))
-            invite = crew.start(words).receive()["invite"]
+            words = command(rank, "nice", "-n", "-10", *python_command(train, rank, *invites[:1]))
+            invites.append(crew.start(words).receive()["invite"])
         for seed, way in product(range(seeds), runs):
             runs[way].append(call_all(crew, way=way, seed=seed, steps=steps))
     step_s, accuracy = dict[str, float](), dict[str, float]()
@@ -422,12 +431,11 @@ class Layer(nn.Linear):
         return hidden + torch.relu(super().forward(hidden))
 
 
-def train(parent: Channel, rank: int, invite: str) -> None:
+def train(parent: Channel, rank: int, *invites: str) -> None:
     """Worker: learn digits for each ``{"way": …}``: a name of `WAYS`, or ``ddp``."""
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    options = cs.NetworkOptions(lan=False, use_relays=False)
-    swarm = cs.join(invite, options=options) if invite else cs.create("bench", options=options)
-    parent.send(invite=invite or str(swarm.invite()))
+    swarm = enter(*invites)
+    parent.send(invite="" if invites else str(swarm.invite()))
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29500", rank=rank, world_size=PEERS)
     job = classification_job()
     parts = map(tensors, (job.data(), job.validation()))

@@ -25,7 +25,12 @@ from dataclasses import dataclass, field
 from functools import wraps
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
+
+import colab_swarm as cs
+
+if TYPE_CHECKING:
+    from colab_swarm.training.part import TrainingPart
 
 T = TypeVar("T")
 PACKAGES = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
@@ -124,6 +129,19 @@ def draw(path: str | Path, panels: Sequence[tuple[dict[str, Any], Lines]]) -> No
         if lines:
             axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def enter(*invites: str, name: str = "") -> "cs.Swarm":
+    """Join a run, or create one without an invitation; peers meet over loopback only."""
+    options = cs.NetworkOptions(lan=False, use_relays=False)
+    if invites:
+        return cs.join(*invites, peer_name=name, options=options)
+    return cs.create("bench", peer_name=name, options=options)
+
+
+def wait_trainers(swarm: "cs.Swarm", part: "TrainingPart", count: int) -> None:
+    while len(part.progress.records) < count:
+        swarm.runtime.call(part.refresh())
 
 
 async def timed(work: Awaitable[T]) -> tuple[float, T]:

@@ -1,23 +1,14 @@
-"""Experts and work units while their processes are killed all the time (SIGKILL).
+"""Experts while the processes of their hosts are killed all the time (SIGKILL).
 
 *expert-ordeal*: a model trains through the experts of four hosts, over encrypted links. At
 intervals one is killed, at random. In turn, it comes back two seconds later with its disk and
 identity, or a new host without.
-
-*work-ordeal*: the coordinator is killed at random moments together with its parameter servers, and
-restarted in the same folder. Volunteers are killed in the middle of a unit with probability 0.2 and
-come back under their names. At the end the store's log must contain every unit of every epoch as
-assimilated exactly once.
 """
 
 import itertools
-import os
 import random
-import signal
 import statistics
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -29,14 +20,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark
-from colab_swarm.errors import JoinError
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark, enter
 from colab_swarm.events import ExpertHosted
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.workunits import WorkPlan, coordinate, volunteer
-from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.state import Assimilated, Finished
-from colab_swarm.workunits.store import open_store
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 
@@ -79,8 +65,7 @@ def kill_in_turn(alive: dict[str, Worker], start: partial[Worker], every_s: floa
 @benchmark("moe")
 def run_experts(report: BenchReport) -> None:
     minutes, kill_every_s = (0.15, 3.0) if report.quick else (2.0, 10.0)
-    options = cs.NetworkOptions(lan=False)
-    with TemporaryDirectory() as folder, cs.create("ordeal", options=options) as swarm, Crew() as crew:
+    with TemporaryDirectory() as folder, enter() as swarm, Crew() as crew:
         start = partial(crew.start, host_experts, folder, str(swarm.invite()))
         alive = {name: start(name) for name in [f"host-{number}" for number in range(HOSTS)]}
         for worker in crew:
@@ -111,73 +96,3 @@ def run_experts(report: BenchReport) -> None:
                     taken_over += worker.receive().get("taken_over", 0)
     report.add_all({"ordeal_steps": len(losses), "ordeal_loss": statistics.mean(losses[-50:])})
     report.add_all({"ordeal_killed": len(crew) - len(alive), "ordeal_taken_over": taken_over})
-
-
-NAMES = ("alice", "bob", "carol")
-SUBSETS = 12
-UP_S, TIME_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
-
-
-def job_of(epochs: int) -> Job:
-    settings: dict[str, Any] = {"alpha": 0.7, "deadline_s": 4.0, "in_flight": 2}
-    return classification_job(
-        plan=WorkPlan(subsets=SUBSETS, max_epochs=epochs, local_epochs=4, batch_size=8, **settings)
-    )
-
-
-@benchmark("work_ordeal")
-def run_work(report: BenchReport) -> None:
-    kills, epochs = (3, 3) if report.quick else (20, 30)
-    rng, until = random.Random(0), time.monotonic() + TIME_LIMIT_S
-    with TemporaryDirectory() as folder, Crew() as crew:
-        coordinator = crew.start(coordinate_until_killed, epochs, folder)
-        link, killed, volunteers_killed = coordinator.receive()["link"], 0, 0
-        start = partial(crew.start, die_in_units, epochs, folder, link)
-        volunteers = {name: start(name) for name in NAMES}
-        die_at = time.monotonic() + rng.uniform(*UP_S)
-        while coordinator.process.poll() is None and time.monotonic() < until:
-            for name, worker in volunteers.items():
-                if worker.process.poll() is not None:
-                    volunteers_killed += worker.process.returncode == -signal.SIGKILL
-                    volunteers[name] = start(name)
-            if killed < kills and time.monotonic() >= die_at:
-                coordinator.process.kill()
-                killed += coordinator.process.wait() == -signal.SIGKILL
-                coordinator = crew.start(coordinate_until_killed, epochs, folder)
-                coordinator.receive()  # its link is that of the first one
-                die_at = time.monotonic() + rng.uniform(*UP_S)
-            time.sleep(0.02)
-        for worker in (coordinator, *volunteers.values()):
-            worker.close()
-        store = open_store(str(Path(folder) / "work" / "job.db"), job_of(epochs).name)
-        log = [entry for _, entry in store.entries()]
-        store.close()
-    assimilated = [entry for entry in log if isinstance(entry, Assimilated)]
-    ends = [entry.reason for entry in log if isinstance(entry, Finished)]
-    found = {
-        "once": list(Counter(entry.unit for entry in assimilated).values()).count(1),
-        "units": epochs * SUBSETS,
-        "versions_in_order": [one.version for one in assimilated] == list(range(1, len(assimilated) + 1)),
-    }
-    report.add_all(found, "", f"by the store's log; the end: {', '.join(ends)}")
-    report.add_all({"coordinator_kills": killed, "volunteer_kills": volunteers_killed}, "", "SIGKILL")
-
-
-def coordinate_until_killed(parent: Channel, epochs: int, folder: str) -> None:
-    coordinator = coordinate(job_of(epochs), folder=Path(folder) / "work", host="127.0.0.1", servers=2)
-    parent.send(link=coordinator.link)
-    coordinator.wait()
-    os._exit(0)
-
-
-def die_in_units(parent: Channel, epochs: int, folder: str, link: str, name: str) -> None:
-    rng, own, last = random.Random(f"{name} {os.getpid()}"), None, ""
-    while own is None:
-        with suppress(JoinError):  # the coordinator is being started again
-            own = volunteer(link, job=job_of(epochs), name=name, folder=Path(folder) / "volunteers")
-        time.sleep(0.02)
-    while not own.wait(0.01):
-        unit = own.snapshot().units[0].unit
-        if unit and unit != last and rng.random() < 0.2:
-            threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
-        last = unit or last

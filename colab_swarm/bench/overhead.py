@@ -12,7 +12,6 @@ in turns with panel and recorder and without. Then its panel is refreshed for ha
 
 import gc
 import io
-import itertools
 import json
 import math
 import os
@@ -38,7 +37,7 @@ SAMPLES = 2
 @benchmark("overhead")
 def run(report: BenchReport) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for measure in (_throughput, _late_joiner, _idle_peer):
+    for measure in (_throughput, _idle_peer):
         with cs.create("overhead", peer_name="backbone") as backbone, Crew() as crew:
             measure(report, crew, backbone)
 
@@ -129,35 +128,6 @@ def _idle_peer(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
         ("processes", found["children"], "", "child processes of an idle peer"),
         ("join_s", found["took_s"], "s", "import colab_swarm and join"),
     )
-
-
-def join_late(parent: Channel, numel: int, invite: str) -> None:
-    import torch
-
-    from colab_swarm.swarm.joining import join
-
-    torch.set_num_threads(1)
-    parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
-    parent.call()
-    began = time.perf_counter()
-    optimizer = join(invite).optimizer(torch.optim.Adam(parameters, lr=1e-4), target_batch_size=16)
-    for batches in itertools.count():
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        time.sleep(0.1)  # the forward and backward pass of a GPU
-        optimizer.step(samples=1)
-        if batches == 0:
-            parent.send(seconds=time.perf_counter() - began)
-
-
-def _late_joiner(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
-    numel = 2_000_000 if report.quick else 18_000_000
-    carol, *others = (crew.start(join_late, numel, str(backbone.invite())) for _ in range(3))
-    receive_all(crew)
-    call_all(others)
-    time.sleep(5.0)
-    joined = BenchReport("join", report.quick, rows=report.rows)
-    joined.add("first_sample_s", carol.call()["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
 
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "swarm.ipynb"

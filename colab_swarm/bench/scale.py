@@ -17,15 +17,23 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-import colab_swarm as cs
 from colab_swarm.bench.averaging import average_with_gloo, run_together
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
+from colab_swarm.bench.harness import (
+    BenchReport,
+    Channel,
+    Crew,
+    benchmark,
+    call_all,
+    enter,
+    receive_all,
+    wait_trainers,
+)
 from colab_swarm.bench.overhead import memory_mib
 from colab_swarm.events import RoundFinished
 
@@ -59,11 +67,9 @@ LAYERS, WIDTH, EMBEDDING = 12, 768, 0.3  # its share of the values
 
 
 @benchmark("scale")
-def run(report: BenchReport, only: str = "") -> None:
-    """Measure the cases, or the ``only`` one of this name."""
+def run(report: BenchReport) -> None:
     for case in QUICK if report.quick else FULL:
-        if only in ("", case.name):
-            _measure(report, case, rounds=3 if report.quick else 6)
+        _measure(report, case, rounds=3 if report.quick else 6)
 
 
 def _measure(report: BenchReport, case: Case, rounds: int) -> None:
@@ -107,9 +113,7 @@ def shapes(millions: float) -> Iterator[tuple[int, ...]]:
 
 def step_as_peer(parent: Channel, millions: float, peers: int, dtype: str, inner: str, *invites: str) -> None:
     torch.set_num_threads(1)
-    options = cs.NetworkOptions(lan=False, use_relays=False)
-    enter: Callable[..., cs.Swarm] = cs.join if invites else cs.create
-    swarm = enter(*(invites or ("bench",)), peer_name=f"peer-{time.monotonic_ns()}", options=options)
+    swarm = enter(*invites, name=f"peer-{time.monotonic_ns()}")
     kind: torch.dtype = getattr(torch, dtype)
     parameters = [torch.nn.Parameter(torch.full(shape, 0.01, dtype=kind)) for shape in shapes(millions)]
     bare: torch.optim.Optimizer = getattr(torch.optim, inner)(parameters, lr=1e-6)
@@ -120,8 +124,7 @@ def step_as_peer(parent: Channel, millions: float, peers: int, dtype: str, inner
     before_mib = memory_mib("status", "VmRSS:")
     optimizer = swarm.optimizer(bare, target_batch_size=1, matchmaking_timeout_s=30.0)
     parent.call(invite="" if invites else str(swarm.invite()))
-    while len(optimizer.collaboration.progress.records) < peers:
-        swarm.runtime.call(optimizer.collaboration.refresh())
+    wait_trainers(swarm, optimizer.collaboration, peers)
     found = dict[str, float]()
     while True:
         parent.call(**found)

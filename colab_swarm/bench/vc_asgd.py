@@ -1,5 +1,7 @@
 """VC-ASGD: Figures 3 and 4, and section IV-D: time per epoch by arrangement, the effect of alpha, and the store.
 
+And work units while their processes are killed.
+
 *workunits*: time per epoch by parameter servers, volunteers and units at a time (PnCnTn), all real
 processes. As in the paper, the volunteers limit an epoch at first, and with more of their units at
 a time the parameter servers do: each measures the accuracy after every result, here of a small
@@ -13,6 +15,10 @@ each (P3C3T4). A unit starts from the parameters at its assignment, so up to 11 
 *parameter-store*: how long one update of 5 M parameters takes in each store (paper: Redis 0.87 s, MySQL 1.29 s).
 An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
 and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones.
+
+*work-ordeal*: the coordinator is killed (SIGKILL) at random moments together with its parameter servers, and restarted
+in the same folder. Volunteers are killed in the middle of a unit with probability 0.2 and come back under their names.
+At the end the store's log must contain every unit of every epoch as assimilated exactly once.
 """
 
 import heapq
@@ -24,21 +30,25 @@ import signal
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, Lines, benchmark, draw
+from colab_swarm.errors import JoinError
 from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
 from colab_swarm.workunits.job import Alpha, Job, UnitTraining, measure, unit_seed
-from colab_swarm.workunits.state import Accepted, Assigned, EpochEnded, Unit
+from colab_swarm.workunits.state import Accepted, Assigned, Assimilated, EpochEnded, Finished, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import Floats, Schema, assimilate
 
@@ -337,3 +347,77 @@ def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
         took_s.append(time.perf_counter() - began)
     store.close()
     parent.send(ms=1000 * statistics.median(took_s[1:]))  # the first grows files and memory
+
+
+NAMES = ("alice", "bob", "carol")
+ORDEAL_SUBSETS = 12
+UP_S, ORDEAL_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
+
+
+def ordeal_job(epochs: int) -> Job:
+    settings: dict[str, Any] = {"alpha": 0.7, "deadline_s": 4.0, "in_flight": 2}
+    plan = WorkPlan(subsets=ORDEAL_SUBSETS, max_epochs=epochs, local_epochs=4, batch_size=8, **settings)
+    return classification_job(plan=plan)
+
+
+@benchmark("work_ordeal")
+def run_ordeal(report: BenchReport) -> None:
+    kills, epochs = (3, 3) if report.quick else (20, 30)
+    with tempfile.TemporaryDirectory() as folder, Crew() as crew:
+        killed, volunteers_killed = _kill_in_turn(crew, folder, epochs, kills)
+        store = open_store(str(Path(folder) / "work" / "job.db"), ordeal_job(epochs).name)
+        log = [entry for _, entry in store.entries()]
+        store.close()
+    assimilated = [entry for entry in log if isinstance(entry, Assimilated)]
+    ends = [entry.reason for entry in log if isinstance(entry, Finished)]
+    found = {
+        "once": list(Counter(entry.unit for entry in assimilated).values()).count(1),
+        "units": epochs * ORDEAL_SUBSETS,
+        "versions_in_order": [one.version for one in assimilated] == list(range(1, len(assimilated) + 1)),
+    }
+    report.add_all(found, "", f"by the store's log; the end: {', '.join(ends)}")
+    report.add_all({"coordinator_kills": killed, "volunteer_kills": volunteers_killed}, "", "SIGKILL")
+
+
+def _kill_in_turn(crew: Crew, folder: str, epochs: int, kills: int) -> tuple[int, int]:
+    """Restart what is killed until the job is done; return how often coordinator and volunteers were."""
+    rng, until = random.Random(0), time.monotonic() + ORDEAL_LIMIT_S
+    coordinator = crew.start(coordinate_until_killed, epochs, folder)
+    start = partial(crew.start, die_in_units, epochs, folder, coordinator.receive()["link"])
+    volunteers = {name: start(name) for name in NAMES}
+    killed, volunteers_killed, die_at = 0, 0, time.monotonic() + rng.uniform(*UP_S)
+    while coordinator.process.poll() is None and time.monotonic() < until:
+        for name, worker in volunteers.items():
+            if worker.process.poll() is not None:
+                volunteers_killed += worker.process.returncode == -signal.SIGKILL
+                volunteers[name] = start(name)
+        if killed < kills and time.monotonic() >= die_at:
+            coordinator.process.kill()
+            killed += coordinator.process.wait() == -signal.SIGKILL
+            coordinator = crew.start(coordinate_until_killed, epochs, folder)
+            coordinator.receive()  # its link is that of the first one
+            die_at = time.monotonic() + rng.uniform(*UP_S)
+        time.sleep(0.02)
+    for worker in (coordinator, *volunteers.values()):
+        worker.close()
+    return killed, volunteers_killed
+
+
+def coordinate_until_killed(parent: Channel, epochs: int, folder: str) -> None:
+    coordinator = coordinate(ordeal_job(epochs), folder=Path(folder) / "work", host="127.0.0.1", servers=2)
+    parent.send(link=coordinator.link)
+    coordinator.wait()
+    os._exit(0)
+
+
+def die_in_units(parent: Channel, epochs: int, folder: str, link: str, name: str) -> None:
+    rng, own, last = random.Random(f"{name} {os.getpid()}"), None, ""
+    while own is None:
+        with suppress(JoinError):  # the coordinator is being started again
+            own = volunteer(link, job=ordeal_job(epochs), name=name, folder=Path(folder) / "volunteers")
+        time.sleep(0.02)
+    while not own.wait(0.01):
+        unit = own.snapshot().units[0].unit
+        if unit and unit != last and rng.random() < 0.2:
+            threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        last = unit or last

@@ -61,7 +61,5 @@ Services call `DHT.publish(key, value, ttl_s=…)` and `DHT.published` or `DHT.g
 
 ## Measured
 
-On one machine with 8 processes: 0.83 ms to publish, 0.56 ms to get, one at a time, and 4,124 operations a second
-concurrently (hivemind 1.1.12: 26 ms, 19 ms, 53). With 10,000 simulated peers of which 20 % are
-dead, all records are found, in 2 hops (median). `python -m colab_swarm.bench dht` measures again.
+`colab_swarm.bench` has the figures. `python -m colab_swarm.bench dht` measures again.
 """

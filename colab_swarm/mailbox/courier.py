@@ -1,7 +1,7 @@
 """A bucket for members without its keys: members that have them carry its objects over links.
 
-A courier writes only what the caller has signed, in the caller's places, and deletes nothing. Whoever asks it
-checks each object that it gives, but must believe its lists: it can hide an object, or tell a false time.
+A courier writes only what the caller has signed, in the caller's places, and deletes nothing. The caller
+checks each object that it gets, but must believe the lists: a courier can hide an object, or tell a false time.
 """
 
 import asyncio
@@ -158,7 +158,7 @@ class Courier:
     async def _ask(self, verb: Awaitable[T]) -> T:
         try:
             return await verb
-        except BucketError as error:  # whoever asks tries another courier
+        except BucketError as error:  # the caller tries another courier
             raise PeerLost(str(error)) from error
 
     async def _list(self, opening: ListObjects, stream: Stream) -> None:

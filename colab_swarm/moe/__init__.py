@@ -80,12 +80,8 @@ Mixture-of-Experts* (Learning@home), [arXiv 2002.04013](https://arxiv.org/abs/20
 
 ## Measured
 
-A host with 8 callers reaches the throughput of the module alone on the device thread (batches of 2,048 x 1,024). In
-hivemind's setting (4 experts of 256, 4 callers, batches of 128) it computes 7,858 samples/s forward and backward,
-against 2,062. At 200 ms mean delay per block, throughput is 102 % of that without delay (Transformer blocks: 99 %), 60
-times that of a pipeline that waits. A search for the top 4 of 1,024 experts among 10,000 simulated peers takes 428 ms
-at first (paper: 764 ms), 2.5 ms later. Measure again with `python -m colab_swarm.bench experts`, `moe-throughput`,
-`moe-convergence` and `beam-search`.
+`colab_swarm.bench` has the figures. `python -m colab_swarm.bench experts`, `moe-throughput`, `moe-convergence` or
+`beam-search` measures again.
 """
 
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock

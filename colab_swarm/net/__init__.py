@@ -92,12 +92,9 @@ that breaks the protocol loses its link.
 
 ## Measured
 
-Bulk throughput is 55 % of a plain asyncio socket's, for 0.97 CPU seconds per GB at both ends
-together; a call takes 0.18 ms (median). A relay carries 49 % of the direct link's throughput, and
-100 idle circuits cost it 7 MB. In network namespaces (`python -m tests.netlab.matrix`, 20 ms round
-trip), NATs that keep ports are punched in 40 of 40 tries, 0.29 s after the first call (median). By
-iroh on loopback, 240 MB/s pass for 6.1 CPU seconds per GB at both ends together, of which iroh
-alone takes 3.7; a call takes 0.6 ms. `python -m colab_swarm.bench link` and `relay` measure again.
+`colab_swarm.bench` has the figures. By iroh on loopback, 240 MB/s pass for 6.1 CPU seconds per GB at both
+ends together, of which iroh alone takes 3.7; a call takes 0.6 ms. `python -m
+colab_swarm.bench link` or `relay` measures again.
 
 ## Sources
 

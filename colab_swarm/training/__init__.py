@@ -129,8 +129,6 @@ a mean that is clipped is copied.
 
 ## Measured
 
-A swarm of one trains at 98 % of a bare loop's speed; an idle peer takes 18 MiB beside torch
-(hivemind 1.1.12: 531 MiB in 5 processes). From joining to the first counted sample with 18 M
-parameters: 7.1 s. 20 simulated hours with churn reach 95 % of the ideal number of steps. Measure
-again with `python -m colab_swarm.bench overhead`, `scale`, `soak`, `join` or `albert`.
+`colab_swarm.bench` has the figures. `python -m colab_swarm.bench overhead`, `scale`, `soak`, `join` or `albert`
+measures again.
 """

@@ -5,7 +5,6 @@ many steps of a way are worth one of synchronous training is measured: `python -
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import mean_codec_for
-from colab_swarm.training.progress import Agreement, ProgressRecord
+from colab_swarm.training.progress import Agreement, ProgressRecord, most_voted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +94,7 @@ def plan_communication(
     in_bucket: bool = False,
     gb_per_hour: float | None = None,
 ) -> Communication:
-    """Forecast the ways for a model, or a number of trained values, and choose the one that makes most progress.
+    """Forecast the ways for a model, or a number of trained values, and choose the way of most progress.
 
     Args:
         step_s: seconds in which all peers together compute a step of ``target_batch_size`` samples.
@@ -124,8 +123,8 @@ def plan_communication(
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
     """Return the agreement of most peers that train; empty if none does."""
-    agreements = Counter(one.agreement for one in records.values() if one.agreement and not one.syncing)
-    return max(sorted(agreements), key=lambda one: agreements[one], default=())
+    agreements = sorted(one.agreement for one in records.values() if one.agreement and not one.syncing)
+    return most_voted(((one, 1.0) for one in agreements), ())
 
 
 def options_by(agreement: Agreement) -> dict[str, Any]:

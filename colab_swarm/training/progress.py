@@ -21,7 +21,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -60,9 +60,8 @@ def next_lineage(lineage: bytes, mean: Floats) -> bytes:
     return blake3(lineage, max_threads=threads).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
 
 
+C = TypeVar("C")
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
-
-
 Text = Annotated[str, msgspec.Meta(max_length=100)]
 Agreement = Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=16)]
 
@@ -135,6 +134,25 @@ async def read_participants(
     found = {peer: one for peer, one in found.items() if one[1].role >= least}
     standing = {peer: one for peer, (_, one) in found.items()}
     return {peer: record for peer, (record, _) in found.items()}, assistants, standing
+
+
+def most_voted(choices: Iterable[tuple[C, float]], default: C) -> C:
+    """Return the choice with most votes, of equals the first; ``default`` without any."""
+    votes: dict[C, float] = {}
+    for choice, vote in choices:
+        votes[choice] = votes.get(choice, 0.0) + vote
+    return max(votes, key=lambda one: votes[one], default=default)
+
+
+def median_step(steps: Iterable[tuple[int, float]]) -> int:
+    """Return the highest step that at least half of the votes have reached."""
+    ahead = sorted(steps, key=lambda one: -one[0])
+    half, reached = sum(vote for _, vote in ahead) / 2, 0.0
+    for step, vote in ahead:
+        reached += vote
+        if reached >= half > 0:
+            return step
+    return ahead[-1][0]  # the votes weigh nothing, or their sums differ by rounding
 
 
 WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
@@ -306,15 +324,10 @@ class Progress:
         """
         if self._seen.keys() - {self.me}:
             return ""
-        records = self.records
-        votes: dict[Agreement, float] = {}
-        for peer, vote in self._votes(sorted(self.branch().peers)).items():
-            if agreement := records[peer].agreement:
-                votes[agreement] = votes.get(agreement, 0.0) + vote
-        if not (votes and self.own.agreement):
-            return ""
-        elected = max(votes, key=lambda one: votes[one])
-        return differing(elected, self.own.agreement)
+        records, votes = self.records, self._votes(sorted(self.branch().peers))
+        agreements = ((records[peer].agreement, vote) for peer, vote in votes.items())
+        elected = most_voted((one for one in agreements if one[0]), ())
+        return differing(elected, self.own.agreement) if elected and self.own.agreement else ""
 
     @property
     def donors_remain(self) -> bool:
@@ -349,17 +362,9 @@ class Progress:
         active = {peer: r for peer, r in trainers.items() if not r.absent} or trainers
         voters = {peer: r for peer, r in active.items() if r.reduces} or active
         votes = self._votes(voters)
-        # The highest step that half of the votes have reached; of equally strong lineages the first.
-        at, half, reached = sorted(voters, key=lambda peer: -voters[peer].step), sum(votes.values()) / 2, 0.0
-        for peer in at:
-            step = voters[peer].step
-            if (reached := reached + votes[peer]) >= half and reached:
-                break
-        lineages: dict[bytes, float] = {}
-        for peer, r in voters.items():
-            if r.step == step:
-                lineages[r.lineage] = lineages.get(r.lineage, 0.0) + votes[peer]
-        lineage = max(lineages, key=lambda one: lineages[one])
+        step = median_step((r.step, votes[peer]) for peer, r in voters.items())
+        lineages = ((r.lineage, votes[peer]) for peer, r in voters.items() if r.step == step)
+        lineage = most_voted(lineages, self.own.lineage)
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
         return Branch(step, lineage, frozenset(on_it))
 

@@ -42,12 +42,10 @@ class LinkBandwidth:
 
     def known(self) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second; None where not measured."""
-        links = self._peers.statistics()
-        return self._known(0, links.upload_bps), self._known(1, links.download_bps)
-
-    def _known(self, way: int, measured_bps: float | None) -> float | None:
-        of_rounds_bps = self._best_bps[way] if self._rounds[way] >= ROUNDS else 0.0
-        return max(measured_bps or 0.0, of_rounds_bps) or None
+        links, rated = self._peers.statistics(), [count >= ROUNDS for count in self._rounds]
+        upload_bps = max(links.upload_bps or 0.0, self._best_bps[0] if rated[0] else 0.0)
+        download_bps = max(links.download_bps or 0.0, self._best_bps[1] if rated[1] else 0.0)
+        return upload_bps or None, download_bps or None
 
 
 @dataclass(frozen=True, kw_only=True)

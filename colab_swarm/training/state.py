@@ -11,6 +11,7 @@ backbone gives a checkpoint of its own when no trainer is left.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ class StateSharing:
         self._fresh = False
         self._taking = asyncio.Lock()
         self._begun: dict[bytes, ChunkDownload] = {}
+        # after a failure, the next call goes on where this one stopped
+        self.download = partial(download_state, self._peers, prefix, begun=self._begun)
         router.serve(prefix, DescribeState, self._describe, Role.VIEWER)
         router.serve_stream(prefix, FetchState, self._send_chunks, Role.VIEWER)
 
@@ -149,15 +152,6 @@ class StateSharing:
         if held is None or held.root != ask.root:
             raise Refusal("that snapshot is gone")
         await send_chunks(ask, stream, held.read)
-
-    async def download(
-        self,
-        donors: Sequence[PeerId],
-        limit_bytes: int = MAX_STATE_BYTES,
-        timeout_s: float = CHUNK_TIMEOUT_S,
-    ) -> Snapshot:
-        """See `download_state`; after a failure, the next call goes on where this one stopped."""
-        return await download_state(self._peers, self._prefix, donors, limit_bytes, timeout_s, self._begun)
 
 
 async def download_state(

@@ -305,14 +305,11 @@ class Job:
             torch.manual_seed(self.plan.seed)
             return self.model()
 
-    def train_serially(
-        self, *, on_epoch: Callable[[int, float], None] | None = None
-    ) -> tuple[nn.Module, list[float]]:
+    def train_serially(self) -> tuple[nn.Module, list[float]]:
         """Train on all data in one place with one optimizer, without units: the baseline.
 
         Return the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
-        ``on_epoch`` is called with each epoch's number, from 1, and accuracy. The plan's alpha and
-        subsets play no part.
+        The plan's alpha and subsets play no part.
         """
         plan, model = self.plan, self.first_model()
         rows, validation = self.rows().cut(1, seed=plan.seed)[0], self.validation_rows()
@@ -322,8 +319,6 @@ class Job:
                 self, rows, seed=unit_seed(plan.seed, epoch, 0), model=model, optimizer=optimizer
             ).finish()
             accuracies.append(measure(self, model, validation))
-            if on_epoch is not None:
-                on_epoch(epoch, accuracies[-1])
             if plan.target_accuracy is not None and accuracies[-1] >= plan.target_accuracy:
                 break
         return model, accuracies

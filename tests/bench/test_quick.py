@@ -115,7 +115,7 @@ def test_the_relay_benchmark_reports_every_figure() -> None:
 @whole
 def test_the_overhead_benchmark_reports_every_figure() -> None:
     figures = overhead.run(quick=True).figures
-    assert figures.keys() >= {"throughput_ratio", "memory_mib", "join.first_sample_s"}
+    assert figures.keys() >= {"throughput_ratio", "memory_mib", "join_s"}
     assert figures["processes"] == 0 and figures["memory_mib"] < 80
     assert figures["throughput_ratio"] > 0.3  # catches a step that blocks, not a busy machine
 
@@ -145,7 +145,7 @@ def test_training_through_experts_continues_while_their_hosts_are_killed() -> No
 
 @whole
 def test_every_unit_is_assimilated_exactly_once_despite_kills() -> None:
-    report = ordeal.run_work(quick=True)
+    report = vc_asgd.run_ordeal(quick=True)
     figures = report.figures
     assert figures["coordinator_kills"] == 3 and figures["volunteer_kills"] >= 1
     assert any("all 3 epochs are done" in row.note for row in report.rows)

@@ -11,7 +11,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.communication import HOME_BPS, ENOUGH, LOCAL_STEPS, WAYS, plan_communication
+from colab_swarm.training.communication import ENOUGH, HOME_BPS, LOCAL_STEPS, WAYS, plan_communication
 from colab_swarm.training.settings import TrainingSettings
 from tests.training.toy import join_training, model, take
 
