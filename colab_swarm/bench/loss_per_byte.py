@@ -3,7 +3,8 @@
 A small GPT over bytes learns the sources of Python's standard library, at simulated peers that run the real
 averaging. *loss* is in nats a byte, of the swarm's parameters, on text that nobody trained on; *bytes* are those that a
 peer sent, without protocol. Ways: synchronous gradients of 32, 16 and 8 bits; DiLoCo (arXiv 2311.08105), a round each
-`LOCAL_STEPS` steps; SparseLoCo (2508.15706); that with Muon inside, as in MuLoCo (2505.23725); and with overlap.
+`LOCAL_STEPS` steps; SparseLoCo (2508.15706), the same with overlap, and six times as *often*; and the latter with Muon
+inside, as in MuLoCo (2505.23725).
 
 *waits* is the part of the time in which a peer does not compute, from other runs without a model: gradients
 are noise, a step of all peers computes for `STEP_S`, and lines are those of homes. Large models are simulated with a
@@ -46,6 +47,7 @@ PLANNED = {  # ways of a plan, by those here
     "float32": "each step, float32",
     "float16": "each step, float16",
     "int8": "each step, int8",
+    "often": "each 5 steps, sparseloco",
     "overlap": "each 30 steps, sparseloco",
     "int8_diloco": "each 30 steps, int8",
 }
@@ -64,7 +66,8 @@ QUICK, FULL = Size(2, 64, 16, 40, 10, 2e-3), Size(4, 128, 32, 600, LOCAL_STEPS, 
 
 
 def ways(local_steps: int) -> dict[str, dict[str, Any]]:
-    local, sparse = {"local_steps": local_steps}, {"compression": "sparseloco"}
+    local, often = {"local_steps": local_steps}, {"local_steps": max(local_steps // 6, 2)}
+    sparse = {"compression": "sparseloco"}
     return {
         "float32": {},
         "float16": {"compression": "float16"},
@@ -73,7 +76,8 @@ def ways(local_steps: int) -> dict[str, dict[str, Any]]:
         "int8_diloco": {**local, "compression": "int8", "error_feedback": True},
         "sparse": {**local, **sparse},
         "overlap": {**local, **sparse, "overlap": True},
-        "muon": {**local, **sparse},  # inside, see `inner`
+        "often": {**often, **sparse},
+        "muon": {**often, **sparse},  # inside, see `inner`
     }
 
 
@@ -192,8 +196,14 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             **options,
         )
         wait_trainers(swarm, optimizer.collaboration, peers)
-        own, batch, steps, sent = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed, 0, 0, 0
+        own, batch, steps = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed, 0, 0
         curve = list[tuple[int, float, float]]()
+
+        def look() -> None:
+            sent = sum(one.sent_bytes for one in told if isinstance(one, RoundFinished))
+            with torch.no_grad():
+                curve.append((steps, sent, net.loss(unseen).item()))
+
         while steps < size.steps:
             loss = net.loss(texts(own + batch, micro, of=of).to(device))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -201,10 +211,9 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             batch += 1
             steps = optimizer.global_step * local_steps
             if steps >= (len(curve) + 1) * size.steps / POINTS:
-                sent = sum(one.sent_bytes for one in told if isinstance(one, RoundFinished))
-                with torch.no_grad():
-                    curve.append((steps, sent, net.loss(unseen).item()))
-        optimizer.close()
+                look()
+        optimizer.close()  # without the own steps since the last round
+        look()
         return Outcome(curve[-1][2], curve[-1][1], curve)
 
     with cs.simulate(peers, network="lan", seed=seed, samples_per_s=micro / STEP_S) as simulation:
@@ -253,7 +262,7 @@ def run(report: BenchReport) -> None:
             report.curves[f"{name}, {peers} peers"] = found[0].curve
         report_choices(report, size, peers)
     figures = report.figures
-    for name in ("sparse", "int8_diloco"):
+    for name in ("sparse", "often", "muon", "int8_diloco"):
         fewer = figures[f"float32_{PEERS}_mb"] / figures[f"{name}_{PEERS}_mb"]
         loss = figures[f"{name}_{PEERS}_loss"] / figures[f"float32_{PEERS}_loss"]
         report.add(f"{name}_vs_float32_bytes", fewer, "times fewer", ">= 100 wanted")
@@ -262,7 +271,7 @@ def run(report: BenchReport) -> None:
     with torch.no_grad():
         before = net.loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()
     report.add("adapted_before_loss", before, "nats a byte")
-    for name in ("float32", "diloco", "sparse"):
+    for name in ("float32", "diloco", "sparse", "often"):
         one = train(name, size, PEERS, 0, help_pages())
         report.add(f"adapted_{name}_loss", one.loss, "nats a byte", f"{one.sent_bytes / 1000:,.0f} kB")
     report_waits(report)

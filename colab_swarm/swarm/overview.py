@@ -152,7 +152,8 @@ class Overview:
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()
         seen_at, names = float("-inf") if left else now, self.names()
-        bucket = [one.collaboration.bucket_bytes for one in self._optimizers.values()]
+        read = () if self._services.carried else self._optimizers.values()  # links count what couriers carry
+        bucket = [one.collaboration.bucket_bytes for one in read]
         shown = SwarmSnapshot(
             run=self._services.run_id.rpartition("-")[0],
             me=self._name,

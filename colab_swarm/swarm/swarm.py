@@ -236,6 +236,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     def plan(self, model: "nn.Module | int", *, step_s: float, **limits: Any) -> Communication:
         """Forecast ways to communicate by the measured line, and choose one: ``communication=`` of `optimizer`.
 
+        Its *worth* counts synchronous steps for about the same loss, as measured with a small model.
+
         Args:
             model: its trained parameters are sent, or their number.
             step_s: seconds in which all peers together compute ``target_batch_size`` samples.

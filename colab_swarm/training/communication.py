@@ -19,23 +19,25 @@ from colab_swarm.training.progress import Agreement, ProgressRecord, most_voted
 if TYPE_CHECKING:
     from torch import nn
 
-LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
+OFTEN, LOCAL_STEPS = 5, 30  # 30 as in SparseLoCo, and the shortest of DiLoCo's
 ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
 BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
 MOST_WAITS = 0.5  # of the time, without advice
 ENOUGH = 0.95  # of the best progress; the first way that makes it is chosen
 HOME_BPS = 20e6, 100e6  # upload and download where nothing is measured
 
-_LOCAL = {"local_steps": LOCAL_STEPS, "overlap": True}
+_SPARSE = {"overlap": True, "compression": "sparseloco"}
+_INT8 = {"overlap": True, "compression": "int8", "error_feedback": True}
 WAYS: dict[str, dict[str, Any]] = {
     "each step, float32": {},
     "each step, float16": {"compression": "float16"},
     "each step, int8": {"compression": "int8"},
-    f"each {LOCAL_STEPS} steps, sparseloco": {**_LOCAL, "compression": "sparseloco"},
-    f"each {LOCAL_STEPS} steps, int8": {**_LOCAL, "compression": "int8", "error_feedback": True},
+    f"each {OFTEN} steps, sparseloco": {**_SPARSE, "local_steps": OFTEN},
+    f"each {LOCAL_STEPS} steps, sparseloco": {**_SPARSE, "local_steps": LOCAL_STEPS},
+    f"each {LOCAL_STEPS} steps, int8": {**_INT8, "local_steps": LOCAL_STEPS},
 }
-WORTH = {"sparseloco": 0.5, "int8": 0.3}
-"""Of a local step, in synchronous steps for the same loss, by the compression; after hundreds of steps."""
+WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.8, 0.5, 0.3), strict=True))
+"""Of a step, in synchronous float32 steps for the same loss; after 600 steps of a small model."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,8 @@ def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float,
     computed_s = step_s * options.get("local_steps", 1)
     period_s = max(computed_s, round_s) if options.get("overlap") else computed_s + round_s
     steps_per_hour = 3600 * options.get("local_steps", 1) / period_s
-    worth = WORTH[options["compression"]] if "local_steps" in options else 1.0
     waits = 1 - computed_s / period_s
-    return Forecast(name, options, round_s, sent, waits, steps_per_hour, worth * steps_per_hour)
+    return Forecast(name, options, round_s, sent, waits, steps_per_hour, WORTH[name] * steps_per_hour)
 
 
 def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str:

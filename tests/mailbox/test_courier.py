@@ -35,6 +35,8 @@ def test_members_without_keys_train_as_those_with_keys() -> None:
         agree(results, "alice", "bob", "carol", "dave")
         assert listed(sim) == {"alice", "bob", "carol", "dave"} and not faults(sim, *results)
         assert results["carol"].requests < 1.5 * results["alice"].requests
+        carol = sim.swarms["carol"]
+        assert carol.snapshot().sent_bytes == carol.services.peers.statistics().sent_bytes
 
 
 def test_a_late_joiner_and_its_state_need_no_keys_either() -> None:
