@@ -3,7 +3,7 @@
 A small GPT over bytes learns the sources of Python's standard library, at simulated peers that run the real
 averaging. *loss* is in nats a byte, of the swarm's parameters, on text that nobody trained on; *bytes* are those that a
 peer sent, without protocol. Ways: synchronous gradients of 32, 16 and 8 bits; DiLoCo (arXiv 2311.08105), a round each
-`LOCAL_STEPS` steps; SparseLoCo (2508.15706), the same with overlap, and six times as *often*; and the latter with Muon
+`LOCAL_STEPS` steps; SparseLoCo (2508.15706), the same with overlap, and ten times as *often*; and the latter with Muon
 inside, as in MuLoCo (2505.23725).
 
 *waits* is the part of the time in which a peer does not compute, from other runs without a model: gradients
@@ -47,7 +47,7 @@ PLANNED = {  # ways of a plan, by those here
     "float32": "each step, float32",
     "float16": "each step, float16",
     "int8": "each step, int8",
-    "often": "each 5 steps, sparseloco",
+    "often": "each 3 steps, sparseloco",
     "overlap": "each 30 steps, sparseloco",
     "int8_diloco": "each 30 steps, int8",
 }
@@ -66,7 +66,7 @@ QUICK, FULL = Size(2, 64, 16, 40, 10, 2e-3), Size(4, 128, 32, 600, LOCAL_STEPS, 
 
 
 def ways(local_steps: int) -> dict[str, dict[str, Any]]:
-    local, often = {"local_steps": local_steps}, {"local_steps": max(local_steps // 6, 2)}
+    local, often = {"local_steps": local_steps}, {"local_steps": max(local_steps // 10, 2)}
     sparse = {"compression": "sparseloco"}
     return {
         "float32": {},

@@ -90,7 +90,7 @@ differently take the state of the peer that began. Options for slow links:
 | `compression="topk:0.01"`, `"sparseloco"` | a twentieth, or a 36th, of a byte; only with error feedback |
 | `overlap=True` | compute during a round; the update comes exactly one step late |
 | `local_steps=8` | every peer takes steps alone, then the swarm averages the parameters (DiLoCo) |
-| `local_steps=5, compression="sparseloco"` | 700 times fewer bytes sent than each step's float32 (SparseLoCo) |
+| `local_steps=3, compression="sparseloco"` | 440 times fewer bytes sent than each step's float32 (SparseLoCo) |
 | `local_steps=30, compression="sparseloco"` | 4,000 times fewer; after a few hundred steps the loss is higher |
 | `local_steps=30, overlap=True` | a round hides behind the local steps, which go on from its result |
 | `robust="clip"` | flipped or huge gradients of a third of the peers do little harm; the mean is not exact |

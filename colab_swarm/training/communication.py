@@ -19,7 +19,7 @@ from colab_swarm.training.progress import Agreement, ProgressRecord, most_voted
 if TYPE_CHECKING:
     from torch import nn
 
-OFTEN, LOCAL_STEPS = 5, 30  # 30 as in SparseLoCo, and the shortest of DiLoCo's
+OFTEN, LOCAL_STEPS = 3, 30  # 30 as in SparseLoCo, and the shortest of DiLoCo's
 ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
 BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
 MOST_WAITS = 0.5  # of the time, without advice
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     f"each {LOCAL_STEPS} steps, sparseloco": {**_SPARSE, "local_steps": LOCAL_STEPS},
     f"each {LOCAL_STEPS} steps, int8": {**_INT8, "local_steps": LOCAL_STEPS},
 }
-WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.8, 0.5, 0.3), strict=True))
+WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.85, 0.5, 0.3), strict=True))
 """Of a step, in synchronous float32 steps for the same loss; after 600 steps of a small model."""
 
 
