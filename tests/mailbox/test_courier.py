@@ -69,15 +69,15 @@ def test_another_courier_takes_over_and_a_time_without_any_loses_nothing() -> No
     with cs.simulate(2, mailbox=True) as sim:
         sim.join("carol", keys=False)
         sim.network.at(20.0).crash("alice")
-        sim.network.at(45.0).crash("bob")
+        sim.network.at(130.0).crash("bob")
         sim.join("bob", at=300.0)
-        results = sim.run(train, seconds=3000)
-        agree(results, "bob", "carol")
+        results = sim.run(lambda swarm: train(swarm, rounds=30), seconds=3000)
+        agree(results, "bob", "carol", rounds=30)
         told = faults(sim, "carol")
         assert "no courier answers" in told and "asked again" in told and told.count("\n") == 0
         closed_at = [at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path]
-        assert any(20 < at < 45 for at in closed_at) and any(at > 300 for at in closed_at)
-        assert not any(45 < at < 300 for at in closed_at)
+        assert any(20 < at < 130 for at in closed_at) and any(at > 300 for at in closed_at)
+        assert not any(130 < at < 300 for at in closed_at)
 
 
 def bucket_of(swarm: Swarm) -> Bucket:
