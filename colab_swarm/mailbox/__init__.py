@@ -89,9 +89,10 @@ same manifests, so their parameters are equal.
 | `WriteObject`, then the parts | `Written` | an object that the caller signed, in its own place |
 
 A courier deletes and overwrites nothing for others. It holds eight objects in memory at once, and moves of each
-member one each way. It drops members that fall 120 s behind 128 kbit/s.
+member one each way. It drops members that fall 120 s behind 128 kbit/s, and has 120 s to read an object from the
+bucket. With Adam, 1 GiB is a state of about 80 M parameters: members without keys cannot join a larger run late.
 
-A member checks all that it reads, and asks another courier for an object that is damaged. But it must believe the
+A member checks all that it reads, and asks another courier for one that is damaged or missing. But it must believe the
 courier's lists, and that an object was written. So a false courier can hide objects, hand out a card or a state
 of its own choice, lose contributions and tell false times: members without keys fall behind. They cannot be made to
 apply what no member has signed.

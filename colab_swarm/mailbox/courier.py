@@ -238,18 +238,17 @@ class CourierStore:
         return await self._ask(WriteObject(self._model, self._place(path), len(data)), talk)
 
     async def read(self, path: str) -> bytes | None:
-        place, damaged = self._place(path), list[bytes]()
+        place, damaged = self._place(path), list[bytes | None]()
         kind = kind_at(place)
         assert kind is not None, path
 
         async def talk(stream: Stream) -> bytes | None:
             async with _patience():
                 head, _ = await stream.receive(ObjectSize)
-            if head.size_bytes is None:
-                return None
-            data = await _receive(stream, head.size_bytes)
+            data = None if head.size_bytes is None else await _receive(stream, head.size_bytes)
             try:
-                await asyncio.to_thread(unseal, data, kind)
+                require(data is not None, f"{path} is not there", ProtocolError)
+                await asyncio.to_thread(unseal, data or b"", kind)
             except ProtocolError:  # by this courier, perhaps
                 damaged.append(data)
                 raise

@@ -290,6 +290,10 @@ async def a_part_by_and_by(_: Message, stream: Stream) -> None:
         await asyncio.sleep(60.0)
 
 
+async def nothing(_: Message, stream: Stream) -> None:
+    await stream.send(ObjectSize(None))
+
+
 async def refuse(_: Message, stream: Stream) -> None:
     raise Refusal("no")
 
@@ -312,10 +316,11 @@ def pretend(swarm: Swarm, kind: type[Message], talk: Talk) -> PeerId:
         (ListObjects, no_rows),
         (ListObjects, rows_by_and_by),
         (ReadObject, a_part_by_and_by),
+        (ReadObject, nothing),
         (ReadObject, refuse),
     ],
 )
-def test_a_courier_that_trickles_or_refuses_is_passed_over(kind: type[Message], talk: Talk) -> None:
+def test_a_courier_that_trickles_or_hides_an_object_is_passed_over(kind: type[Message], talk: Talk) -> None:
     with cs.simulate(1, mailbox=True) as sim:
         for name in ("carol", "mallory"):
             sim.join(name, keys=False)
@@ -325,10 +330,15 @@ def test_a_courier_that_trickles_or_refuses_is_passed_over(kind: type[Message], 
             asked.append(opening)
             await talk(opening, stream)
 
-        bucket, began_at = bucket_of(carol), sim.time
+        bucket, mine, data = bucket_of(carol), f"{FOLDER}/{carol.id.hex()}-left", farewell(carol)
+        assert carol.runtime.call(bucket.create(mine, data))
+        began_at = sim.time
         bucket._store._last = pretend(sim.swarms["mallory"], kind, counted)  # type: ignore[attr-defined]
-        found = bucket.list("card") if kind is ListObjects else bucket.read("card/first")
-        assert not carol.runtime.call(found) and asked and sim.time - began_at < 130
+        if kind is ListObjects:
+            assert [one.path for one in carol.runtime.call(bucket.list("rounds"))] == [mine]
+        else:
+            assert carol.runtime.call(bucket.read(mine)) == data
+        assert asked and sim.time - began_at < 130
 
 
 def test_a_refusal_counts_only_if_no_courier_is_away() -> None:
