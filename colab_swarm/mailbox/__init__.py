@@ -71,7 +71,7 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
   read may be replaced after 60 s. Once the next round is built on one of both, that one stands, and peers that
   followed the other catch up. Where none was built, a peer without most members takes the later one.
 - **States.** The writer of every sixteenth manifest saves the state after it. Then it deletes what is older
-  than the state before that one.
+  than the state before that one, if it has keys: so a member with keys should train, too.
 
 ## Members without keys
 
@@ -88,10 +88,14 @@ same manifests, so their parameters are equal.
 | `ReadObject` | `ObjectSize`, then parts of 120 KiB | an object of 1 GiB at most |
 | `WriteObject`, then the parts | `Written` | an object that the caller signed, in its own place |
 
-A courier deletes and overwrites nothing for others, moves eight objects at once and one of each member, and drops
-who is slower than 128 kbit/s. A member checks all that it reads, and asks another courier for an object that
-is damaged. But it must believe the courier's lists: a false courier can hide objects and tell false times, so that
-members without keys fall behind. They cannot be made to apply what no member has signed.
+A courier deletes and overwrites nothing for others. It holds eight objects in memory at once, and moves of each
+member one each way. It drops members that fall 120 s behind 128 kbit/s, and has 120 s to read an object from the
+bucket. With Adam, 1 GiB is a state of about 80 M parameters: members without keys cannot join a larger run late.
+
+A member checks all that it reads, and asks another courier for one that is damaged or missing. But it must believe the
+courier's lists, and that an object was written. So a false courier can hide objects, hand out a card or a state
+of its own choice, lose contributions and tell false times: members without keys fall behind. They cannot be made to
+apply what no member has signed.
 
 ## Failures
 
@@ -110,6 +114,8 @@ members without keys fall behind. They cannot be made to apply what no member ha
 - Members with the bucket's keys can delete or overwrite everything. Use a bucket for the run alone.
 - Plausible false gradients, and false states for late joiners, are not guarded against.
 - One invitation admits many identities, which can outvote others.
+- Members without keys can fill the bucket, and use up a courier's line. In an open run
+  everybody who reaches a courier can.
 - `swarm.remove_peer` removes members without keys: couriers no longer answer them. Others need their keys changed.
 - The store's owner can read the model.
 

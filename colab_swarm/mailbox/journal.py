@@ -206,8 +206,9 @@ class Journal:
 
     async def _ways(self, chain: RoundChain, listing: RoundListing) -> list[ClosedRound]:
         """Return what the sound manifests of the round make of it, without the contributions."""
-        ways, gone = [], await self.gone(chain, listing)
-        for place in listing.attempts(chain.folder, self._faulty):
+        ways, gone = dict[StoredObject, ClosedRound](), await self.gone(chain, listing)
+        while unread := [one for one in listing.attempts(chain.folder, self._faulty) if one not in ways]:
+            place = unread[0]
             try:
                 require(place.size_bytes <= MANIFEST_BYTES, "it is too large", ProtocolError)
                 data = await self.patiently(self.bucket.read, place.path)
@@ -215,12 +216,12 @@ class Journal:
                 fault = chain.fault_of(manifest, written_at=place.modified_at, gone=gone)
                 require(not fault, fault, ProtocolError)
             except PeerError as error:
-                self._tell_fault(place, error)
-                return await self._ways(chain, listing)
+                self._tell_fault(place, error)  # then later attempts count
+                continue
             assert data is not None
             after = chain.after(manifest, content_digest(data), closed_at=place.modified_at)
-            ways.append(ClosedRound(chain, place, manifest, after))
-        return ways
+            ways[place] = ClosedRound(chain, place, manifest, after)
+        return list(ways.values())
 
     async def _built(self, chain: RoundChain, listing: RoundListing) -> list[ClosedRound]:
         """Return those of them on which the next round was built."""

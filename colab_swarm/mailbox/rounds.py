@@ -40,7 +40,7 @@ MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one 
 MIN_PACE_S, MAX_PACE_S = 1.0, 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
 PLACE: Final = re.compile(
-    r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2}|[0-9a-f]{64}-left)"
+    r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
 )
 CARD, LEFT = "card/first", "-left"
 STATE_PLACE: Final = re.compile(r"states/([0-9]{8})")
@@ -261,16 +261,15 @@ class StateHead(Statement, frozen=True, kw_only=True):
     manifest: bytes  # the state's own, in chunks
 
 
-def kind_at(path: str) -> type[Statement]:
-    """Return what is written at a path; raises `ProtocolError` if nothing is."""
+def kind_at(path: str) -> type[Statement] | None:
+    """Return what is written at a path; None if nothing is."""
     if place := PLACE.fullmatch(path):
         if place[2]:
             return PseudoGradient
         return Farewell if path.endswith(LEFT) else RoundManifest
     if STATE_PLACE.fullmatch(path):
         return StateHead
-    require(path == CARD, f"nothing is written to {path!r:.200}", ProtocolError)
-    return Card
+    return Card if path == CARD else None
 
 
 def seal(statement: Statement, content: Buffer = b"") -> bytes:

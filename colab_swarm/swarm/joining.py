@@ -69,6 +69,7 @@ def create(
         StateError: the folder is in use, damaged or read-only, or its peer or run is open unsaved.
         TermsError: the platform's terms were not accepted.
         TunnelError, SecretError, PortError: the tunnel, its token, or the port cannot be used.
+        BucketError: a peer with a door cannot use the mailbox, or it does not answer.
     """
     platforms.require_terms(accept_terms)
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
@@ -114,7 +115,7 @@ def join(
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
         JoinError: none of the peers it names could be reached, or this peer is not admitted.
-        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`.
+        ValueError, StateError, TermsError, TunnelError, SecretError, BucketError: see `create`.
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))

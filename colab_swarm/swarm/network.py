@@ -194,8 +194,10 @@ class NetworkSession:
 
     def _entries(self) -> tuple[Contact, ...]:
         """Return whom to dial: nobody, if the bucket is enough."""
-        needs_links = not self.access.mailbox or self.courier is not None or self._services.carried
-        return self.access.entries if needs_links else ()
+        access, services = self.access, self._services
+        asks = access.invitation is not None and access.invitation.uses > 0  # the authority, to be admitted
+        needs_links = not access.mailbox or self.courier is not None or services.carried or asks
+        return access.entries if needs_links else ()
 
     def _require_alone(self, error: JoinError) -> None:
         """Raise the error, but not to a returning owner, nor a peer with the bucket's keys: they continue alone."""
