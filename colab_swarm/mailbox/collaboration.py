@@ -317,7 +317,8 @@ class MailboxCollaboration(TrainingPart):
     async def _save(self, chain: RoundChain, snapshot: Snapshot) -> None:
         with suppress(BucketError):  # the next writer saves the next one
             await self._journal.write_state(chain, snapshot)
-            await self._journal.trim(chain.round)
+            if not self.services.carried:  # only members with keys delete
+                await self._journal.trim(chain.round)
 
     def _learn(self, one: ClosedRound) -> None:
         """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""

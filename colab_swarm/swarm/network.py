@@ -202,7 +202,9 @@ class NetworkSession:
     def _require_alone(self, error: JoinError) -> None:
         """Raise the error, but not to a returning owner, nor a peer with the bucket's keys: they continue alone."""
         if self._services.carried:
-            raise JoinError(f"{error}. With the keys of {self.access.mailbox} it needs nobody") from error
+            raise JoinError(
+                f"{error}. Or set the keys of {self.access.mailbox}: it needs nobody then"
+            ) from error
         if self.access.invitation is not None and not self.access.mailbox:
             raise error
 

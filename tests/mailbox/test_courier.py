@@ -177,7 +177,7 @@ def test_who_finds_no_courier_is_told_that_keys_would_do(
             alice.remove_peer(bob.id)
             with pytest.raises(BucketError):
                 bob.runtime.call(bucket_of(bob).read("card/first"))
-    with pytest.raises(JoinError, match=r"invitation\. With the keys of file://.* it needs nobody"):
+    with pytest.raises(JoinError, match=r"invitation\. Or set the keys of file://.*: it needs nobody"):
         cs.join(invitation, peer_name="carol")
 
 
