@@ -45,8 +45,8 @@ tries, 0.29 s after the first call. Pairs with a router that changes ports use a
 - `scale.step_over_round_124m`, `vs_gloo_124m`: a step by its averaging round; that round by gloo's: **1.36, 2.7**
 - `mailbox.s3_beyond_s`, `s3_requests`: a round in a local bucket, 4 peers, 1 MB each: seconds beyond the last member,
   requests a peer: **at most 0.6 s, 9.4**
-- `loss_per_byte.often_vs_float32_bytes`, `_loss`: SparseLoCo with a round each 3 steps beside gradients of each step, 600
-  steps of 867,000 values, 4 peers, one seed: **257 times fewer, 1.01 times the loss**
+- `loss_per_byte.often_vs_float32_bytes`, `_loss`: SparseLoCo with a round each 3 steps beside gradients of each step,
+  600 steps of 867,000 values, 4 peers, one seed: **257 times fewer, 1.01 times the loss**
 - `loss_per_byte.sparse_vs_float32_bytes`, `_loss`: the same with a round each 30 steps: **2,454, 1.22**
 - `loss_per_byte.lora_round_kb`: sent by a peer in a round of LoRA, rank 8, in a model of 1.1 billion: **85 kB**
 - `soak.step_share`: steps in 20 simulated hours with churn, share of the ideal: **95 %**
