@@ -33,7 +33,7 @@ import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw, wait_trainers
 from colab_swarm.events import Event, RoundFinished
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.communication import HOME_BPS, plan_communication
+from colab_swarm.training.communication import HOME_BPS, WAYS, plan_communication
 
 LOCAL_STEPS, STEP_S, PEERS = 30, 10.0, 4
 LORA = 22 * 8 * (2048 + 2048 + 2048 + 256)  # values, in a model of 1.1 billion (TinyLlama)
@@ -43,14 +43,7 @@ ROUNDS = 4  # of `rest`; the first one does not count
 POINTS = 20  # of a curve
 LARGE = 350_000_000  # values
 LINES = {"lan": (1e9, 1e9), "colab": (100e6, 100e6), "home": HOME_BPS}  # up and down, bits per second
-PLANNED = {  # ways of a plan, by those here
-    "float32": "each step, float32",
-    "float16": "each step, float16",
-    "int8": "each step, int8",
-    "often": "each 3 steps, sparseloco",
-    "overlap": "each 30 steps, sparseloco",
-    "int8_diloco": "each 30 steps, int8",
-}
+PLANNED = ("float32", "float16", "int8", "often", "overlap", "int8_diloco")  # ways here, as `WAYS` has them
 
 
 class Size(NamedTuple):
@@ -278,7 +271,7 @@ def run(report: BenchReport) -> None:
 
 
 def loss_after(curve: list[tuple[int, float, float]], steps: float) -> float:
-    """Return the loss after a number of steps, linear between the points of the curve; at most that of the last."""
+    """Return the loss after a number of steps, linear between the points of a curve and level beyond them."""
     return float(np.interp(steps, [one[0] for one in curve], [one[2] for one in curve]))
 
 
@@ -290,7 +283,7 @@ def report_choices(report: BenchReport, size: Size, peers: int) -> None:
             steps = {one.name: one.steps_per_hour * size.steps * STEP_S / 3600 for one in plan.forecasts}
             losses = {
                 name: loss_after(report.curves[f"{way}, {peers} peers"], steps[name])
-                for way, name in PLANNED.items()
+                for way, name in zip(PLANNED, WAYS, strict=True)
             }
             best = min(losses, key=lambda name: losses[name])
             part = losses[plan.chosen.name] / losses[best]

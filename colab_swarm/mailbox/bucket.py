@@ -173,8 +173,8 @@ class Bucket:
     """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///mnt/folder``.
 
     The address may name a store's ``endpoint`` and ``region``, as in ``s3://bucket?endpoint=https://…``.
-    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `BucketError` if the
-    store cannot be opened.
+    Keys come from secrets: see `KEYS`. A ``store`` takes the place of that at the address. Raises ValueError
+    for an address that is none, `BucketError` if the store cannot be opened.
     """
 
     def __init__(self, address: str, prefix: str, store: Store | None = None) -> None:

@@ -61,6 +61,7 @@ class MailboxCollaboration(TrainingPart):
         self._journal = Journal(bucket, services, settings, numel)
         self._chain: RoundChain | None = None  # None: not read yet
         self._last: ClosedRound | None = None  # None also where a state told the chain
+        self._later: tuple[RoundChain, Snapshot | None] | None = None  # a state to go on from, already read
         self._since = loop_now()  # when this peer learnt of the last manifest
         self._put: int | None = None  # the round of the own contribution that no manifest lists yet
         self._spoilt = False  # whether it does not count, as another member wrote to its place
@@ -115,8 +116,11 @@ class MailboxCollaboration(TrainingPart):
         """Read the newest state and the rounds since then; the first peer writes its own state."""
         self._update(syncing=True, samples=0.0)
         journal, began_at, rounds = self._journal, loop_now(), list[ClosedRound]()
+        later, self._later = self._later, None  # of a peer that slept past a trim
         while True:
-            chain, snapshot = await journal.patiently(journal.read_state, self._snapshot)
+            if later is None:
+                later = await journal.patiently(journal.read_state, self._snapshot)
+            (chain, snapshot), later = later, None
             rounds = [one async for one in journal.follow(chain)]
             if snapshot is not None or not rounds:
                 break
@@ -289,8 +293,8 @@ class MailboxCollaboration(TrainingPart):
             if (one := await journal.closed(chain, listing)) is not None:
                 return one
             late = listing.latest > chain.round
-            if late and await journal.patiently(journal.has_state, chain.round):
-                self._chain = None
+            if late and (later := await journal.patiently(journal.newest_state, chain.round)) is not None:
+                self._chain, self._later = None, later
                 return None
             due_at = max(due_at, await journal.reopens_at(chain, listing))
             if now >= max(due_at, again_at) and await journal.close(chain, listing):

@@ -90,7 +90,7 @@ class CourierRecord(Message, frozen=True):
     addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
 
 
-def _key(services: RunServices) -> str:
+def couriers_key(services: RunServices) -> str:
     return f"{services.run_id}/couriers"
 
 
@@ -153,7 +153,7 @@ class Courier:
 
     async def _announce(self) -> None:
         record = CourierRecord(self._services.peers.contact.addresses)
-        await self._services.dht.publish(_key(self._services), record, ttl_s=FORGET_S)
+        await self._services.dht.publish(couriers_key(self._services), record, ttl_s=FORGET_S)
 
     def _turn(self, opening: Message, stream: Stream) -> asyncio.Lock:
         return self._turns.setdefault((stream.peer, type(opening)), asyncio.Lock())
@@ -285,7 +285,7 @@ class CourierStore:
         last = self._last
         if last is not None:
             yield last
-        found = await self._services.dht.published(_key(self._services), CourierRecord)
+        found = await self._services.dht.published(couriers_key(self._services), CourierRecord)
         others = sorted(found.keys() - {last, self._services.peers.id})
         for peer in self._services.rng.sample(others, len(others)):
             yield peer

@@ -134,17 +134,12 @@ class Journal:
             return chain, None
         return await self.read_state(own)
 
-    async def has_state(self, after: int) -> bool:
-        """Return whether there is a state of a later round, which may be readable."""
-        found = await self._states()
-        return any(round > after and one not in self._faulty for round, one in found.items())
-
-    async def newest_state(self) -> tuple[RoundChain, Snapshot] | None:
-        """Return the newest state that can be read, if there are any, and its chain."""
+    async def newest_state(self, after: int = -1) -> tuple[RoundChain, Snapshot] | None:
+        """Return the newest state that can be read of those later than a round, if there are any, and its chain."""
         found = await self._states()
         limit = STATE_PER_VALUE * self.numel + SMALL_STATE
         for round, one in reversed(found.items()):
-            if one in self._faulty:
+            if round <= after or one in self._faulty:
                 continue
             try:
                 require(one.size_bytes <= limit, "it is too large", ProtocolError)
@@ -159,7 +154,7 @@ class Journal:
                 continue
             return head.chain, Snapshot(whole.manifest, whole.blob, (head.member,))
         none_readable = "no state in the bucket can be read: its writers may run another version"
-        require(not found, none_readable, StateError)
+        require(after >= 0 or not found, none_readable, StateError)
         return None
 
     async def _states(self) -> dict[int, StoredObject]:

@@ -22,7 +22,7 @@ from colab_swarm.mailbox.courier import (
     ObjectSize,
     ReadObject,
     WriteObject,
-    _key,
+    couriers_key,
 )
 from colab_swarm.mailbox.journal import Journal
 from colab_swarm.mailbox.rounds import Card, Farewell, H, ManifestEntry, RoundManifest
@@ -306,7 +306,9 @@ def pretend(swarm: Swarm, kind: type[Message], talk: Talk) -> PeerId:
 
     async def begin() -> None:
         services.peers.serve_stream(kind, talk)
-        await services.dht.publish(_key(services), CourierRecord(swarm.contact.addresses), ttl_s=3600.0)
+        await services.dht.publish(
+            couriers_key(services), CourierRecord(swarm.contact.addresses), ttl_s=3600.0
+        )
 
     swarm.runtime.call(begin())
     return swarm.id

@@ -124,13 +124,22 @@ def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> N
 
 def test_a_peer_that_slept_while_its_rounds_were_deleted_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.mailbox.collaboration.STATE_ROUNDS", 4)
+    read_at = list[float]()
+
+    async def looked(path: str) -> bytes | None:
+        if "/states/" in path:
+            read_at.append(sim.time)
+        return await read(path)
+
     with cs.simulate(3, mailbox=True) as sim:
+        read, sim.bucket.read = sim.bucket.read, looked  # type: ignore[method-assign]
         sim.network.at(40.0).freeze("bob", 400.0)
         agree(
             sim.run(lambda swarm: train(swarm, rounds=60), seconds=1500), "alice", "bob", "carol", rounds=60
         )
         assert len(sim.swarms["bob"].events.recent(StateReceived)) == 2
         assert min(one.round for one in manifests(sim)) > 40
+        assert len([at for at in read_at if at > 40]) == 1  # downloaded once
 
 
 @pytest.mark.parametrize("overlap", [False, True])
