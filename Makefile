@@ -54,7 +54,7 @@ check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_words.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_style.py tests/test_words.py
 
 # A page for each protocol, with what each public name promises; open site/index.html. A warning is an error.
 docs: $(VENV)/installed

@@ -11,17 +11,6 @@ import pytest
 from tests.architecture_map import PAGE, page
 
 ROOT = Path(__file__).parent.parent
-STUMBLING = (
-    r"whoever|whomever|somebody|mend(?:s|ed|ing)?|anew|heed(?:s|ed|ing)?|thrift|mourn(?:s|ed|ing|ers)?|upwards"
-    r"|of which one|what came of (?:it|this|that)|what became of|for ever"
-)
-DODGED = (
-    r"so many|so much|so long|of those that|of before|what it|the one that|that which"
-    r"|of what|what (?:they|this|has|others|peers|was|had|arrived)"
-)
-"""Phrases that stand where the name of a thing should."""
-LATER = ("README.md", "CHANGELOG.md", "notebooks", "tutorials", "colab_swarm/notebook/views.py")
-"""Texts whose nouns are not checked yet."""
 GLOSSARY = {
     term.strip(): [word.strip() for word in re.sub(r"\(.*?\)", "", words).split(",") if word.strip()]
     for term, _, words in re.findall(
@@ -52,14 +41,6 @@ def found(pattern: str) -> list[str]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if matcher.search(line)
     ]
-
-
-def test_no_word_makes_a_reader_stumble() -> None:
-    assert found(STUMBLING) == []
-
-
-def test_no_phrase_dodges_a_noun() -> None:
-    assert [line for line in found(DODGED) if not line.startswith(LATER)] == []
 
 
 @pytest.mark.parametrize("word", REJECTED)
