@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test ordeal storms classic binder check docs map picture bench publish-links clean
+.PHONY: demo test test-kernels ordeal storms classic binder check docs map picture bench publish-links clean
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -25,8 +25,17 @@ NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanit
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r fEs -m "not ordeal" --durations=40 $(NBVAL) tests tutorials
 
+# The folders that calculate, with the kernels of other processors and with other numbers of threads.
+NUMERIC := tests/tensors tests/averaging tests/elastic tests/moe tests/training tests/recipes
+KERNEL_TESTS = $(BIN)/python -m pytest -n 2 --dist loadfile -r fEs -m "not ordeal" $(NUMERIC)
+test-kernels: $(VENV)/installed
+	ATEN_CPU_CAPABILITY=default $(KERNEL_TESTS)
+	ATEN_CPU_CAPABILITY=avx2 $(KERNEL_TESTS)
+	OMP_NUM_THREADS=4 $(KERNEL_TESTS)
+	OMP_NUM_THREADS=16 $(KERNEL_TESTS)
+
 # Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
-ordeal: $(VENV)/installed
+ordeal: test-kernels
 	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
 
 # More storms of faults, such as make storms N=2000 FIRST=500: on all cores, about 2 s each on one.
