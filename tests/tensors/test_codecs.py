@@ -136,11 +136,11 @@ def test_casts_without_torch_agree_with_those_through_torch() -> None:
     code = (
         "import sys, numpy as np; from colab_swarm.tensors.codecs import CODECS;"
         "assert 'torch' not in sys.modules;"
-        "v = np.random.default_rng(3).standard_normal(3000, dtype=np.float32) * 1e5;"
+        "v = np.random.default_rng(3).standard_normal(60_000, dtype=np.float32) * 1e5;"
         "print(*(bytes(CODECS[c].encode(v)).hex() for c in ('float16', 'bfloat16')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    values = np.random.default_rng(3).standard_normal(3000, dtype=np.float32) * np.float32(1e5)
+    values = np.random.default_rng(3).standard_normal(60_000, dtype=np.float32) * np.float32(1e5)
     assert done.stdout.split() == [
         bytes(module.CODECS[name].encode(values)).hex() for name in ("float16", "bfloat16")
     ]
