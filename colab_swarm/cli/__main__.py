@@ -311,11 +311,7 @@ def _create(options: Options) -> None:
         who: dict[str, Any] = {"access": file.access, "allow": file.allowlist, "peer_name": file.peer_name}
         who |= {"mailbox": options.mailbox, "options": network, "accept_terms": options.accept_terms}
         with create(file.name, **who) as swarm:
-            facts = swarm.invite(hours=options.hours).facts
-            if network is not None and network.has_door:  # for members without keys
-                _stay(swarm, options, facts)
-            else:
-                _report_facts(options, facts)
+            _report_facts(options, swarm.invite(hours=options.hours).facts)
         return
     with serve(file, network, accept_terms=options.accept_terms) as served:
         dashboard = {"dashboard": served.dashboard} if served.dashboard else {}

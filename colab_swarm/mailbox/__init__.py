@@ -71,31 +71,7 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
   read may be replaced after 60 s. Once the next round is built on one of both, that one stands, and peers that
   followed the other catch up. Where none was built, a peer without most members takes the later one.
 - **States.** The writer of every sixteenth manifest saves the state after it. Then it deletes what is older
-  than the state before that one, if it has keys: so a member with keys should train, too.
-
-## Members without keys
-
-    dave (no keys) --link--> alice (keys and a door) --HTTPS--> bucket <--HTTPS-- bob, carol (keys)
-
-A member with keys and a *door* (`NetworkOptions` with ``iroh``, ``tunnel``, ``announce`` or ``port``) is a
-*courier*: it announces itself in the DHT, and its invitations name it. A member without keys joins by one and asks
-couriers, one after another, to list, read and create objects. Nothing else differs: all apply the means of the
-same manifests, so their parameters are equal.
-
-| message, all open a stream | answer | content |
-|---|---|---|
-| `ListObjects` | `ObjectRows`, 500 an item | paths, sizes and times |
-| `ReadObject` | `ObjectSize`, then parts of 120 KiB | an object of 1 GiB at most |
-| `WriteObject`, then the parts | `Written` | an object that the caller signed, in its own place |
-
-A courier deletes and overwrites nothing for others. It holds eight objects in memory at once, and moves of each
-member one each way. It drops members that fall 120 s behind 128 kbit/s, and has 120 s to read an object from the
-bucket. With Adam, 1 GiB is a state of about 80 M parameters: members without keys cannot join a larger run late.
-
-A member checks all that it reads, and asks another courier for one that is damaged or missing. But it must believe the
-courier's lists, and that an object was written. So a false courier can hide objects, hand out a card or a state
-of its own choice, lose contributions and tell false times: members without keys fall behind. They cannot be made to
-apply what no member has signed.
+  than the state before that one. All members try: keys need not be able to delete, if the keys of one can.
 
 ## Failures
 
@@ -106,17 +82,14 @@ apply what no member has signed.
 - *The bucket does not answer.* Requests are tried again until it does, and a `Fault` event says so. With
   ``overlap=True`` local steps go on meanwhile. `Swarm.optimizer` raises `BucketAway`.
 - *The bucket refuses a peer.* Its keys are wrong or revoked: the trainer's next call raises `BucketError`.
-- *No courier is online.* For members without keys the bucket is away.
 - *The store has no conditional writes.* `Swarm.optimizer` raises `BucketError`.
 
 **Security.** A member cannot write in another's name, and cannot count twice in a round. But:
 
-- Members with the bucket's keys can delete or overwrite everything. Use a bucket for the run alone.
+- Members can do what their keys can. Give keys that cannot delete, or use a bucket for the run alone.
 - Plausible false gradients, and false states for late joiners, are not guarded against.
 - One invitation admits many identities, which can outvote others.
-- Members without keys can fill the bucket, and use up a courier's line. In an open run
-  everybody who reaches a courier can.
-- `swarm.remove_peer` removes members without keys: couriers no longer answer them. Others need their keys changed.
+- `swarm.remove_peer` removes nobody here: change the keys.
 - The store's owner can read the model.
 
 **Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` and ``robust=``
@@ -128,7 +101,6 @@ links. A manifest lists 256 contributions at most.
     swarm = cs.create("run", mailbox="s3://bucket/folder?endpoint=https://…", state_dir="folder")
     print(swarm.invite())                       # has the address but no keys; valid for 30 days
     swarm = cs.join("swarm://run.…")            # a friend, any time later
-    cs.create("run", mailbox=…, options=cs.NetworkOptions(iroh="public"))  # carries for friends without keys
     optimizer = swarm.optimizer(adam, target_batch_size=256, local_steps=30, compression="sparseloco")
     cs.simulate(3, mailbox=True)                # in virtual time; simulation.bucket.objects are the objects
 
@@ -142,7 +114,8 @@ join INVITATION --local-steps 30 --compression sparseloco` trains.
 | Azure | `az://container/folder` | `AZURE_STORAGE_ACCOUNT_NAME`, `AZURE_STORAGE_ACCOUNT_KEY` |
 | a shared folder | `file:///mnt/folder` | |
 
-Secrets are environment variables, or secrets of Colab or Kaggle. Tutorial 12 trains in a folder.
+Secrets are environment variables, or secrets of Colab or Kaggle. Tutorial 12 trains in a folder, and shows keys
+that can get, put and list objects below one folder, but delete none.
 
 ## The papers and the modules
 
@@ -153,7 +126,6 @@ Secrets are environment variables, or secrets of Colab or Kaggle. Tutorial 12 tr
 | manifests, and when a round closes: pure functions | `rounds` |
 | reading, checking and writing objects | `journal` |
 | stores, by obstore | `bucket` |
-| objects over links, for members without keys | `courier` |
 
 The authors of SparseLoCo exchange pseudo-gradients through object storage, too.
 
@@ -172,7 +144,6 @@ from typing import Any
 from colab_swarm.errors import require
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.collaboration import MailboxCollaboration
-from colab_swarm.mailbox.courier import CourierStore
 from colab_swarm.mailbox.rounds import CARD, Card, unseal
 from colab_swarm.runtime import Runner
 from colab_swarm.training.collaboration import Collaboration
@@ -186,12 +157,7 @@ def part_for(services: PeerServices, settings: TrainingSettings) -> Callable[...
     """Return what makes a trainer's part in the run: over links, or in the bucket of these services."""
     if not services.mailbox:
         return Collaboration
-    return partial(MailboxCollaboration, _bucket_of(services, settings.prefix))
-
-
-def _bucket_of(services: PeerServices, prefix: str) -> Bucket:
-    store = CourierStore(services, prefix) if services.carried else None
-    return Bucket(services.mailbox, prefix, store)
+    return partial(MailboxCollaboration, Bucket(services.mailbox, settings.prefix))
 
 
 def options_for(
@@ -209,5 +175,5 @@ def options_for(
     if not services.mailbox:
         trainers, *_ = runtime.call(read_participants(services.dht, prefix))
         return options_by(elected_agreement(trainers))
-    data = runtime.call(_bucket_of(services, prefix).read(CARD))
+    data = runtime.call(Bucket(services.mailbox, prefix).read(CARD))
     return options_by(unseal(data, Card)[0].agreement if data else ())

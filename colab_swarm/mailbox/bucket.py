@@ -8,13 +8,15 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from colab_swarm.credentials import find_secret
-from colab_swarm.errors import BucketAway, BucketError, require
+from colab_swarm.errors import BucketAway, BucketError, JoinError, require
 from colab_swarm.invite import MAX_MAILBOX
 from colab_swarm.net.peers import Buffer, PeerId
 from colab_swarm.runtime import loop_now
@@ -153,10 +155,38 @@ def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
     return found, [secret for name, secret in wanted.items() if name not in found | named]
 
 
-def can_open(address: str) -> bool:
-    """Return whether this peer has the keys of a store, or sees the folder. Call it from the user's thread."""
+def folder_at(address: str) -> Path | None:
+    """Return the folder of a ``file://`` address; None for other stores."""
     where = urlsplit(checked_address(address))
-    return os.path.isdir(unquote(where.path)) if where.scheme == "file" else not secrets_of(address)[1]
+    return Path(unquote(where.path)) if where.scheme == "file" else None
+
+
+def prepare(address: str) -> None:
+    """Check an address, and make its folder. Raises ValueError for an address that is none."""
+    folder = folder_at(address)
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BucketError(f"{address} cannot be made: {error}") from error
+
+
+def require_rights(address: str) -> None:
+    """Raise `JoinError` unless this peer has the keys of a store, or sees the folder. From the user's thread."""
+    folder = folder_at(address)
+    require(
+        folder is None or folder.is_dir(),
+        f"the rounds of this run are in {address}, and there is no such folder here: mount it, then join again",
+        JoinError,
+    )
+    _, missing = secrets_of(address)
+    require(
+        not missing,
+        f"the rounds of this run are in {address}, and this peer has no secret {' and '.join(missing)}: ask the "
+        "creator of the run for keys that can get, put and list objects there",
+        JoinError,
+    )
 
 
 def checked_address(address: str) -> str:
@@ -173,17 +203,18 @@ class Bucket:
     """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///mnt/folder``.
 
     The address may name a store's ``endpoint`` and ``region``, as in ``s3://bucket?endpoint=https://…``.
-    Keys come from secrets: see `KEYS`. A ``store`` takes the place of that at the address. Raises ValueError
+    Keys come from secrets: see `KEYS`. Raises ValueError
     for an address that is none, `BucketError` if the store cannot be opened.
     """
 
-    def __init__(self, address: str, prefix: str, store: Store | None = None) -> None:
-        self.address, self._root = checked_address(address), f"runs/{prefix}/"
+    def __init__(self, address: str, prefix: str) -> None:
+        self.address = checked_address(address)
+        self._root = f"runs/{prefix}/"
         self.requests = 0  # so far
         self.sent_bytes = self.received_bytes = 0
         self._behind_s: float | None = None  # of this machine's clock, behind the store's
         self._missing: list[str] = []  # secrets
-        self._store = store or self._open()
+        self._store = self._open()
 
     def _open(self) -> Store:
         if self.address.startswith("memory://"):
@@ -250,7 +281,8 @@ class Bucket:
         first, written_at = await self.create(path, b"first"), loop_now()
         second = await self.create(path, b"second")
         found, kept = await self.list("checks", path[:-1]), await self.read(path)
-        await self.delete([path])
+        with suppress(BucketError):  # this peer's keys may not delete
+            await self.delete([path])
         mine = [one for one in found if one.path == path]
         require(
             first and not second and kept == b"first" and mine,

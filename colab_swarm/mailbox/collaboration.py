@@ -73,8 +73,7 @@ class MailboxCollaboration(TrainingPart):
 
     async def start(self) -> None:
         journal = self._journal
-        if not self.services.carried:  # who carries has checked it
-            await journal.bucket.require_conditional_writes()
+        await journal.bucket.require_conditional_writes()
         agreed = self.progress.own.agreement
         theirs = await journal.read_card(journal.signed(Card, schema=self._schema, agreement=agreed))
         told = differing(theirs.agreement, agreed)
@@ -314,15 +313,18 @@ class MailboxCollaboration(TrainingPart):
         self._since = loop_now()
         self._advance(lineage, result, aside=aside)
         self.services.averager.on_round(result)
-        if one.manifest.member == self.services.peers.id and one.after.round % STATE_ROUNDS == 0:
-            snapshot = await asyncio.to_thread(self._snapshot)
+        if one.after.round % STATE_ROUNDS == 0:
+            closed_here = one.manifest.member == self.services.peers.id
+            snapshot = await asyncio.to_thread(self._snapshot) if closed_here else None
             self._saving = self._tasks.spawn(self._save(one.after, snapshot))
 
-    async def _save(self, chain: RoundChain, snapshot: Snapshot) -> None:
+    async def _save(self, chain: RoundChain, snapshot: Snapshot | None) -> None:
+        """Write the state, if there is one, and delete what nobody needs any more."""
         with suppress(BucketError):  # the next writer saves the next one
-            await self._journal.write_state(chain, snapshot)
-            if not self.services.carried:  # only members with keys delete
-                await self._journal.trim(chain.round)
+            if snapshot is not None:
+                await self._journal.write_state(chain, snapshot)
+        with suppress(BucketError):  # the keys of most members may not delete
+            await self._journal.trim(chain.round)
 
     def _learn(self, one: ClosedRound) -> None:
         """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""

@@ -12,7 +12,7 @@ from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
-from colab_swarm.mailbox.bucket import Bucket, can_open, checked_address
+from colab_swarm.mailbox.bucket import prepare, require_rights
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings
@@ -56,8 +56,7 @@ def create(
         allow: the list, for ``allowlist``.
         mailbox: address of a bucket or a shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
             ``az://…`` or ``file:///mnt/folder``. Then nobody needs to be online with another: see
-            `colab_swarm.mailbox`. Members have its keys as secrets or in the environment; one with a door, such as
-            ``NetworkOptions(iroh="public")``, carries the rounds for those without.
+            `colab_swarm.mailbox`. Members have its keys as secrets or in the environment.
         peer_name: the name that others see.
         options: how this peer takes part in the network.
         state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
@@ -69,7 +68,7 @@ def create(
         StateError: the folder is in use, damaged or read-only, or its peer or run is open unsaved.
         TermsError: the platform's terms were not accepted.
         TunnelError, SecretError, PortError: the tunnel, its token, or the port cannot be used.
-        BucketError: a peer with a door cannot use the mailbox, or it does not answer.
+        BucketError: the mailbox is a folder that cannot be made.
     """
     platforms.require_terms(accept_terms)
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
@@ -80,6 +79,8 @@ def create(
                 raise _saves_another(state_dir, saved)
         elif not options.identity and (opened := find_open(run=name, name=peer_name)) is not None:
             return _same(opened, store, options, access=access, allow=allow, mailbox=mailbox)
+        if mailbox:
+            prepare(mailbox)
         options, identity = _with_key(options, store)
         asked: dict[str, Any] = {"access": access, "allow": allow, "mailbox": mailbox}
         way = RunAccess.found(name, identity, key_file=options.identity, **asked)
@@ -115,7 +116,7 @@ def join(
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
         JoinError: none of the peers it names could be reached, or this peer is not admitted.
-        ValueError, StateError, TermsError, TunnelError, SecretError, BucketError: see `create`.
+        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`.
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))
@@ -124,6 +125,8 @@ def join(
         return swarm
     with _reserved(state_dir) as (store, saved):
         invitation = _invitation(invite, returning=saved is not None)
+        if invitation.mailbox:
+            require_rights(invitation.mailbox)
         if saved is not None and (not saved.invitation or saved.run_id != invitation.run_id):
             raise _saves_another(state_dir, saved)
         if store is None and (swarm := find_open(invitation.run_id, name=peer_name)) is not None:
@@ -251,13 +254,8 @@ def _open(
     access: RunAccess, identity: Identity, peer_name: str, options: NetworkOptions, store: PeerStore | None
 ) -> Swarm:
     runtime, here, saved = Runtime.shared(), platforms.platform(), None if store is None else store.saved
-    carried, bucket = False, None
-    if access.mailbox and not (carried := bool(access.entries) and not can_open(access.mailbox)):
-        checked_address(access.mailbox)
-        if options.has_door:
-            bucket = Bucket(access.mailbox, access.run_id)
-        else:
-            options = options.without_links()
+    if access.mailbox:
+        options = options.without_links()
     clock = platforms.SessionClock.of(
         here, options.session_hours, age_s=platforms.session_age_s(), now=runtime.time()
     )
@@ -270,8 +268,7 @@ def _open(
         access = replace(access, known=saved.contacts, tally=saved.tally)
     if isinstance(options.tunnel, str):  # its token may have to be typed: on the user's thread
         options = replace(options, tunnel=settings_of(options.tunnel))
-    way: dict[str, Any] = {"carried": carried, "bucket": bucket}
-    services, network = runtime.call(_start(access, identity, name, options, store, **way))
+    services, network = runtime.call(_start(access, identity, name, options, store))
     _open_swarms.difference_update({swarm for swarm in _open_swarms if swarm.left})
     swarm = Swarm(runtime, services, access.run_id, name, network)
     if clock is not None:
@@ -294,9 +291,6 @@ async def _start(
     name: str,
     options: NetworkOptions,
     store: PeerStore | None = None,
-    *,
-    carried: bool = False,
-    bucket: Bucket | None = None,
 ) -> tuple[PeerServices, NetworkSession]:
     events, saved = EventLog(), None if store is None else store.saved
     former = saved.port if saved is not None and options.listen else 0
@@ -307,9 +301,8 @@ async def _start(
             raise
         node = await _start_node(access, identity, options, options.port, events)
     try:
-        way: dict[str, Any] = {"mailbox": access.mailbox, "carried": carried}
-        services = assemble(node, access.run_id, events, random.SystemRandom(), **way)
-        network = NetworkSession(node, access, options, services, bucket)
+        services = assemble(node, access.run_id, events, random.SystemRandom(), mailbox=access.mailbox)
+        network = NetworkSession(node, access, options, services)
         await network.open(store)
     except BaseException:  # an interrupt included: nothing may stay open
         await node.close()

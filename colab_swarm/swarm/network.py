@@ -19,8 +19,6 @@ from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY
-from colab_swarm.mailbox.bucket import Bucket
-from colab_swarm.mailbox.courier import Courier
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
 from colab_swarm.net.carrier import SpeedTests
@@ -96,12 +94,8 @@ class NetworkOptions:
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
         return asdict(replace(self, tunnel=tunnel, identity=None))
 
-    @property
-    def has_door(self) -> bool:
-        """Whether a way to this peer was asked for: then it carries a run's bucket for members without keys."""
-        return self.listen and bool(self.port or self.announce or self.tunnel or self.iroh)
-
     def without_links(self) -> "NetworkOptions":
+        """Return them for a run in a bucket."""
         return replace(self, listen=False, lan=False, use_relays=False, punch=False)
 
     @classmethod
@@ -124,9 +118,7 @@ class NetworkSession:
         access: RunAccess,
         options: NetworkOptions,
         services: PeerServices,
-        bucket: Bucket | None = None,
     ) -> None:
-        """A peer with a ``bucket`` carries it for others."""
         self.node, self.access, self.options, self._services = node, access, options, services
         dht, events, rng = services.dht, services.events, services.rng
         self.trust = Trust(node, dht, events, rng, access)
@@ -148,7 +140,6 @@ class NetworkSession:
         )
         quota = options.relay if isinstance(options.relay, RelayQuota) else RelayQuota()
         self.relay = Relay(node, quota) if options.relay else None
-        self.courier = None if bucket is None else Courier(bucket, services)
         self._announcer: LanAnnouncer | None = None
 
     async def open(self, store: PeerStore | None) -> None:
@@ -163,7 +154,8 @@ class NetworkSession:
             raise
 
     async def _enter(self) -> None:
-        node, entries = self.node, self._entries()
+        node = self.node
+        entries = () if self.access.mailbox else self.access.entries
         for contact in entries:
             node.learn(contact)
         if entries and not self.options.announce:
@@ -175,7 +167,8 @@ class NetworkSession:
                 await enter(node, entries)
             except JoinError as error:
                 await _blame_the_network(entries, error)
-                self._require_alone(error)
+                if self.access.invitation is not None:  # a returning owner continues alone
+                    raise
                 node.announce(tuple(self.options.announce) or node.listening())
                 entries = ()
             else:
@@ -187,26 +180,8 @@ class NetworkSession:
             raise JoinError(f"{error}; {skew}" if skew else str(error)) from error
         await self.reachability.start()
         self.trust.start()
-        if self.courier is not None:
-            await self.courier.start()
         if self.relay is not None:
             await self.announce("relays", lambda: node.contact.addresses if node.contact.direct else ())
-
-    def _entries(self) -> tuple[Contact, ...]:
-        """Return whom to dial: nobody, if the bucket is enough."""
-        access, services = self.access, self._services
-        asks = access.invitation is not None and access.invitation.uses > 0  # the authority, to be admitted
-        needs_links = not access.mailbox or self.courier is not None or services.carried or asks
-        return access.entries if needs_links else ()
-
-    def _require_alone(self, error: JoinError) -> None:
-        """Raise the error, but not to a returning owner, nor a peer with the bucket's keys: they continue alone."""
-        if self._services.carried:
-            raise JoinError(
-                f"{error}. Or set the keys of {self.access.mailbox}: it needs nobody then"
-            ) from error
-        if self.access.invitation is not None and not self.access.mailbox:
-            raise error
 
     async def _keep_saving(self, store: PeerStore) -> None:
         met = asyncio.Event()
@@ -234,8 +209,6 @@ class NetworkSession:
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
                 ends.callback(self.relay.close)
-            if self.courier is not None:
-                ends.callback(self.courier.stop)
             if self._announcer is not None:
                 ends.push_async_callback(self._announcer.close)
             ends.push_async_callback(self._services.averager.close)
@@ -381,7 +354,6 @@ def assemble(
     rng: random.Random,
     *,
     mailbox: str = "",
-    carried: bool = False,
     pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
     SpeedTests(peers)
@@ -389,7 +361,7 @@ def assemble(
     router = PrefixRouter(peers, events)
     averager = Averager(peers, events=events, dishonest=router.dishonest)
     how: Any = {"router": router, "averager": averager, "pace": pace}
-    return PeerServices(peers, dht, events, rng, run_id, mailbox=mailbox, carried=carried, **how)
+    return PeerServices(peers, dht, events, rng, run_id, mailbox=mailbox, **how)
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:

@@ -152,8 +152,7 @@ class Overview:
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()
         seen_at, names = float("-inf") if left else now, self.names()
-        read = () if self._services.carried else self._optimizers.values()  # links count what couriers carry
-        bucket = [one.collaboration.bucket_bytes for one in read]
+        bucket = [optimizer.collaboration.bucket_bytes for optimizer in self._optimizers.values()]
         shown = SwarmSnapshot(
             run=self._services.run_id.rpartition("-")[0],
             me=self._name,

@@ -25,8 +25,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import JoinError, require
 from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
-from colab_swarm.mailbox.bucket import MEMORY, Bucket, MemoryStore
-from colab_swarm.mailbox.courier import Courier
+from colab_swarm.mailbox.bucket import MEMORY, MemoryStore
 from colab_swarm.net.peers import end_tasks
 from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
@@ -84,13 +83,11 @@ class Simulation(AbstractContextManager["Simulation"]):
         at: float = 0.0,
         samples_per_s: float | None = None,
         listen: bool = True,
-        keys: bool = True,
     ) -> None:
         """Add a peer, now or, once `run` or `play` is under way, at virtual second ``at``.
 
         The ``name`` of a crashed peer starts a new process of that peer. ``samples_per_s`` is its
-        training speed, that of the others if None. ``listen=False``: it cannot be dialled. ``keys=False``:
-        it has none of the mailbox; others carry its rounds.
+        training speed, that of the others if None. ``listen=False``: it cannot be dialled.
         """
         require(
             at > self.time or (name not in self.swarms and name not in self._arriving),
@@ -101,11 +98,11 @@ class Simulation(AbstractContextManager["Simulation"]):
         if at <= self.time:
             self._arriving.add(name)
         if self._train is None and at <= self.time:
-            self._runtime.call(self._join(name, listen, keys))
+            self._runtime.call(self._join(name, listen))
         else:
-            self._later.add(self._runtime.loop.create_task(self._join(name, listen, keys, at=at)))
+            self._later.add(self._runtime.loop.create_task(self._join(name, listen, at=at)))
 
-    async def _join(self, name: str, listen: bool = True, keys: bool = True, *, at: float = 0.0) -> None:
+    async def _join(self, name: str, listen: bool = True, *, at: float = 0.0) -> None:
         if at > self.time:
             await asyncio.sleep(at - self.time)
         self._arriving.add(name)
@@ -122,7 +119,6 @@ class Simulation(AbstractContextManager["Simulation"]):
                 EventLog(),
                 random.Random(f"{name} {self._seed}"),
                 mailbox=self._mailbox,
-                carried=not keys,
                 pace=lambda samples: samples / self.speed_of(name) + self.network.frozen_s(name),
             )
             try:
@@ -131,10 +127,6 @@ class Simulation(AbstractContextManager["Simulation"]):
                 services.dht.kill()
                 peers.kill(f"{name} could not join")
                 raise
-            if self._mailbox and keys:
-                courier = Courier(Bucket(self._mailbox, RUN_ID), services)
-                await courier.start()
-                peers.when_down(courier.stop)
             self.swarms[name] = Swarm(self._runtime, services, RUN_ID, name, None)
         finally:
             self._arriving.discard(name)

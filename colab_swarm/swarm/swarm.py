@@ -101,7 +101,7 @@ class Swarm(AbstractContextManager["Swarm"]):
     @property
     def reachability(self) -> Reachability:
         """How others reach this peer; ``print(swarm.reachability.explain())`` says why not better."""
-        if self.services.mailbox and not (self.services.carried or (self.network and self.network.courier)):
+        if self.services.mailbox:
             return Reachability(ReachabilityLevel.BUCKET, self.services.mailbox)
         if self.network is not None:
             return self.network.reachability.current

@@ -55,7 +55,6 @@ class PeerServices(RunServices):
     router: PrefixRouter
     averager: Averager
     mailbox: str = ""  # address of the bucket that has the run's rounds; empty: they go over links
-    carried: bool = False  # this peer has no keys of the bucket: others carry its objects
     pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
 
 

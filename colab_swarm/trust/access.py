@@ -308,9 +308,12 @@ class Trust:
         await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
-        """Remove a peer, or an invitation by its key's id; `PermissionError` unless by the authority, over links."""
+        """Remove a peer, or an invitation by its key's id.
+
+        Raises `PermissionError` if this peer is not the authority, or the run is in a bucket.
+        """
         require(
-            not self._mailbox or self._node.port is not None,
+            not self._mailbox,
             f"nobody can be removed from {self._mailbox}: who has its keys reads and writes it. Change the keys",
             PermissionError,
         )

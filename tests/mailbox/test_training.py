@@ -4,18 +4,20 @@ import asyncio
 import math
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.errors import BucketError
 from colab_swarm.events import BatchDropped, Notice, StateReceived
 from colab_swarm.mailbox.rounds import LEFT, Farewell, RoundChain
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from tests.mailbox.run import SETTINGS, Trained, agree, count, fail, faults, manifests, train
-from tests.training.toy import ROWS, join_training, loss_of, model, wait_for_peers
+from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
 
 @pytest.mark.slow
@@ -36,6 +38,31 @@ def test_a_store_that_fails_for_minutes_costs_nothing(
             assert "the bucket answers again" in [
                 one.text for one in sim.swarms["alice"].events.recent(Notice)
             ]
+
+
+@pytest.mark.slow
+def test_keys_that_cannot_delete_are_enough_for_all_members_but_one() -> None:
+    """Bob and carol write states too; alice deletes what is older."""
+    refused: list[str] = []
+
+    async def refuse(paths: Sequence[str]) -> None:
+        refused.extend(paths)
+        raise BucketError("this key may not delete")
+
+    def life(swarm: Swarm) -> bytes:
+        optimizer = join_training(swarm, net := model(), **SETTINGS)
+        if swarm.name != "alice":
+            optimizer.collaboration._journal.bucket.delete = refuse  # type: ignore[attr-defined]
+        while optimizer.global_step < 52:
+            take(optimizer, net, optimizer.global_step, slice(0, 4))
+        return optimizer.lineage
+
+    with cs.simulate(3, mailbox=True) as sim:
+        results = sim.run(life, seconds=9000)
+        assert len(results) == 3 and len(set(results.values())) == 1
+        assert any(path.startswith("states/") for path in refused)
+        states = sorted(path for path in sim.bucket.objects if "/states/" in path)
+        assert len(states) == 2 and states[-1].endswith("48")
 
 
 @pytest.mark.parametrize("forged", [False, True])
