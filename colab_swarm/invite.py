@@ -7,7 +7,8 @@ The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is 
 version byte, msgpack and a checksum. Unless the run is open, an invitation has its own key pair.
 The authority signs its public key and its rights (`Grant`). The secret key is in the invitation
 and signs the rest, so that an invited peer can pass the invitation on with other entries, but not
-with more rights.
+with more rights. The authority signs the address of a mailbox too, for it opens a place on the guest's
+machine. An open run has no authority: its creator signs, whose key's id ends the run's id.
 """
 
 import base64
@@ -22,15 +23,16 @@ import msgspec
 
 from colab_swarm.errors import InviteError, require
 from colab_swarm.net.addresses import only_local
-from colab_swarm.net.identity import Identity
+from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import MAX_USES, Grant, Moment, RunId, Signed, in_words
 from colab_swarm.net.peers import UNDECODABLE, Contact, Role
 from colab_swarm.project import update
 
-VERSION = 3
+VERSION = 4  # 4: the mailbox is signed
 CHECK_BYTES = 6
 MAX_ENTRIES = 8
 MAX_MAILBOX = 200  # characters of its address
+CREATOR_HEX = 20  # digits of the creator's id in the id of an open run with a mailbox
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ROLES = {"worker": Role.WORKER, "reducer": Role.REDUCER, "viewer": Role.VIEWER}
 LOCAL_ONLY = (
@@ -54,6 +56,18 @@ Settings: TypeAlias = Annotated[
 Page: TypeAlias = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^(https://[A-Za-z0-9._:\[\]-]+)?\Z")]
 
 
+class SignedMailbox(Signed, frozen=True):
+    """Where the rounds of a run are, signed by its authority or, in an open run, by its creator."""
+
+    run_id: RunId
+    address: Annotated[str, msgspec.Meta(max_length=MAX_MAILBOX)]
+
+
+def creator_suffix(public_key: bytes) -> str:
+    """Return what the id of an open run with a mailbox ends in, so that nobody else can sign its mailbox."""
+    return id_of(public_key).hex()[:CREATOR_HEX]
+
+
 class Invite(Signed, frozen=True):
     """The contents of an invitation. Its text holds a secret; its repr does not."""
 
@@ -61,16 +75,17 @@ class Invite(Signed, frozen=True):
     entries: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_ENTRIES)]  # to dial
     expires_at: Moment  # when joining ends, seconds since the epoch
     access: Access = "open"  # who may join
-    authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # its public key
+    # its public key; of an open run with a mailbox, the creator's
+    authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     secret: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # of this invitation's own key
     role: Role = Role.WORKER  # of those who join
     member_until: Moment = 0.0  # when their memberships end, unless the authority renews them
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
     grant_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # by the authority
     settings: Settings = msgspec.field(default_factory=dict)  # for training
-    mailbox: Annotated[str, msgspec.Meta(max_length=MAX_MAILBOX)] = (
-        ""  # address of a bucket with the run's rounds
-    )
+    # address of a bucket with the run's rounds; `mailbox_signature` is that of a `SignedMailbox`
+    mailbox: Annotated[str, msgspec.Meta(max_length=MAX_MAILBOX)] = ""
+    mailbox_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     page: Page = ""  # ``https://HOST`` of a backbone whose ``/join`` shows a browser how to join; else empty
 
     @classmethod
@@ -154,12 +169,24 @@ class Invite(Signed, frozen=True):
         require(late_s <= 0, f"this invitation expired {ago}: ask for a new one", InviteError)
         return invite
 
+    def with_mailbox(self, address: str, authority: bytes, signature: bytes) -> "Invite":
+        """Return it with the address that ``authority``, a public key, has signed as a `SignedMailbox`."""
+        return self.replaced(mailbox=address, authority=authority, mailbox_signature=signature)
+
     def _is_genuine(self) -> bool:
+        if self.mailbox and not self._is_mailbox_signed():
+            return False
         if self.access == "open":
-            return self.secret == self.authority == b""
+            return self.secret == b"" and (self.authority == b"" or bool(self.mailbox))
         grant = self.grant if len(self.secret) == 32 else None
         signed = grant is not None and grant.is_signed_by(self.authority)
         return signed and self.is_signed_by(self.key.public_key)
+
+    def _is_mailbox_signed(self) -> bool:
+        if self.access == "open" and self.run_id.rpartition("-")[2] != creator_suffix(self.authority):
+            return False
+        signed = SignedMailbox(self.run_id, self.mailbox, signature=self.mailbox_signature)
+        return signed.is_signed_by(self.authority)
 
 
 def _body_of(text: str) -> bytes:

@@ -318,9 +318,12 @@ def _create(options: Options) -> None:
         _stay(served.swarm, options, served.invite.facts | dashboard)
 
 
-def _joined(options: Options, name: str = "", *, relay: bool | RelayQuota = False) -> Swarm:
+def _joined(
+    options: Options, name: str = "", *, relay: bool | RelayQuota = False, mailbox: str = ""
+) -> Swarm:
     return join(
         options.invite,
+        mailbox=mailbox,
         peer_name=options.peer_name or name,
         options=_network_options(options, relay=relay),
         accept_terms=options.accept_terms,
@@ -366,7 +369,7 @@ def _train(options: Options) -> None:
     from colab_swarm.training.layerwise import Lamb
 
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
-    with _joined(options) as swarm:
+    with _joined(options, mailbox=options.mailbox) as swarm:
         swarm.events.listen(partial(_report_event, options, swarm))
         model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
         optimizer = swarm.optimizer(

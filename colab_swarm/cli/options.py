@@ -75,8 +75,7 @@ CREATE: Arguments = {
     "run": ("name of the run, or a run.toml with its settings", {}),
     "--hours": ("life of the invitation; default: 24, with --mailbox 720", HOURS),
     "--mailbox": (
-        "bucket or shared folder for the rounds, such as s3://bucket/folder: nobody stays online, but with --port, "
-        "--announce or --tunnel this peer, to carry the rounds for members without keys",
+        "bucket or shared folder for the rounds, such as s3://bucket/folder: nobody stays online",
         TEXT,
     ),
     "--allow-user": ("Hugging Face user on the run's allowlist; repeatable", SEVERAL),
@@ -92,6 +91,7 @@ RELAY: Arguments = {
 JOIN: Arguments = {
     **INVITE,
     **LEAVE,
+    "--mailbox": ("confirms the folder, or the store in your own network, that the invitation names", TEXT),
     "--reduce-only": ("help the trainers; needs no GPU, data or torch", FLAG),
     "--size": ("size of the ALBERT", {"default": "tiny", "choices": SIZES}),
     "--text": ("file, Hub data set, or python-docs", {"default": "python-docs"}),

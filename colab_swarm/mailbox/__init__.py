@@ -92,6 +92,10 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 - `swarm.remove_peer` removes nobody here: change the keys.
 - The store's owner can read the model.
 
+An address may name only an ``endpoint`` and a ``region``, and never keys. The creator of the run signs it. A guest
+confirms a folder, an endpoint without TLS, or one in its own network with ``cs.join(…, mailbox=ADDRESS)``:
+the author of an invitation must not choose which files and hosts the guest's machine opens.
+
 **Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` and ``robust=``
 are refused, and so are allowlists. Experts, `swarm.average` and the leaderboard need
 links. A manifest lists 256 contributions at most.
@@ -123,6 +127,7 @@ that can get, put and list objects below one folder, but delete none.
 |---|---|
 | DiLoCo, [arXiv 2311.08105](https://arxiv.org/abs/2311.08105): local and outer steps | `collaboration` |
 | SparseLoCo, [arXiv 2508.15706](https://arxiv.org/abs/2508.15706): error feedback | `colab_swarm.tensors` |
+| what an address may say | `address` |
 | manifests, and when a round closes: pure functions | `rounds` |
 | reading, checking and writing objects | `journal` |
 | stores, by obstore | `bucket` |

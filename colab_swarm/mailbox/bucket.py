@@ -11,19 +11,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, JoinError, require
-from colab_swarm.invite import MAX_MAILBOX
+from colab_swarm.mailbox.address import checked_address, folder_at, options_of
 from colab_swarm.net.peers import Buffer, PeerId
 from colab_swarm.runtime import loop_now
 
 T = TypeVar("T")
 Errors: TypeAlias = tuple[type[Exception], ...]
-SCHEMES = ("s3://", "gs://", "az://", "file:///", "memory://")
 RETRY = {"max_retries": 6, "retry_timeout": timedelta(seconds=30)}  # of 429, 5xx and lost connections
 KEYS = {
     "s3": {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"},
@@ -32,7 +30,8 @@ KEYS = {
 }
 """Names of the secrets, in the environment or the platform's store, for an option of the store."""
 
-OPTIONS = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_token": "AWS_SESSION_TOKEN"}
+VARIABLES = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_token": "AWS_SESSION_TOKEN"}
+"""More options of S3, by their environment variables; the address wins."""
 MEMORY: "dict[str, MemoryStore]" = {}
 
 
@@ -116,8 +115,8 @@ class ObjectStore:
             return
         config: dict[str, str] = dict(secrets)
         if kind == "s3":
-            config |= {name: os.environ[known] for name, known in OPTIONS.items() if known in os.environ}
-        config |= parse_qsl(urlsplit(address).query)
+            config |= {name: os.environ[known] for name, known in VARIABLES.items() if known in os.environ}
+        config |= options_of(address)
         client = {"allow_http": config.get("endpoint", "").startswith("http://"), "timeout": "10m"}
         options: dict[str, Any] = {"config": config, "client_options": client, "retry_config": RETRY}
         self._store = from_url(plain, **options)
@@ -150,15 +149,9 @@ class ObjectStore:
 
 def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
     """Return this peer's secrets for a store, by its options, and which secrets are missing."""
-    named, wanted = dict(parse_qsl(urlsplit(address).query)), KEYS.get(urlsplit(address).scheme, {})
+    wanted = KEYS.get(urlsplit(address).scheme, {})
     found = {name: str(value) for name, secret in wanted.items() if (value := find_secret(secret))}
-    return found, [secret for name, secret in wanted.items() if name not in found | named]
-
-
-def folder_at(address: str) -> Path | None:
-    """Return the folder of a ``file://`` address; None for other stores."""
-    where = urlsplit(checked_address(address))
-    return Path(unquote(where.path)) if where.scheme == "file" else None
+    return found, [secret for name, secret in wanted.items() if name not in found]
 
 
 def prepare(address: str) -> None:
@@ -187,16 +180,6 @@ def require_rights(address: str) -> None:
         "creator of the run for keys that can get, put and list objects there",
         JoinError,
     )
-
-
-def checked_address(address: str) -> str:
-    require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
-    require(
-        address.startswith(SCHEMES),
-        f"{address!r} is no mailbox: pass an address such as s3://bucket/folder or file:///mnt/folder "
-        f"(kinds: {', '.join(SCHEMES)})",
-    )
-    return address
 
 
 class Bucket:

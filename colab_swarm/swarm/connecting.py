@@ -11,7 +11,7 @@ from typing import Any
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, PeerError, TunnelError
 from colab_swarm.invite import Invite
-from colab_swarm.mailbox.bucket import SCHEMES
+from colab_swarm.mailbox.address import SCHEMES
 from colab_swarm.net.addresses import is_local, own_ips
 from colab_swarm.net.iroh import is_at_public_relay
 from colab_swarm.net.peers import short
@@ -58,6 +58,7 @@ def connect(
     *,
     name: str = "",
     run: str = "my-swarm",
+    mailbox: str = "",
     accept_terms: bool = False,
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
@@ -75,6 +76,7 @@ def connect(
     Args:
         name: what the others see of this peer.
         run: name of a run that is started.
+        mailbox: confirms where the rounds of an invitation are; see `join`.
         accept_terms: the platform's terms allow this, and relays or tunnels may be used.
         options: how this peer takes part; a tunnel, relay or address given there is the door.
         state_dir: see `create`; a peer that it saves is resumed.
@@ -84,7 +86,7 @@ def connect(
         InviteError, TermsError, ValueError, StateError: see `join` and `create`.
     """
     global _shown
-    act = partial(_connect, run=run, options=options, state_dir=state_dir)
+    act = partial(_connect, run=run, mailbox=mailbox, options=options, state_dir=state_dir)
     saves = state_dir is not None and read_saved(folder_of(state_dir)) is not None
     if invitation is not None or saves or not platforms.has_frontend():
         return act(invitation or "", name, accept_terms, print)
@@ -103,6 +105,7 @@ def _connect(
     say: Say,
     *,
     run: str,
+    mailbox: str,
     options: NetworkOptions,
     state_dir: str | Path | None,
 ) -> Swarm:
@@ -116,7 +119,7 @@ def _connect(
         say(f"… coming back as {saved.name}")
         swarm = joining.resume(folder_of(state_dir or ""), accept_terms=agreed)
     elif invitation:
-        swarm = _join(invitation, options, say, **how)
+        swarm = _join(invitation, options, say, mailbox=mailbox, **how)
     else:
         swarm = _start(run, options, say, **how)
     say(f"✔ you are {swarm.name} ({short(swarm.id)}) in {swarm.run}")

@@ -12,6 +12,7 @@ from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError, require
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
+from colab_swarm.mailbox.address import confirmed_address
 from colab_swarm.mailbox.bucket import prepare, require_rights
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
@@ -93,6 +94,7 @@ def create(
 def join(
     invite: str | LanSwarm,
     *,
+    mailbox: str = ...,
     peer_name: str = ...,
     options: NetworkOptions = ...,
     state_dir: str | Path | None = ...,
@@ -103,6 +105,7 @@ def join() -> LanSwarms: ...
 def join(
     invite: str | LanSwarm | None = None,
     *,
+    mailbox: str = "",
     peer_name: str = "",
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
@@ -112,6 +115,12 @@ def join(
 
     Without an invitation it lists the runs in the local network: ``join(found[0])`` if it is open.
     With ``state_dir`` (see `create`) this peer stays the same, also after the invitation expired.
+
+    Args:
+        invite: the line that `Swarm.invite` returned to another member.
+        mailbox: confirms where the rounds are. Needed if the invitation names a folder, or a store that is not
+            on the public internet; a folder may have another path on this machine.
+        peer_name, options, state_dir, accept_terms: see `create`.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
@@ -125,17 +134,24 @@ def join(
         return swarm
     with _reserved(state_dir) as (store, saved):
         invitation = _invitation(invite, returning=saved is not None)
-        if invitation.mailbox:
-            require_rights(invitation.mailbox)
         if saved is not None and (not saved.invitation or saved.run_id != invitation.run_id):
             raise _saves_another(state_dir, saved)
         if store is None and (swarm := find_open(invitation.run_id, name=peer_name)) is not None:
             return swarm
+        if invitation.mailbox:
+            mailbox = confirmed_address(invitation.mailbox, mailbox)
+            require_rights(mailbox)
+        else:
+            require(
+                not mailbox, f"mailbox={mailbox!r}: the rounds of this run are in no mailbox; leave it out"
+            )
         platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
         options, identity = _with_key(options, store)
         token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
         membership = b"" if saved is None else saved.membership
-        access = RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
+        access = RunAccess.by(
+            invitation, identity, token=str(token or ""), membership=membership, mailbox=mailbox
+        )
         return _open(access, identity, peer_name, options, store)
 
 
@@ -156,7 +172,7 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
         raise saving.damaged(folder_of(folder)) from error
     how: Any = {"options": options, "state_dir": folder, "accept_terms": accept_terms}
     if saved.invitation:
-        return join(saved.invitation, **how)
+        return join(saved.invitation, mailbox=saved.mailbox, **how)
     return create(saved.run, access=saved.access, allow=saved.allow, mailbox=saved.mailbox, **how)
 
 

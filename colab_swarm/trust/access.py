@@ -22,11 +22,22 @@ from typing import Any
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError, require
 from colab_swarm.events import EventLog, Fault, Notice
-from colab_swarm.invite import NAME, Access, Invite, role_named
+from colab_swarm.invite import NAME, Access, Invite, SignedMailbox, creator_suffix, role_named
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Ack, Contact, LeftOut, PeerId, Peers, Refusal, Role, end_tasks, short
+from colab_swarm.net.peers import (
+    MAX_RUN_ID_BYTES,
+    Ack,
+    Contact,
+    LeftOut,
+    PeerId,
+    Peers,
+    Refusal,
+    Role,
+    end_tasks,
+    short,
+)
 from colab_swarm.runtime import loop_now
 from colab_swarm.trust.authority import (
     Allowlist,
@@ -372,7 +383,14 @@ class RunAccess:
             allow is None or not mailbox,
             "access='allowlist' needs this peer online, to look accounts up: in a bucket, use access='invite'",
         )
-        run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
+        suffix = secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]
+        if access == "open" and mailbox:
+            suffix = creator_suffix(identity.public_key)
+        run_id = f"{name}-{suffix}"
+        require(
+            len(run_id) <= MAX_RUN_ID_BYTES,
+            f"{name!r} is too long: the name of this run has at most {MAX_RUN_ID_BYTES - len(suffix) - 1} characters",
+        )
         if access == "open":
             return cls(run_id, access, mailbox=mailbox)
         book = AuthorityBook.of(run_id, key_file)
@@ -384,13 +402,27 @@ class RunAccess:
 
     @classmethod
     def by(
-        cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
+        cls,
+        invitation: Invite,
+        identity: Identity,
+        *,
+        token: str = "",
+        membership: bytes = b"",
+        mailbox: str = "",
     ) -> "RunAccess":
-        """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if any."""
+        """Join a run.
+
+        Args:
+            invitation: admits this peer.
+            identity: of this peer.
+            token: of Hugging Face, if the run asks for one.
+            membership: of an earlier session, if any.
+            mailbox: the address that this peer opens; its folder may have another path here than in the invitation.
+        """
         run_id, admission = invitation.run_id, None
         if invitation.grant is not None:
             admission = MembershipAdmission(run_id, authority=invitation.authority, own=identity.public_key)
-        own: dict[str, Any] = {"invitation": invitation, "mailbox": invitation.mailbox}
+        own: dict[str, Any] = {"invitation": invitation, "mailbox": mailbox}
         return cls(run_id, invitation.access, admission, token, membership, **own)
 
     @property
@@ -430,7 +462,7 @@ class RunAccess:
         entries, usual_h = self._ways_in(peers), MAILBOX_HOURS if self.mailbox else HOURS
         life_h = usual_h if hours is None else hours
         if not closed:
-            return Invite(self.run_id, entries, peers.time() + 3600 * life_h, mailbox=self.mailbox)
+            return self._with_mailbox(Invite(self.run_id, entries, peers.time() + 3600 * life_h), peers)
         if authority is None:
             assert self.invitation is not None  # only the authority has none
             return self.invitation.replaced(entries=entries)
@@ -442,7 +474,17 @@ class RunAccess:
             JoinError,
         )
         made = Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
-        return made.replaced(mailbox=self.mailbox) if self.mailbox else made
+        return self._with_mailbox(made, peers)
+
+    def _with_mailbox(self, made: Invite, peers: Peers) -> Invite:
+        """Add the address that the creator of the run signed: this peer, or the one whose invitation it has."""
+        if not self.mailbox:
+            return made
+        if self.invitation is not None:
+            former = self.invitation
+            return made.with_mailbox(former.mailbox, former.authority, former.mailbox_signature)
+        signed = SignedMailbox(self.run_id, self.mailbox).signed(peers.sign)
+        return made.with_mailbox(self.mailbox, peers.public_key, signed.signature)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
         found = [peers.contact, *(self.invitation.entries if self.invitation else ())]

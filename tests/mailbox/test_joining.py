@@ -34,7 +34,9 @@ def test_an_invitation_alone_leads_to_a_run_whose_creator_has_left(box: str, tmp
     parsed = Invite.parse(str(invitation))
     assert parsed.mailbox == box and not (parsed.entries or invitation.warning)
     assert parsed.expires_at == pytest.approx(alice.services.peers.time() + 3600 * MAILBOX_HOURS, abs=600)
-    with cs.join(str(invitation), state_dir=tmp_path / "bob") as bob:
+    with pytest.raises(JoinError, match="a folder of this machine"):
+        cs.join(str(invitation), state_dir=tmp_path / "bob")
+    with cs.join(str(invitation), mailbox=box, state_dir=tmp_path / "bob") as bob:
         theirs = join_training(bob, other := model(seed=1), communication="auto", target_batch_size=20)
         assert theirs.lineage == mine.lineage and theirs.settings.local_steps == 2
         take(theirs, other, 0)
@@ -48,7 +50,7 @@ def test_an_invitation_alone_leads_to_a_run_whose_creator_has_left(box: str, tmp
 def test_connect_takes_the_address_of_a_bucket(box: str, capsys: pytest.CaptureFixture[str]) -> None:
     with cs.connect(box, run="by-address") as swarm:
         assert swarm.services.mailbox == box and swarm.is_owner
-        with cs.connect(str(swarm.invite()), name="bob") as bob:
+        with cs.connect(str(swarm.invite()), mailbox=box, name="bob") as bob:
             assert bob.services.mailbox == box and bob.run_id == swarm.run_id
     assert f"others reach you: by the bucket {box}" in capsys.readouterr().out
 

