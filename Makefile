@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-kernels ordeal storms classic binder check docs map picture bench publish-links clean
+.PHONY: demo test test-kernels test-lowest ordeal storms classic binder check docs map picture bench publish-links clean
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -34,8 +34,18 @@ test-kernels: $(VENV)/installed
 	OMP_NUM_THREADS=4 $(KERNEL_TESTS)
 	OMP_NUM_THREADS=16 $(KERNEL_TESTS)
 
+# The lowest versions that pyproject.toml declares, in an environment of their own.
+LOWEST := .venv-lowest
+LOWEST_TESTS := tests/recipes tests/tensors tests/net tests/notebook tests/workunits tests/moe tests/backbone tests/mailbox
+test-lowest: $(VENV)/installed
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install -q -U pip
+	{ $(BIN)/python -m tests.lowest; grep ^torch== constraints.txt; } >$(LOWEST)/pins.txt
+	$(LOWEST)/bin/pip install -q --no-compile -c $(LOWEST)/pins.txt -e '.[all]' pytest nbval hypothesis ipykernel 'moto[s3]'
+	$(LOWEST)/bin/python -m pytest -r fEs -m "not ordeal" $(LOWEST_TESTS)
+
 # Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
-ordeal: test-kernels
+ordeal: test-kernels test-lowest
 	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
 
 # More storms of faults, such as make storms N=2000 FIRST=500: on all cores, about 2 s each on one.
@@ -87,4 +97,4 @@ publish-links: $(VENV)/installed
 	$(BIN)/python -m tests.publish_links "$(URL)"
 
 clean:
-	rm -rf $(VENV) $(CLASSIC) site
+	rm -rf $(VENV) $(CLASSIC) $(LOWEST) site

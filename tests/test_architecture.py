@@ -1,6 +1,9 @@
 """Who may import whom (the layer table is code), and no file with two subjects."""
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,21 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_no_file_over_600_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 600, f"{path} wants to be two files"
+
+
+OTHER_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}
+OF_PLATFORMS = {"IPython", "google", "kaggle_secrets", "trackio", "wandb"}
+"""Imported only where the platform or the user has them already."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    requirements = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    declared = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in requirements}
+    used = {name.split(".")[0] for path in MODULES if "bench" not in path.parts for name in imports(path)}
+    used -= {"colab_swarm", *sys.stdlib_module_names, *OF_PLATFORMS}
+    assert {name for name in used if OTHER_NAMES.get(name, name).lower() not in declared} == set()
 
 
 @pytest.mark.parametrize("package", ["", "moe", "workunits", "elastic", "recipes"])
