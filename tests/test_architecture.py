@@ -101,8 +101,8 @@ def test_no_file_over_600_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 600, f"{path} wants to be two files"
 
 
-OTHER_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}
-OF_PLATFORMS = {"IPython", "google", "kaggle_secrets", "trackio", "wandb"}
+OTHER_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn", "tokenizers": "transformers"}
+OF_PLATFORMS = {"IPython", "google", "kaggle_secrets", "rich", "trackio", "wandb"}
 """Imported only where the platform or the user has them already."""
 
 
