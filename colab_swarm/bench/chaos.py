@@ -1,23 +1,13 @@
-"""Train a small model while peers are killed, frozen and restarted: ``colab-swarm chaos``.
+"""Train a small model at simulated peers that crash, freeze, restart and lose their lines, and measure the training.
 
-The peers are processes on this machine or simulated; one script of faults (`colab_swarm.sim.chaos`)
-serves both. A process stays the same peer after a kill, by its folder. Faults of the network are
-simulated only: on a real one they need the rights of an administrator.
+The faults are random or those of a script: see `colab_swarm.sim.chaos`.
 """
 
 import math
-import queue
-import random
-import signal
 import statistics
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,18 +15,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import Channel, Crew
-from colab_swarm.errors import JoinError, SwarmError, require
+from colab_swarm.errors import SwarmError, require
 from colab_swarm.notebook.lessons import describe_fault
 from colab_swarm.sim import ScriptedFault
-from colab_swarm.sim.chaos import random_faults, read_script
-from colab_swarm.swarm.simulation import nth_name, simulate
+from colab_swarm.swarm.simulation import Simulation, simulate
 from colab_swarm.swarm.swarm import Swarm
 
 BATCH, BATCH_S, STEP_S = 16, 0.1, 1.2  # samples and seconds of a micro-batch; of a step if all peers train
-START_S = 120.0  # time limit for the first step of all peers
+START_S = 120.0  # virtual time limit for the first step of all peers
 SETTLE_S = 20.0  # without random faults, at the end: forks that last longer count
-REAL = {"crash", "restart", "freeze"}  # what processes suffer
 
 
 class ChaosMeter:
@@ -128,85 +115,30 @@ class ChaosMeter:
         }
 
 
-def train(swarm: Swarm, peers: int, on_step: Callable[..., object], pause: Callable[[], object]) -> None:
+def train(swarm: Swarm, peers: int, on_step: Callable[..., object]) -> None:
     """Train a perceptron of 22,000 values to tell which of 10 projections is largest; it does not end."""
     torch.manual_seed(0)  # all peers begin with equal parameters
     projections_IO = torch.randn(64, 10)
     model = nn.Sequential(nn.Linear(64, 292), nn.ReLU(), nn.Linear(292, 10))
-    lamb, batch = cs.Lamb(model.parameters(), lr=1e-2), round(peers * BATCH * STEP_S / BATCH_S)
+    lamb = cs.Lamb(model.parameters(), lr=1e-2)
+    batch = round(peers * BATCH * STEP_S / BATCH_S)
     optimizer = swarm.optimizer(lamb, target_batch_size=batch)
     chance = torch.Generator().manual_seed(swarm.id[0])
     while True:
         x_BI = torch.randn(BATCH, 64, generator=chance)
         loss = cross_entropy(model(x_BI), (x_BI @ projections_IO).argmax(1))
         loss.backward()  # type: ignore[no-untyped-call]
-        pause()
         if optimizer.step(samples=BATCH, loss=loss.item()) is not None:
             on_step(step=optimizer.global_step, lineage=optimizer.lineage.hex())
 
 
-def be_peer(parent: Channel, folder: str, name: str, invite: str, peers: int) -> None:
-    """Be one peer, in a process; ``invite`` is empty for the creator of the run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    enter: Callable[..., Swarm] = partial(cs.join, invite) if invite else partial(cs.create, "chaos")
-    own, options, swarm = Path(folder) / name, cs.NetworkOptions(lan=False), None
-    while swarm is None:
-        with suppress(JoinError):  # a person would try again, too
-            swarm = enter(peer_name=name, state_dir=own, options=options)
-    parent.send(invite=str(swarm.invite()))
-    train(swarm, peers, parent.send, partial(time.sleep, BATCH_S))
+class Stage:
+    """Starts and disturbs peers in virtual time, on home connections; ``meter`` gets their reports."""
 
-
-class Processes:
-    """Peers that are processes of this machine, until the ``stack`` closes; ``meter`` gets their reports."""
-
-    def __init__(self, meter: ChaosMeter, stack: ExitStack) -> None:
-        self._folder = stack.enter_context(TemporaryDirectory())
-        self._crew = stack.enter_context(Crew())
-        self._meter, self._invite, self.now = meter, "", time.monotonic
-
-    def start(self, name: str) -> None:
-        if name in self._crew.by_name:
-            return
-        peers = self._meter.peers
-        while not self._invite and name != peers[0]:
-            self.advance()
-        invite = "" if name == peers[0] else self._invite
-        self._crew.start(be_peer, self._folder, name, invite, len(peers), name=name)
-
-    def advance(self) -> None:
-        """Process one worker message, waiting 50 ms at most."""
-        with suppress(queue.Empty):
-            name, worker, message = self._crew.messages.get(timeout=0.05)
-            if self._crew.by_name.get(name) is not worker:
-                return  # sent before it was killed
-            if "step" in message:
-                self._meter.on_step(self.now(), name, **message)
-            elif not message:
-                del self._crew.by_name[name]
-                self._meter.on_stop(self.now(), name, f"{name} ended: see its error above")
-            self._invite = self._invite or message.get("invite", "")
-
-    def act(self, fault: ScriptedFault) -> None:
-        match self._crew.by_name.get(fault.arguments[0]), fault.name, *fault.arguments:
-            case None, *_:
-                pass
-            case worker, "freeze", _, seconds:
-                worker.process.send_signal(signal.SIGSTOP)
-                threading.Timer(seconds, worker.process.send_signal, (signal.SIGCONT,)).start()
-            case worker, _, name:
-                del self._crew.by_name[name]
-                worker.process.kill()
-                worker.process.wait()
-
-
-class Simulated:
-    """Peers in virtual time, on home connections."""
-
-    def __init__(self, meter: ChaosMeter, stack: ExitStack, seed: int) -> None:
+    def __init__(self, meter: ChaosMeter, simulation: Simulation) -> None:
         self._meter = meter
-        self._simulation = stack.enter_context(simulate(1, seed=seed, samples_per_s=BATCH / BATCH_S))
-        self._simulation.begin(self._train)
+        self._simulation = simulation
+        simulation.begin(self._train)
 
     def now(self) -> float:
         return self._simulation.time
@@ -214,7 +146,7 @@ class Simulated:
     def _train(self, swarm: Swarm) -> None:
         tell = partial(self._meter.on_step, peer=swarm.name)
         try:
-            train(swarm, len(self._meter.peers), lambda **step: tell(self.now(), **step), lambda: None)
+            train(swarm, len(self._meter.peers), lambda **step: tell(self.now(), **step))
         except Exception as error:  # of any kind: the report names it
             self._meter.on_stop(self.now(), swarm.name, f"{swarm.name}: {error!r}")
 
@@ -231,37 +163,23 @@ class Simulated:
             self._simulation.fire(fault.name, *fault.arguments)
 
 
-def plan(
-    peers: int, script: str | None, mean_s: float, kinds: str, *, minutes: float, seed: int
-) -> tuple[list[str], list[ScriptedFault]]:
-    """Return the peers' names, and the faults of the file ``script`` or random ones; ValueError if unusable."""
-    names, until_s = [nth_name(index) for index in range(peers)], 60 * minutes - SETTLE_S
-    if script is not None:
-        return names, read_script(Path(script).read_text(encoding="utf-8"), names)
-    rng = random.Random(seed)
-    return names, random_faults(names, until_s=until_s, mean_s=mean_s, kinds=kinds.split(","), rng=rng)
-
-
 def chaos(
     peers: Sequence[str],
     faults: Sequence[ScriptedFault],
     *,
     minutes: float,
     baseline_s: float = 60.0,
-    simulated: bool = False,
     seed: int = 0,
     tell: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Train undisturbed for ``baseline_s``, then under ``faults`` for ``minutes``; return the figures.
+    """Train undisturbed for ``baseline_s``, then under ``faults`` for ``minutes``; return the figures by name.
 
-    ``tell`` gets a line for each fault. ``simulated`` peers run in virtual time, with ``seed``.
-    A ValueError for faults of the network on real peers, a `SwarmError` if these do not begin to train.
+    Time is virtual, and a run depends on ``seed`` alone. ``tell`` gets a line for each fault. Raises `SwarmError` if
+    the peers do not begin to train.
     """
-    if not simulated and (other := {fault.name for fault in faults} - REAL):
-        raise ValueError(f"{other} can only be simulated (--simulate)")
     meter = ChaosMeter(peers)
-    with ExitStack() as stack:
-        stage = Simulated(meter, stack, seed) if simulated else Processes(meter, stack)
+    with simulate(1, seed=seed, samples_per_s=BATCH / BATCH_S) as simulation:
+        stage = Stage(meter, simulation)
         for peer in peers:
             stage.start(peer)
         until = stage.now() + START_S
@@ -275,7 +193,7 @@ def chaos(
 
 
 def _play(
-    stage: Processes | Simulated,
+    stage: Stage,
     meter: ChaosMeter,
     faults: Sequence[ScriptedFault],
     limit_s: float,

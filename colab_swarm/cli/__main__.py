@@ -4,19 +4,20 @@ import argparse
 import hashlib
 import json
 import logging
+import os
 import queue
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
-from colab_swarm.bench.harness import Crew
 from colab_swarm.cli.options import (
-    BENCH,
-    CHAOS,
     COORDINATE,
     CREATE,
     DEMO,
@@ -87,8 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run, words, settings, examples, aliases in COMMANDS:
         epilog = "\n  ".join(("examples:", *(f"colab-swarm {example}" for example in examples)))
-        if settings is BENCH:  # its options are read by its own parser
-            style |= {"add_help": False, "prefix_chars": "\0"}
         made = {"help": words, "description": words, "epilog": epilog, "aliases": aliases, **style}
         command = commands.add_parser(run.__name__.strip("_"), **made)
         command.set_defaults(command=run)
@@ -187,43 +186,67 @@ def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float
         _report(options, "status", peers=len(seen.peers), reached=seen.reached, **traffic)
 
 
-class _Demo(Crew):
-    """The processes of the demo."""
+class _Crew:
+    """The processes of the demo by name, and what they print. They are killed at the end of the ``with`` block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.by_name: dict[str, subprocess.Popen[str]] = {}
+        self._events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._deadline = time.monotonic() + DEMO_S
 
-    def start_peer(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str) -> None:
         command = [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines", "--peer-name", name]
-        self.start(command, name=name, environment={"TOKENIZERS_PARALLELISM": "false"})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+        self.by_name[name] = process
+        threading.Thread(target=self._read, args=(name, process), daemon=True).start()
+
+    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        # a kill may cut the last line
+        with suppress(ValueError):
+            for line in process.stdout:
+                # libraries print other lines
+                if line.startswith("{"):
+                    self._events.put((name, json.loads(line)))
+        self._events.put((name, {"event": "ended"}))
 
     def next_event(self) -> tuple[str, dict[str, Any]]:
         """Return the next event and its peer; only carol may end before she has finished."""
         try:
-            name, worker, event = self.messages.get(timeout=max(0.1, self._deadline - time.monotonic()))
+            name, event = self._events.get(timeout=max(0.1, self._deadline - time.monotonic()))
         except queue.Empty:
             raise SwarmError(f"the demo did not finish within {DEMO_S:.0f} s") from None
-        if not event and name != "carol":
-            raise SwarmError(f"{name} ended early with status {worker.process.wait()}")
-        return name, event or {"event": "ended"}
+        if event["event"] == "ended" and name != "carol":
+            raise SwarmError(f"{name} ended early with status {self.by_name[name].wait()}")
+        return name, event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.by_name.values():
+            process.kill()
+            process.wait()
 
 
 def _demo(options: Options) -> None:
     """Train with a backbone and three trainers; half-way one is killed and another one joins."""
     require(find_spec("torch"), f"the demo needs torch: {install_line('torch')}", SwarmError)
-    with _Demo() as demo:
-        demo.start_peer("backbone", "create", "demo")
-        while "invite" not in (event := demo.next_event()[1]):
+    with _Crew() as crew:
+        crew.start("backbone", "create", "demo")
+        while "invite" not in (event := crew.next_event()[1]):
             continue
         _say("The run demo is there; alice, bob and carol join it.")
         trainer = ["join", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
-            demo.start_peer(name, *trainer)
+            crew.start(name, *trainer)
         digests: dict[str, str] = {}
         last = 0
         while not digests.keys() >= set(SURVIVORS):
-            name, event = demo.next_event()
+            name, event = crew.next_event()
             if event["event"] == "finished":
                 digests[name] = event["parameters"]
             elif event["event"] == "step":
@@ -232,9 +255,9 @@ def _demo(options: Options) -> None:
                 last = event["step"]
             if line := _demo_line(name, event, options.steps):
                 _say(line)
-            if last >= options.steps // 2 and "dave" not in demo.by_name:
-                demo.by_name["carol"].process.kill()
-                demo.start_peer("dave", *trainer)
+            if last >= options.steps // 2 and "dave" not in crew.by_name:
+                crew.by_name["carol"].kill()
+                crew.start("dave", *trainer)
                 _say("--- carol is killed, dave joins ---")
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")
@@ -256,26 +279,6 @@ def _demo_line(name: str, event: dict[str, Any], steps: int) -> str:
         case {"event": "ended"}:
             return f"{name} ended"
     return ""
-
-
-def _bench(options: Options) -> None:
-    from colab_swarm.bench.__main__ import main as bench
-
-    bench(options.rest, "colab-swarm bench")
-
-
-def _chaos(options: Options) -> None:
-    """Train under faults; status 1 if a loop raised an exception, or a fork lasted."""
-    from colab_swarm.bench.chaos import chaos, plan
-
-    given: dict[str, Any] = {"minutes": options.minutes, "seed": options.seed}
-    peers, faults = plan(options.peers, options.script, options.mean_s, options.kinds, **given)
-    given |= {"baseline_s": options.baseline_s, "simulated": options.simulate}
-    figures = chaos(peers, faults, tell=lambda text: _report(options, "fault", text, text=text), **given)
-    rounded = {name: f"{fact:.3g}" if isinstance(fact, float) else fact for name, fact in figures.items()}
-    _report(options, "report", "\n".join(f"{name:>46}: {fact}" for name, fact in rounded.items()), **figures)
-    if figures["forks that lasted"] or figures["exceptions in a loop"]:
-        sys.exit(1)
 
 
 def _doctor(options: Options) -> None:
@@ -510,13 +513,6 @@ COMMANDS = (
         VOLUNTEER,
         ("volunteer 'swarm://…'", "volunteer 'swarm://…' --units 2 --device cuda:1 --hours 8"),
     ),
-    Command(
-        _chaos,
-        "train a small model here while peers are killed, frozen and restarted; 10 minutes",
-        CHAOS,
-        ("chaos", "chaos --peers 8 --minutes 30 --seed 7", "chaos --simulate --kinds crash,cut,slow"),
-    ),
-    Command(_bench, "run benchmarks: link, dht, averaging, overhead …", BENCH, ()),
 )
 
 if __name__ == "__main__":

@@ -52,20 +52,6 @@ NETWORK: Arguments = {
 }
 PEER: Arguments = {**NAME, **COMMON, **NETWORK}
 DEMO: Arguments = {"--steps": ("number of global steps", INT | {"default": 60})}
-CHAOS: Arguments = {
-    "--peers": ("number of peers", INT | {"default": 5}),
-    "--minutes": ("under faults", FLOAT | {"default": 8.0}),
-    "--baseline-s": ("seconds without faults before, for comparison", FLOAT | {"default": 60.0}),
-    "--mean-s": ("mean seconds between random faults", FLOAT | {"default": 15.0}),
-    "--kinds": (
-        "of random faults: crash,freeze,restart; with --simulate also cut,slow",
-        {"default": "crash,freeze,restart"},
-    ),
-    "--seed": ("of the random faults", INT | {"default": 0}),
-    "--script": ("file with faults instead, one a line, such as: 40 freeze bob 10", {}),
-    "--simulate": ("simulated peers in virtual time instead of processes", FLAG),
-    "--json-lines": ("print one JSON object per event", FLAG),
-}
 DOCTOR: Arguments = {
     "invite": ("also check this run", {"nargs": "?"}),
     "--size": ("size of the ALBERT to train", {"choices": SIZES}),
@@ -139,4 +125,3 @@ VOLUNTEER: Arguments = {
     **LEAVE,
     **COMMON,
 }
-BENCH: Arguments = {"rest": ("", {"nargs": "..."})}
