@@ -90,7 +90,7 @@ picture: $(VENV)/installed
 	$(BIN)/python -m tests.readme.proof
 
 bench: $(VENV)/installed
-	$(BIN)/python -m colab_swarm.bench all
+	$(BIN)/python -m tests.benchmarks all
 
 # Links, badges and install lines lead to the place where you publish your copy: make publish-links URL=https://github.com/NAME/REPO
 publish-links: $(VENV)/installed

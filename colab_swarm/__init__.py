@@ -29,7 +29,7 @@ Each protocol has a page with its problem, messages, timing, faults, the paper a
 | `colab_swarm.errors` | exceptions, and what to do about each |
 
 See also `colab_swarm.tensors` (compression), `colab_swarm.recipes` (models with their data) and
-`colab_swarm.bench` (every published figure, measured again).
+`colab_swarm.experiments` (the papers' figures, measured again).
 """
 
 import importlib

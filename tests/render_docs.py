@@ -11,8 +11,6 @@ import pdoc
 
 import colab_swarm
 
-LEFT_OUT = "hivemind_worker"
-"""Runs in an environment of its own, with hivemind."""
 STYLE = """
 @media (min-width: 770px) {main.pdoc {width: calc(60rem + var(--sidebar-width))}}
 .pdoc pre {font-size: 12px; line-height: 1.35}
@@ -45,7 +43,7 @@ def render(folder: Path) -> None:
 def _list_modules(name: str) -> None:
     """Where a package says what is public, pdoc shows nothing else: let it show the modules, too."""
     package = import_module(name)
-    inside = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name != LEFT_OUT]
+    inside = [module.name for module in pkgutil.iter_modules(package.__path__)]
     package.__all__ = [*getattr(package, "__all__", ()), *inside]
 
 

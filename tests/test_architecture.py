@@ -27,11 +27,11 @@ LAYERS = [
         "workunits.preemption",
     },
     {"backbone", "integrations", "workunits.__init__"},
-    {"cli", "bench", "__init__"},
+    {"cli", "experiments", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht", "backbone"}
-SIM_USERS = {"sim", "swarm.simulation", "workunits.preemption", "bench"}
+SIM_USERS = {"sim", "swarm.simulation", "workunits.preemption", "experiments"}
 WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
 PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.classroom"}
 """Pages for browsers; volunteers without links to peers."""
@@ -88,12 +88,12 @@ def test_imports_point_down(path: Path) -> None:
             there = module_of(rest)
             why = f"{here} imports {name}: move the shared type down, or pass it in"
             assert rank_of(there) <= rank_of(here), why
-            why = f"{here} imports {name}: only tests, simulate and bench may"
+            why = f"{here} imports {name}: only tests, simulate and experiments may"
             assert not there.startswith("sim.") or here in SIM_USERS or room in SIM_USERS, why
         why = f"{here} must not import torch: a relay starts without it"
         assert not (top == "torch" and room in NO_TORCH), why
         why = f"{here} imports {top}: net is its only home"
-        assert top not in WIRE_LIBRARIES or room in {"net", "bench"} or here in PLAIN_HTTP, why
+        assert top not in WIRE_LIBRARIES or room == "net" or here in PLAIN_HTTP, why
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

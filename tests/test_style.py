@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent.parent
 FOLDED = {
     "averaging",
     "backbone",
-    "bench",
     "cli",
     "dht",
     "elastic",
+    "experiments",
     "integrations",
     "invite",
     "mailbox",

@@ -139,7 +139,7 @@ The authors of SparseLoCo exchange pseudo-gradients through object storage, too.
 In virtual time, two peers with rounds of 90 s make about 8 requests a round each. With sparseloco a
 contribution has 14 bits for every 64th value, and up to 700 bytes of signature and membership: 12 MB for a
 model of 440 M parameters. Four peers that contribute 1 MB each to a local S3 server end a round 0.6 s after the
-last of them at most, with 9 requests a peer: `python -m colab_swarm.bench mailbox`.
+last of them at most, with 9 requests a peer: `python -m tests.benchmarks mailbox`.
 """
 
 from collections.abc import Callable

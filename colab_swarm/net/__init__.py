@@ -92,9 +92,21 @@ that breaks the protocol loses its link.
 
 ## Measured
 
-`colab_swarm.bench` has the figures. By iroh on loopback, 240 MB/s pass for 6.1 CPU seconds per GB at both
-ends together, of which iroh alone takes 3.7; a call takes 0.6 ms. `python -m
-colab_swarm.bench link` or `relay` measures again.
+Two cores of a shared virtual machine, over loopback, encrypted:
+
+- `link.vs_raw`: bulk throughput, share of a plain asyncio socket's: **55 %**
+- `link.cpu_s_per_gb`: CPU seconds per GB, both ends: **0.97**
+- `link.rtt_ms_p50`: round trip of a call, median: **0.18 ms**
+- `relay.vs_direct`: throughput through a relay, share of the direct link's; three processes: **49 %**
+- `relay.idle_mb`, `relay.idle_cpu_percent`: 100 idle circuits at a relay: **7 MB, 0.3 % of a core**
+
+NAT hole punching in network namespaces (`python -m tests.netlab.matrix`: root, iproute2, iptables) succeeds in 40 of 40
+tries, 0.29 s after the first call. Pairs with a router that changes ports use a relay after 0.18 s.
+
+By iroh on loopback, 240 MB/s pass for 6.1 CPU seconds per GB at both ends together, of which iroh alone takes 3.7; a
+call takes 0.6 ms.
+
+In a copy of the repository, `python -m tests.benchmarks link` or `relay` measures again.
 
 ## Sources
 

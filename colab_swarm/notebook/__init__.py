@@ -83,4 +83,14 @@ cell where the kernel handles clicks meanwhile; elsewhere use ■. *Leave swarm*
 
 **Security.** Names, reasons and all other texts of peers are escaped and bounded (`colab_swarm.markup`). Invitations
 are secrets: they show themselves, and no other object's ``repr`` contains one.
+
+## Measured
+
+Two cores of a shared virtual machine:
+
+- `panel.throughput_ratio`: training speed with panel and recorder, share of the speed with neither: **102 %**
+- `panel.refresh_ms`, `core_share`: processor time of a refresh, share of a core at four a second: **1.4 ms, 0.6 %**
+- `panel.memory_mb`, `notebook_kb`: half an hour of refreshes adds to kernel and saved notebook: **0.3 MB, 0.1 kB**
+
+In a copy of the repository, `python -m tests.benchmarks panel` measures again.
 """

@@ -63,7 +63,7 @@ With ``swarm.events.detailed = True`` a peer records its contributions, updates 
         simulation.run(train)                    # train(swarm) is an ordinary function, run for each peer
 
 Peers are called alice, bob, carol, dave, erin, frank, grace, heidi. With `churn=ChurnProfile(mean_session_s,
-mean_absence_s)` they come and go. `colab_swarm.bench.chaos` adds random faults, or those of a script.
+mean_absence_s)` they come and go. `colab_swarm.experiments.chaos` adds random faults, or those of a script.
 Tests use `SimNetwork` (`colab_swarm.sim.network`) and `run_virtual` (`colab_swarm.sim.runtime`) directly.
 
 ## Limits

@@ -1,4 +1,4 @@
-"""Scripts of faults, and random ones, for `colab_swarm.bench.chaos`: pure, they disturb nobody.
+"""Scripts of faults, and random ones, for `colab_swarm.experiments.chaos`: pure, they disturb nobody.
 
 One `ScriptedFault` a line: seconds, the name of a method of `Script`, and its arguments. ``#`` begins a comment.
 

@@ -1,7 +1,7 @@
 """How the peers of a run should communicate: forecasts of a few ways, and the choice. Pure.
 
 A round is forecast by the linear program of its shares (`plan_round`), as among peers that are all like this one. How
-many steps of a way are worth one of synchronous training is measured: `python -m colab_swarm.bench loss-per-byte`.
+many steps of a way are worth one of synchronous training is measured: see `colab_swarm.experiments.loss_per_byte`.
 """
 
 import math

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from colab_swarm.averaging import moshpit
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitGrid, MoshpitResult, RoundMeter
-from colab_swarm.bench.dedloc import GroupRun, Town, is_contribution, play
 from colab_swarm.events import EventLog
+from colab_swarm.experiments.dedloc import GroupRun, Town, is_contribution, play
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.swarm.network import assemble, find_others

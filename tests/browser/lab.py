@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import nbformat
 
-from colab_swarm.bench.overhead import filled_in
 from tests.browser.chromium import CHROMIUM, QUIET, Window
+from tests.notebooks.cells import filled_in
 
 OPTIONS = (
     "--no-browser",

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench.overhead import code_cells
 from tests.browser.chromium import Window, needs
 from tests.browser.classic import ENVIRONMENT, FINISHED, Classic
 from tests.browser.friends import connect
+from tests.notebooks.cells import code_cells
 from tests.notebooks.kernel import NOTEBOOKS
 
 absent = not (ENVIRONMENT / "installed").exists()

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from colab_swarm.bench.overhead import code_cells
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import CELL, Lab
+from tests.notebooks.cells import code_cells
 from tests.notebooks.regenerate import TUTORIALS
 
 pytestmark = needs("jupyterlab", "ipywidgets")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
 from colab_swarm.elastic import AdaptiveBeta, NormBounded, Synchronous, VarianceBounded
 from colab_swarm.elastic.ledger import GradientLedger, Meter
 from colab_swarm.elastic.schedulers import BoundedStaleness, CrashTolerant, Scheduler
 from colab_swarm.elastic.steps import ElasticStep
+from colab_swarm.experiments.elastic_consistency import Crash, Emulation, Scene
 from colab_swarm.tensors.codecs import Floats
 
 SIZES = (30, 8, 50)

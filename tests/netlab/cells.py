@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from colab_swarm.bench.overhead import code_cells
+from tests.notebooks.cells import code_cells
 from tests.notebooks.kernel import NOTEBOOKS
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jupyter_client.manager import start_new_kernel
 
-from colab_swarm.bench.overhead import code_cells, filled_in
+from tests.notebooks.cells import code_cells, filled_in
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

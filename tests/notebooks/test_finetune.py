@@ -10,7 +10,9 @@ import pytest
 
 from tests.notebooks.kernel import CellFailed, Kernel, opened
 
-COLAB = 'import sys; sys.modules["trl"] = None\nfrom colab_swarm.bench.overhead import stand_in_for_colab as on_colab'
+COLAB = (
+    'import sys; sys.modules["trl"] = None\nfrom tests.notebooks.cells import stand_in_for_colab as on_colab'
+)
 FORM = {"MODEL": "", "TARGET_BATCH_SIZE": 32, "MAX_STEPS": 40}
 KEEP = """
 frozen = [one for one in trainer.model.parameters() if not one.requires_grad]

@@ -16,7 +16,7 @@ from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
 from tests.notebooks.test_tutorials import code_of
 
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
-COLAB = "from colab_swarm.bench.overhead import stand_in_for_colab; stand_in_for_colab()"
+COLAB = "from tests.notebooks.cells import stand_in_for_colab; stand_in_for_colab()"
 KAGGLE_SECRETS = """
 class UserSecretsClient:
     def get_secret(self, name):

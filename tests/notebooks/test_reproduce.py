@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench.overhead import code_cells
+from tests.notebooks.cells import code_cells
 from tests.notebooks.kernel import opened
 from tests.notebooks.regenerate import REPRODUCED
 

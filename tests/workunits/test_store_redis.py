@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from colab_swarm.bench.vc_asgd import redis_server
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits import remote
 from colab_swarm.workunits.state import Assimilated
 from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.servers import accepted, begun, new_job, plus_one
+from tests.workunits.servers import accepted, begun, new_job, plus_one, redis_server
 
 pytestmark = pytest.mark.parametrize("url", ["redis"], indirect=True)
 

@@ -45,9 +45,9 @@ from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitRe
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.strategy import adaptive_shares, plan_round
-from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import StepFinished
+from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.net.peers import Contact, Message
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, run_virtual
@@ -125,8 +125,8 @@ TABLE = {
 STRATEGIES: dict[str, Strategy] = dict(all_reduce=equal_shares, server=one_server, adaptive=adaptive_shares)
 
 
-@benchmark("strategy")
-def run_strategy(report: BenchReport) -> None:
+@reports("strategy")
+def run_strategy(report: Report) -> None:
     errors = []
     for name, (hosts, published) in TABLE.items():
         tickets = [scaled(one, RESNET50, SCALE) for one in hosts]
@@ -155,7 +155,7 @@ def random_setup(rng: random.Random) -> list[Ticket]:
     return tickets
 
 
-def plot_strategy(report: BenchReport, path: str) -> None:
+def plot_strategy(report: Report, path: str) -> None:
     figures, panels = report.figures, list[Any]()
     marks = {"predicted": ("", "o"), "simulated": ("_simulated", "_")}
     for name in TABLE:
@@ -182,8 +182,8 @@ SETUPS = {
 }
 
 
-@benchmark("albert")
-def run_albert(report: BenchReport) -> None:
+@reports("albert")
+def run_albert(report: Report) -> None:
     scale, whole, counts = (8, 16, (1, 8, 64)) if report.quick else (1, 4, (1, 2, 4, 8, 16, 32, 64))
     averaging_s = {name: simulate_round(*setup, ALBERT_LARGE, scale) for name, setup in SETUPS.items()}
     batch_s = averaging_s["heterogeneous"] / SLOWDOWN  # of `TRAINERS` trainers
@@ -235,7 +235,7 @@ def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
     return statistics.median(later - earlier for earlier, later in pairwise(times[len(times) // 2 :]))
 
 
-def plot_albert(report: BenchReport, path: str) -> None:
+def plot_albert(report: Report, path: str) -> None:
     figures, scaling = report.figures, Lines()
     shares = [figures["high_bandwidth_s"] / figures[f"{name}_s"] for name in SETUPS]
     speeds: Lines = {"simulated": (shares, [name.replace("_", " ") for name in SETUPS], "o")}
@@ -382,8 +382,8 @@ def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 
-@benchmark("groups")
-def run_groups(report: BenchReport) -> None:
+@reports("groups")
+def run_groups(report: Report) -> None:
     for count in (16, 13):
         town = Town(count, group_size=4)
         story = play(town)
@@ -395,7 +395,7 @@ def run_groups(report: BenchReport) -> None:
     report.add_all(chosen, "peers", "chosen")
 
 
-def _measure_crashes(report: BenchReport, size: int) -> None:
+def _measure_crashes(report: Report, size: int) -> None:
     towns = [
         Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed)
         for seed in range(1 if report.quick else 10)
@@ -414,7 +414,7 @@ def _measure_crashes(report: BenchReport, size: int) -> None:
     report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
 
 
-def plot_groups(report: BenchReport, path: str) -> None:
+def plot_groups(report: Report, path: str) -> None:
     figures, percents, spreads = report.figures, np.geomspace(0.1, 50, 400), Lines()
     chosen: Lines = {
         f"{peers} peers": (percents, [chosen_size(peers, q / 100) for q in percents], "-")

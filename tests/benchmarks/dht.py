@@ -17,11 +17,10 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all, timed
-from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.errors import CallRefused, PeerTimeout
 from colab_swarm.events import EventLog
+from colab_swarm.experiments.report import Report, reports
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
 from colab_swarm.net.identity import Identity
@@ -29,6 +28,8 @@ from colab_swarm.net.peers import Contact, M, Message, PeerId, Peers, R, Refusal
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import PAPER_CLOUD, run_virtual
 from colab_swarm.sim.network import DIAL_ROUND_TRIPS, EPOCH
+from tests.benchmarks.harness import Channel, Crew, call_all, receive_all, timed
+from tests.benchmarks.link import contact, start_node, where
 
 DEAD_SHARE, PROCESSES, IN_FLIGHT, HEADER_BYTES = 0.2, 8, 8, 100
 SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
@@ -175,8 +176,8 @@ async def take_part(parent: Channel) -> None:
                 found = {"good": await _store_and_get(dht, name, operations)}
 
 
-@benchmark("dht")
-def run(report: BenchReport) -> None:
+@reports("dht")
+def run(report: Report) -> None:
     for peers, name in SIZES.items():
         lookups = run_virtual(read_records(peers, 50 if report.quick else 400))
         report.add_rows(
@@ -241,8 +242,8 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
     return list(cold_ms), list(warm_ms)
 
 
-@benchmark("beam")
-def run_beam_search(report: BenchReport) -> None:
+@reports("beam")
+def run_beam_search(report: Report) -> None:
     for size, name in SIZES.items():
         cold_ms, warm_ms = run_virtual(find_experts(size, 8 if report.quick else 40))
         note = f"virtual, median; published {PUBLISHED_MS[size]}"

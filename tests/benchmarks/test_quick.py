@@ -1,28 +1,17 @@
 """Each benchmark runs with its quick preset and reports plausible figures, whatever the machine."""
 
 import importlib
-import importlib.util
-import json
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from colab_swarm.bench import averaging, dedloc, dht, link, mailbox, moe, ordeal, overhead, scale, vc_asgd
-from colab_swarm.bench import elastic_consistency as elastic
-from colab_swarm.bench.__main__ import BENCHMARKS, main
-from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
-from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.vc_asgd import Epoch, train_by_volunteers
-from colab_swarm.moe.expert import FeedForward
 from colab_swarm.sim import run_virtual
-from colab_swarm.workunits.job import Job
-from tests.workunits.digits import digits_job
+from tests.benchmarks import averaging, dht, experts, link, mailbox, ordeal, overhead, scale, work_units
+from tests.benchmarks.__main__ import BENCHMARKS, main
+from tests.benchmarks.dht import PUBLISHED_MS, find_experts
 
 
 def whole(test: Callable[..., None]) -> Callable[..., None]:
@@ -33,7 +22,7 @@ def whole(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("place", sorted(BENCHMARKS.values()))
 def test_every_benchmark_has_its_function(place: str) -> None:
     module, _, name = place.partition(":")
-    assert callable(getattr(importlib.import_module(f"colab_swarm.bench.{module}"), name))
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +76,7 @@ def test_the_dht_benchmark_reports_every_figure() -> None:
 
 @whole
 def test_the_experts_benchmark_reports_every_figure() -> None:
-    figures = moe.run_experts(quick=True).figures
+    figures = experts.run_experts(quick=True).figures
     assert figures.keys() == {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s"}
     assert all(value > 0 for value in figures.values())
     assert figures["vs_local"] > 0.1  # far below the usual figure: catches a lost fast path
@@ -145,7 +134,7 @@ def test_training_through_experts_continues_while_their_hosts_are_killed() -> No
 
 @whole
 def test_every_unit_is_assimilated_exactly_once_despite_kills() -> None:
-    report = vc_asgd.run_ordeal(quick=True)
+    report = work_units.run_ordeal(quick=True)
     figures = report.figures
     assert figures["coordinator_kills"] == 3 and figures["volunteer_kills"] >= 1
     assert any("all 3 epochs are done" in row.note for row in report.rows)
@@ -154,43 +143,8 @@ def test_every_unit_is_assimilated_exactly_once_despite_kills() -> None:
 
 @whole
 def test_an_epoch_among_processes_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vc_asgd, "SUBSETS", 6)
-    assert 0 < vc_asgd.epoch_seconds(tmp_path, 2, 2, 2, epochs=2) < 60
-
-
-def test_the_group_chosen_for_sixteen_falls_from_all_to_pairs() -> None:
-    assert [dedloc.chosen_size(16, failing) for failing in (0.0, 0.1, 0.3)] == [16, 4, 2]
-
-
-SETUPS = {name: dedloc.SETUPS[name] for name in ("heterogeneous", "load_balancing", "auxiliary")}
-
-
-@whole
-def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> None:
-    report = dedloc.run_groups(quick=True)
-    figures = report.figures
-    assert figures["error_16"] < 1e-6 and figures["error_13"] < 1e-6
-    assert figures["error_kept_m4"] < 1 and 0 < figures["undisturbed_m2"] <= 1
-    assert max(value for key, value in figures.items() if "slowest" in key) < 10
-    dedloc.plot_groups(report, str(tmp_path / "groups.png"))
-    assert (tmp_path / "groups.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_balanced_shares_and_peers_that_only_reduce_speed_steps_up_as_published() -> None:
-    step_s = {name: dedloc.simulate_round(*setup, dedloc.ALBERT_LARGE, 8) for name, setup in SETUPS.items()}
-    batch_s = step_s["heterogeneous"] / dedloc.SLOWDOWN  # computing, which hides a shorter averaging
-    naive, balanced, assisted = (max(batch_s, step_s[name]) for name in SETUPS)
-    assert 1.2 < naive / balanced < naive / assisted < 1.9
-
-
-@pytest.mark.slow
-def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    small: dict[str, Any] = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
-    monkeypatch.setattr(moe, "CHAINS", [replace(chain, **small) for chain in moe.CHAINS])
-    values = moe.run_throughput(quick=True).figures
-    assert values["vs_model_parallel_at_200ms"] > 2 and values["retained_at_200ms"] > 0
-    assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]
+    monkeypatch.setattr(work_units, "SUBSETS", 6)
+    assert 0 < work_units.epoch_seconds(tmp_path, 2, 2, 2, epochs=2) < 60
 
 
 def absent() -> AbstractContextManager[str]:
@@ -201,76 +155,17 @@ def absent() -> AbstractContextManager[str]:
 def test_an_update_is_timed_in_redis_and_in_sql_and_absent_programs_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vc_asgd, "NUMEL", 100_000)
-    figures = vc_asgd.run_stores(quick=True).figures
+    monkeypatch.setattr(work_units, "NUMEL", 100_000)
+    figures = work_units.run_stores(quick=True).figures
     assert "redis_ms" not in figures or "sql_ms" not in figures or figures["sql_to_redis"] > 0.5
-    monkeypatch.setattr(vc_asgd, "STORES", {"mariadb": vc_asgd.STORES["sqlite"], "redis": (absent, "")})
-    figures = vc_asgd.run_stores(quick=True).figures
+    monkeypatch.setattr(work_units, "STORES", {"mariadb": work_units.STORES["sqlite"], "redis": (absent, "")})
+    figures = work_units.run_stores(quick=True).figures
     assert figures.keys() == {"mariadb_ms", "sql_ms"}
     assert 0 < figures["sql_ms"] == figures["mariadb_ms"] < 1000
     assert "redis is left out: redis-server is not installed" in capsys.readouterr().out
-
-
-def small_job(alpha: float) -> Job:
-    return digits_job(rows=160, subsets=8, max_epochs=3, alpha=alpha, local_epochs=4, batch_size=8)
-
-
-@whole
-def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
-    """And a run depends on its seeds alone."""
-    runs = [(0.5, 0), (0.5, 0), (0.5, 1), (0.95, 0)]
-    small, again, other, large = (train_by_volunteers(small_job(alpha), seed=seed) for alpha, seed in runs)
-    assert small == again != other and small[-1].mean > max(small[0].mean, large[-1].mean)
-    assert all(one.low <= one.mean <= one.high for one in small)
-    assert vc_asgd.spread([small]) > vc_asgd.spread([large])
-
-
-def test_only_the_code_of_a_notebook_is_run(tmp_path: Path) -> None:
-    sources = {"markdown": ["# Title"], "code": ["a = 1\n", "b = 2"]}
-    cells = [{"cell_type": kind, "source": source} for kind, source in sources.items()]
-    notebook = tmp_path / "some.ipynb"
-    notebook.write_text(json.dumps({"cells": cells}))
-    assert overhead.code_cells(notebook) == ["a = 1\nb = 2"]
-
-
-def test_an_absent_notebook_raises_an_error_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="copy of the repository"):
-        overhead.code_cells(tmp_path / "absent.ipynb")
-
-
-def test_form_fields_are_filled_in() -> None:
-    cell = 'NAME = ""  # @param {type:"string"}\nNAMES = 1\nprint(NAME)'
-    assert overhead.filled_in(cell, NAME=r"a\1'b") == 'NAME = "a\\\\1\'b"\nNAMES = 1\nprint(NAME)'
 
 
 @whole
 def test_a_late_joiner_is_counted_within_fifteen_seconds_of_pasting_the_invitation() -> None:
     figures = overhead.run_join(quick=True).figures
     assert figures["counted_s"] < 15 * 2  # the goal is for a machine that does nothing else
-
-
-def test_the_stand_in_for_colab_is_found_like_an_installed_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("google.colab", "google.colab.userdata"):
-        monkeypatch.setitem(sys.modules, name, None)  # and is put back at the end
-    overhead.stand_in_for_colab(HF_TOKEN="hush")
-    assert importlib.util.find_spec("google.colab") and importlib.util.find_spec("google.colab.userdata")
-
-
-def drawn_reports() -> Iterator[tuple[Callable[[BenchReport, str], None], BenchReport]]:
-    epochs, curve = [Epoch(0.5, 0.4, 0.6), Epoch(0.7, 0.6, 0.8)], [0.1, 0.5]
-    yield vc_asgd.plot, BenchReport("vc_asgd", True, curves={"0.7": [epochs], "serial": [epochs]})
-    curves: dict[str, Any] = {"ffn_low": [curve], "e16_high": [curve, curve]}
-    yield moe.plot_convergence, BenchReport("moe", True, curves=curves)
-    report = BenchReport("elastic", True)
-    for name in [*(f"beta_{beta:g}" for beta in elastic.BETAS), "variance"]:
-        report.add_all({f"accuracy_mlp_{name}": 90.0, f"distance_mlp_{name}": 0.1})
-    yield elastic.plot, report
-
-
-@pytest.mark.parametrize(("plot", "report"), list(drawn_reports()))
-def test_the_curves_are_drawn(
-    tmp_path: Path, plot: Callable[[BenchReport, str], None], report: BenchReport
-) -> None:
-    pytest.importorskip("matplotlib", reason="the extra [notebook] installs matplotlib")
-    plot(report, str(tmp_path / "curves.png"))
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

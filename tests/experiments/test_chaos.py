@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.bench import chaos as module
-from colab_swarm.bench.chaos import SETTLE_S, ChaosMeter, chaos
+from colab_swarm.experiments import chaos as module
+from colab_swarm.experiments.chaos import SETTLE_S, ChaosMeter, chaos
 from colab_swarm.sim import ScriptedFault
 from colab_swarm.sim.chaos import read_script
 from colab_swarm.swarm.swarm import Swarm

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from colab_swarm.averaging.group import CHUNK_BYTES
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark
+from colab_swarm.experiments.report import Report, reports
 from colab_swarm.net.addresses import is_iroh
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
 from colab_swarm.net.relay import Circuits, Relay, RelayQuota
 from colab_swarm.net.websocket import SCRATCH_BYTES
+from tests.benchmarks.harness import Channel, Crew, Worker
 
 PIECE, CHUNK = os.urandom(1 << 16), os.urandom(CHUNK_BYTES)
 """What is sent over a link; what is sent through a relay, as large as a chunk of averaging."""
@@ -81,13 +82,13 @@ def contact(found: dict[str, Any]) -> Contact:
     return Contact(PeerId(bytes.fromhex(found["id"])), tuple(found["addresses"]))
 
 
-@benchmark("link")
-def run(report: BenchReport) -> None:
+@reports("link")
+def run(report: Report) -> None:
     with Crew() as crew:
         asyncio.run(_measure(crew.start(serve).receive(), report))
 
 
-async def _measure(child: dict[str, Any], report: BenchReport) -> None:
+async def _measure(child: dict[str, Any], report: Report) -> None:
     peer = contact(child)
     ports, by_iroh = tuple(filterfalse(is_iroh, peer.addresses)), tuple(filter(is_iroh, peer.addresses))
     rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
@@ -197,8 +198,8 @@ async def take_pieces(opening: Sink, stream: Stream) -> None:
     await stream.send(CpuTime(time.process_time()))
 
 
-@benchmark("relay")
-def run_relay(report: BenchReport) -> None:
+@reports("relay")
+def run_relay(report: Report) -> None:
     with Crew() as crew:
         relay = crew.start(serve_relay, None)
         found = relay.receive()
@@ -231,7 +232,7 @@ async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
         found = {"cpu_s": time.process_time(), "memory_mb": pages * 4096 / 1e6}
 
 
-async def _measure_relay(report: BenchReport, process: Worker, relay: Contact, far: Contact) -> None:
+async def _measure_relay(report: Report, process: Worker, relay: Contact, far: Contact) -> None:
     circuit = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
     rounds, size_mib = (3, 64) if report.quick else (9, 256)
     pieces, mb, took = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6, []
@@ -256,7 +257,7 @@ async def _measure_relay(report: BenchReport, process: Worker, relay: Contact, f
     await _idle(report, process, relay, circuit)
 
 
-async def _idle(report: BenchReport, process: Worker, relay: Contact, circuit: Contact) -> None:
+async def _idle(report: Report, process: Worker, relay: Contact, circuit: Contact) -> None:
     before, seconds = await process.wait_call(), 5.0 if report.quick else 30.0
     async with callers(IDLE_CIRCUITS) as nodes:
         for caller in nodes:

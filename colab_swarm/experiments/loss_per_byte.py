@@ -30,10 +30,11 @@ import torch
 from torch.nn import functional
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw, wait_trainers
 from colab_swarm.events import Event, RoundFinished
+from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.communication import HOME_BPS, WAYS, plan_communication
+from colab_swarm.training.part import TrainingPart
 
 LOCAL_STEPS, STEP_S, PEERS = 30, 10.0, 4
 LORA = 22 * 8 * (2048 + 2048 + 2048 + 256)  # values, in a model of 1.1 billion (TinyLlama)
@@ -56,6 +57,11 @@ class Size(NamedTuple):
 
 
 QUICK, FULL = Size(2, 64, 16, 40, 10, 2e-3), Size(4, 128, 32, 600, LOCAL_STEPS, 2e-3)
+
+
+def wait_trainers(swarm: Swarm, part: TrainingPart, count: int) -> None:
+    while len(part.progress.records) < count:
+        swarm.runtime.call(part.refresh())
 
 
 def ways(local_steps: int) -> dict[str, dict[str, Any]]:
@@ -242,8 +248,8 @@ def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, fl
     return 1 - statistics.mean(computed), statistics.mean(sent)
 
 
-@benchmark("loss_per_byte")
-def run(report: BenchReport) -> None:
+@reports("loss_per_byte")
+def run(report: Report) -> None:
     size, counts, seeds = (QUICK, (4,), 1) if report.quick else (FULL, (4, 8), 3)
     for peers in counts:
         for name in ways(size.local_steps):
@@ -275,7 +281,7 @@ def loss_after(curve: list[tuple[int, float, float]], steps: float) -> float:
     return float(np.interp(steps, [one[0] for one in curve], [one[2] for one in curve]))
 
 
-def report_choices(report: BenchReport, size: Size, peers: int) -> None:
+def report_choices(report: Report, size: Size, peers: int) -> None:
     """Compare what a plan chooses with the best way, in the hours of `Size.steps` without any waiting."""
     for network, line in LINES.items():
         for numel in (sum(one.numel() for one in GPT(size).parameters()), LARGE):
@@ -291,7 +297,7 @@ def report_choices(report: BenchReport, size: Size, peers: int) -> None:
             report.add(f"chosen_{network}_{numel // 10**6}m_{peers}", part, "of the best way's loss", told)
 
 
-def report_waits(report: BenchReport) -> None:
+def report_waits(report: Report) -> None:
     """Models of 350 M values on home lines, a smaller one with dense rounds, and a round of LoRA."""
     scale, of = 200 if report.quick else 20, ways(LOCAL_STEPS)
     for name in ("float32", "sparse", "overlap"):
@@ -303,7 +309,7 @@ def report_waits(report: BenchReport) -> None:
     report.add("lora_round_kb", rest(of["sparse"], LORA)[1] / 1000, "kB", "sent by a peer; <= 100 wanted")
 
 
-def plot(report: BenchReport, path: str) -> None:
+def plot(report: Report, path: str) -> None:
     lines: Lines = {
         label: ([sent / 1e6 for _, sent, _ in curve], [loss for *_, loss in curve], "-")
         for label, curve in report.curves.items()

@@ -1,4 +1,4 @@
-"""Figure 4 of Learning@home: throughput under delays, the cost of stale updates and failures; and experts under load.
+"""Figure 4 of Learning@home: throughput under delays, the cost of stale updates and failures.
 
 *moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is
 a chain of blocks, each an expert behind an encrypted link on loopback. After each block its answer
@@ -14,11 +14,8 @@ Computing takes no virtual time, so the number of trainers alone determines the 
 are the product's feed-forward block, many computed at a time. The baseline's gradients are all
 taken from one copy and applied when the batch ends. With experts, each layer's forward and backward
 takes an eighth of the delay, an expert computes with its weights at that moment and steps at once;
-stem, gating and head are updated at the end. ``--faithful`` follows the published emulator: the
+stem, gating and head are updated at the end. ``faithful=True`` follows the published emulator: the
 gating is never trained, experts' updates are never delayed, and the learning rate is constant.
-
-*experts*: one host and many callers, each a process, over encrypted links on loopback. The limit is
-what the same expert computes on the same thread of the same process without callers.
 """
 
 import asyncio
@@ -31,35 +28,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from colab_swarm.bench.harness import (
-    BenchReport,
-    Channel,
-    Crew,
-    Lines,
-    Worker,
-    benchmark,
-    call_all,
-    draw,
-    receive_all,
-    timed,
-)
-from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import EventLog
+from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
-from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.runtime import Runtime
 from colab_swarm.sim import run_virtual
@@ -88,8 +72,8 @@ CHAINS = (
 )
 
 
-@benchmark("moe")
-def run_throughput(report: BenchReport) -> None:
+@reports("moe")
+def run_throughput(report: Report) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
     for chain in CHAINS:
         asyncio.run(_measure_chain(report, replace(chain, seconds=2.0) if report.quick else chain))
@@ -98,8 +82,8 @@ def run_throughput(report: BenchReport) -> None:
         report.add(f"{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
 
 
-async def _measure_chain(report: BenchReport, chain: Chain) -> None:
-    host, guest = [await start_node() for _ in range(2)]
+async def _measure_chain(report: Report, chain: Chain) -> None:
+    host, guest = [await Node.start(Identity(), NodeSettings(host="127.0.0.1")) for _ in range(2)]
     rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
     experts = [Expert(f"{chain.name}.{i}", chain.make(), rule, chain.sample) for i in range(chain.blocks)]
     limits = BatchLimits(chain.merged, max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
@@ -107,7 +91,7 @@ async def _measure_chain(report: BenchReport, chain: Chain) -> None:
     for expert in experts:
         server.add(expert)
     infos = [ExpertInfo(expert.uid, host.contact, chain.sample, 0, 0.0) for expert in experts]
-    calls, rates = _calls_of(guest, timeout_s=600.0), dict[str, float]()
+    calls, rates = calls_of(guest, timeout_s=600.0), dict[str, float]()
     for ms in (0, 200) if report.quick else (0, 50, 100, 150, 200):
         rates[f"{ms}ms"] = await _travelled(chain, calls, infos, ms / 1000)
         rates[f"model_parallel_{ms}ms"] = await _passed_on(chain, server, experts, ms / 1000)
@@ -117,6 +101,12 @@ async def _measure_chain(report: BenchReport, chain: Chain) -> None:
     report.add_all(found, "samples/s", f"{chain.in_flight} batches in flight")
     for key, base in (("retained", "0ms"), ("vs_model_parallel", "model_parallel_200ms")):
         report.add(f"{chain.name}_{key}_at_200ms", rates["200ms"] / rates[base], "times")
+
+
+def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
+    dht, rng = DHT(node, DHTSettings(), random.Random(0)), random.Random(0)
+    directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
+    return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
 
 
 async def _travelled(chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], delay_s: float) -> float:
@@ -156,107 +146,6 @@ async def _passed_on(chain: Chain, server: ExpertServer, experts: list[Expert], 
 
 def _exponential(mean_s: float, rng: random.Random) -> float:
     return rng.expovariate(1 / mean_s) if mean_s else 0.0
-
-
-@benchmark("experts")
-def run_experts(report: BenchReport) -> None:
-    dim, batch, callers, seconds = (256, 256, 4, 1.0) if report.quick else (1024, 2048, 8, 15.0)
-    with Crew() as crew:
-        host = crew.start(serve_experts)
-        address = host.receive()
-        for _ in range(callers):
-            crew.start(call_experts, address)
-        receive_all(crew[1:])  # while they import, they would slow down the host
-        load = partial(_calls_per_s, seconds, crew[1:], uids=["ffn.0"])
-        alone = host.call(uids=["ffn.0"], dim=dim, alone=batch)["samples_per_s"]
-        rate = batch * load(batch=batch, dim=dim)
-        report.add("vs_local", rate / alone, "", f"of {alone:,.0f} samples/s without callers; >= 0.6 wanted")
-        host.call(uids=["ffn.0"], dim=1024, nop=True)
-        rate = load(batch=32, dim=1024, in_flight=2)
-        report.add("nop_calls_per_s", rate, "calls/s", "128 KiB each way; hivemind 86; >= 600 wanted")
-        host.call(uids=["ffn.0"], dim=dim)
-        merged = load(batch=1, dim=dim, in_flight=16)
-        host.call(uids=["ffn.0"], dim=dim, max_batch_size=1)
-        single = load(batch=1, dim=dim, in_flight=16)
-        report.add("batching_gain", merged / single, "times", "16 calls of one sample; >= 4 wanted")
-        uids = [f"ffn.{index}" for index in range(4)]
-        host.call(uids=uids, dim=256)
-        rate = 128 * _calls_per_s(seconds, crew[1:5], uids=uids, batch=128, dim=256, backward=True)
-    report.add("samples_per_s", rate, "samples/s", "4 experts 256, 4 callers, batch 128, both ways")
-
-
-def _calls_per_s(seconds: float, workers: list[Worker], **load: Any) -> float:
-    """Load the host, see `_load`. A short load comes first to open links."""
-    call_all(workers, **load, seconds=min(1.0, seconds))
-    return float(sum(one["calls_per_s"] for one in call_all(workers, **load, seconds=seconds)))
-
-
-def _calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
-    dht, rng = DHT(node, DHTSettings(), random.Random(0)), random.Random(0)
-    directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
-    return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
-
-
-async def call_experts(parent: Channel, host: dict[str, Any]) -> None:
-    calls = _calls_of(await start_node(listen=False), timeout_s=120.0)
-    found: dict[str, Any] = {}
-    while True:
-        found = await _load(calls, contact(host), **await parent.wait_call(**found))
-
-
-async def _load(
-    calls: ExpertCalls,
-    host: Contact,
-    uids: list[str],
-    batch: int,
-    dim: int,
-    seconds: float,
-    in_flight: int = 1,
-    backward: bool = False,
-) -> dict[str, Any]:
-    """Call experts without a pause; return the calls per second."""
-    inputs, done = np.random.default_rng(0).standard_normal((batch, dim), np.float32), 0
-    infos = [ExpertInfo(uid, host, (dim,), 0, 0.0) for uid in uids]
-    began = time.perf_counter()
-
-    async def call_on(turn: int) -> None:
-        nonlocal done
-        while time.perf_counter() < began + seconds:
-            info = infos[turn % len(infos)]
-            outputs = await calls.forward(info, inputs)
-            if backward:
-                await calls.backward(info, inputs, outputs)
-            done += 1
-            turn += 1
-
-    await asyncio.gather(*map(call_on, range(in_flight)))
-    return {"calls_per_s": done / (time.perf_counter() - began)}
-
-
-async def serve_experts(parent: Channel) -> None:
-    """Worker: replace the hosted experts by those of each message; see `_serve`."""
-    torch.set_num_threads(os.cpu_count() or 1)  # as a peer does
-    node = await start_node()
-    found, server = where(node), ExpertServer(node, EventLog(), BatchLimits())
-    while True:
-        order = await parent.wait_call(**found)
-        await server.close()
-        server, found = await _serve(node, **order)
-
-
-async def _serve(
-    node: Node, uids: list[str], dim: int, nop: bool = False, max_batch_size: int = 4096, alone: int = 0
-) -> tuple[ExpertServer, dict[str, float]]:
-    """Host experts; with ``alone``, return their speed at such batches without callers."""
-    server = ExpertServer(node, EventLog(), BatchLimits(max_batch_size=max_batch_size))
-    rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
-    for uid in uids:
-        expert = Expert(uid, torch.nn.Identity() if nop else FeedForward(dim), rule, (dim,))
-        expert.forward(torch.zeros(2, dim))  # on this thread, as a host does before: OpenMP spins less then
-        server.add(expert)
-    forward = partial(expert.forward, torch.randn(alone, dim))
-    took_s = [(await timed(server.device.run(forward)))[0] for _ in range(4 if alone else 0)]
-    return server, {"samples_per_s": alone / min(took_s[1:], default=1.0)}  # the first warms up
 
 
 DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
@@ -444,8 +333,8 @@ class ConvergenceEmulation:
         return float((self._trunk.head(h).argmax(1) == self._labels[:TEST_SAMPLES]).float().mean())
 
 
-@benchmark("moe")
-def run_convergence(report: BenchReport, faithful: bool = False, data: str = "digits") -> None:
+@reports("moe")
+def run_convergence(report: Report, faithful: bool = False, data: str = "digits") -> None:
     """Report accuracies; ``data`` may be an ``.npz`` file of images, such as MNIST's: see `classification_job`."""
     seeds, batches, evaluations = (1, 240, 6) if report.quick else (3, 1600, 20)
     scenes = {
@@ -464,7 +353,7 @@ def run_convergence(report: BenchReport, faithful: bool = False, data: str = "di
             report.add(f"{name}_{kind}_accuracy", percent, "%", f"{seeds} seeds")
 
 
-def plot_convergence(report: BenchReport, path: str) -> None:
+def plot_convergence(report: Report, path: str) -> None:
     panels = []
     for delay in DELAYS:
         lines: Lines = {}

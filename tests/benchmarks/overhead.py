@@ -17,25 +17,24 @@ import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext, redirect_stdout
 from functools import partial
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
+from colab_swarm.experiments.report import Report, reports
+from tests.benchmarks.harness import Channel, Crew, call_all, receive_all
+from tests.notebooks.cells import code_cells
 
 SAMPLES = 2
 
 
-@benchmark("overhead")
-def run(report: BenchReport) -> None:
+@reports("overhead")
+def run(report: Report) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for measure in (_throughput, _idle_peer):
         with cs.create("overhead", peer_name="backbone") as backbone, Crew() as crew:
@@ -86,7 +85,7 @@ def train(parent: Channel, size: str, batches: int, invite: str) -> None:
         found = {"samples_per_s": loop.samples_per_s(batches=batches)}
 
 
-def _throughput(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
+def _throughput(report: Report, crew: Crew, backbone: "cs.Swarm") -> None:
     size, batches, phases = ("tiny", 40, 2) if report.quick else ("base", 8, 5)
     invite, ratios = str(backbone.invite()), []
     for one in ("", "", invite, invite):
@@ -121,7 +120,7 @@ def idle(parent: Channel, invite: str) -> None:
     parent.call(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
 
 
-def _idle_peer(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
+def _idle_peer(report: Report, crew: Crew, backbone: "cs.Swarm") -> None:
     found = crew.start(idle, str(backbone.invite())).receive()
     report.add_rows(
         ("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before"),
@@ -132,29 +131,6 @@ def _idle_peer(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "swarm.ipynb"
 TIME_LIMIT_S = 120.0
-
-
-def code_cells(notebook: Path) -> list[str]:
-    """Return the code of a notebook, by cell; notebooks are not part of the installed package."""
-    if not notebook.exists():
-        raise FileNotFoundError(f"there is no {notebook}: run this in a copy of the repository")
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-
-
-def filled_in(cell: str, **form: object) -> str:
-    """Return the cell with other values in its form fields, lines ``NAME = value`` as on Colab."""
-    lines = [(line.partition(" = ")[0], line) for line in cell.split("\n")]
-    return "\n".join(f"{field} = {form[field]!r}" if field in form else line for field, line in lines)
-
-
-def stand_in_for_colab(**secrets: str) -> None:
-    # with specs, because transformers looks for modules by them
-    colab = module_from_spec(ModuleSpec("google.colab", None, is_package=True))
-    userdata = module_from_spec(ModuleSpec("google.colab.userdata", None))
-    vars(userdata)["get"] = secrets.get
-    vars(colab)["userdata"] = userdata
-    sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}
 
 
 def run_notebook(parent: Channel, invite: str) -> None:
@@ -187,9 +163,8 @@ def _counted_s() -> float:
         return time.perf_counter() - began
 
 
-@benchmark("join")
-def run_join(report: BenchReport) -> None:
-    code_cells(NOTEBOOK)  # better to fail before there is a run
+@reports("join")
+def run_join(report: Report) -> None:
     counted_s = statistics.median(_counted_s() for _ in range(1 if report.quick else 3))
     report.add("counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
 
@@ -207,8 +182,8 @@ def _train(swarm: "cs.Swarm", target_batch_size: int) -> None:
         optimizer.step(samples=MICRO_BATCH)
 
 
-@benchmark("soak")
-def run_soak(report: BenchReport) -> None:
+@reports("soak")
+def run_soak(report: Report) -> None:
     from colab_swarm.events import StateReceived
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate
@@ -234,7 +209,7 @@ def run_soak(report: BenchReport) -> None:
 
 WARM_UP, PORTION = 1500, 100
 WATCH = """
-from colab_swarm.bench.overhead import Watched
+from tests.benchmarks.overhead import Watched
 watched = Watched({invite!r})
 watched.panel
 """
@@ -242,8 +217,8 @@ PANEL_AVERAGE_EVERY, MEMBERS = 8, 8
 OWN_MEMORY = "status", "RssAnon:"  # without libraries, whose share depends on what else runs
 
 
-@benchmark("panel")
-def run_panel(report: BenchReport) -> None:
+@reports("panel")
+def run_panel(report: Report) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # the refreshes of half an hour at four a second
     pairs, phase_s, refreshes = (3, 1.0, 400) if report.quick else (40, 2.5, 7200)

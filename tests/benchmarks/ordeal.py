@@ -20,9 +20,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark, enter
 from colab_swarm.events import ExpertHosted
+from colab_swarm.experiments.report import Report, reports
 from colab_swarm.recipes.classify import classification_job
+from tests.benchmarks.harness import Channel, Crew, Worker, enter
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 
@@ -62,8 +63,8 @@ def kill_in_turn(alive: dict[str, Worker], start: partial[Worker], every_s: floa
         kill_at += every_s
 
 
-@benchmark("moe")
-def run_experts(report: BenchReport) -> None:
+@reports("moe")
+def run_experts(report: Report) -> None:
     minutes, kill_every_s = (0.15, 3.0) if report.quick else (2.0, 10.0)
     with TemporaryDirectory() as folder, enter() as swarm, Crew() as crew:
         start = partial(crew.start, host_experts, folder, str(swarm.invite()))

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, benchmark
+from colab_swarm.experiments.report import Report, reports
 from colab_swarm.mailbox.collaboration import MailboxCollaboration
 from colab_swarm.swarm.swarm import Swarm
 
@@ -71,8 +71,8 @@ def rounds(address: str, count: int) -> tuple[list[float], float]:
     return [max(ended[step]) - max(begun[step]) for step in whole], max(requests)
 
 
-@benchmark("mailbox")
-def run(report: BenchReport) -> None:
+@reports("mailbox")
+def run(report: Report) -> None:
     count = 6 if report.quick else 20
     with ExitStack() as stack:
         places = {"folder": f"file://{stack.enter_context(tempfile.TemporaryDirectory())}/box"}

@@ -17,19 +17,9 @@ import torch
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
-from colab_swarm.bench.harness import (
-    BenchReport,
-    Channel,
-    Crew,
-    Worker,
-    benchmark,
-    call_all,
-    enter,
-    receive_all,
-    wait_trainers,
-)
-from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.events import RoundFinished
+from colab_swarm.experiments.loss_per_byte import wait_trainers
+from colab_swarm.experiments.report import Report, reports
 from colab_swarm.net.peers import Contact
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
@@ -37,13 +27,22 @@ from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.progress import ProgressRecord, next_lineage
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.sketch import StateSketch
+from tests.benchmarks.harness import (
+    Channel,
+    Crew,
+    Worker,
+    call_all,
+    enter,
+    receive_all,
+)
+from tests.benchmarks.link import contact, start_node, where
 
 PEERS = 4
 STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
 
 
-@benchmark("averaging")
-def run(report: BenchReport, python: str | None = None) -> None:
+@reports("averaging")
+def run(report: Report, python: str | None = None) -> None:
     """With a ``python`` that has hivemind, also measure the steps of hivemind."""
     numel, rounds = (2_000_000, 6) if report.quick else (18_000_000, 50)
     with Crew() as crew, tempfile.TemporaryDirectory() as folder:
@@ -121,7 +120,7 @@ def average_with_gloo(parent: Channel, rank: int, numel: int, meeting: str, peer
         parent.call()
 
 
-def _measure_steps(report: BenchReport, python: str | None) -> None:
+def _measure_steps(report: Report, python: str | None) -> None:
     numel, steps = (400_000, 3) if report.quick else (2_400_000, 10)
     ways: dict[str, list[Any]] = {"": [make_full_steps, "step"]}
     if python is not None:

@@ -23,19 +23,18 @@ from typing import NamedTuple
 
 import torch
 
-from colab_swarm.bench.averaging import average_with_gloo, run_together
-from colab_swarm.bench.harness import (
-    BenchReport,
+from colab_swarm.events import RoundFinished
+from colab_swarm.experiments.loss_per_byte import wait_trainers
+from colab_swarm.experiments.report import Report, reports
+from tests.benchmarks.averaging import average_with_gloo, run_together
+from tests.benchmarks.harness import (
     Channel,
     Crew,
-    benchmark,
     call_all,
     enter,
     receive_all,
-    wait_trainers,
 )
-from colab_swarm.bench.overhead import memory_mib
-from colab_swarm.events import RoundFinished
+from tests.benchmarks.overhead import memory_mib
 
 
 class Case(NamedTuple):
@@ -66,13 +65,13 @@ FULL = (
 LAYERS, WIDTH, EMBEDDING = 12, 768, 0.3  # its share of the values
 
 
-@benchmark("scale")
-def run(report: BenchReport) -> None:
+@reports("scale")
+def run(report: Report) -> None:
     for case in QUICK if report.quick else FULL:
         _measure(report, case, rounds=3 if report.quick else 6)
 
 
-def _measure(report: BenchReport, case: Case, rounds: int) -> None:
+def _measure(report: Report, case: Case, rounds: int) -> None:
     numel = sum(math.prod(shape) for shape in shapes(case.millions))
     with Crew() as crew, tempfile.TemporaryDirectory() as folder:
         invite = crew.start(step_as_peer, *case, grace_s=10.0).receive()["invite"]

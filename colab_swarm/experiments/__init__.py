@@ -1,0 +1,22 @@
+"""The papers' experiments, measured again: the notebooks in ``notebooks/reproduce`` run and draw them.
+
+| module | experiments |
+|---|---|
+| `dedloc` | DeDLOC: Table 1 (`strategy`), section 4.2 and Figure 5 (`albert`), Appendix C (`groups`) |
+| `learning_at_home` | Learning@home: Figure 4, throughput under delays and learning from stale gradients |
+| `vc_asgd` | VC-ASGD: Figure 4, the effect of alpha |
+| `elastic_consistency` | Elastic Consistency: Figure 1 and the bounds of Table 1 |
+| `loss_per_byte` | DiLoCo, SparseLoCo and MuLoCo: loss by the bytes that a peer sends |
+| `chaos` | no paper's: training under faults, for tutorial 11 |
+
+Each has functions ``run…(quick=…)`` that return a `Report` of figures, and ``plot…(report, path)`` that draw it:
+
+    from colab_swarm.experiments import dedloc
+
+    report = dedloc.run_strategy(quick=True)
+    print(report.figures["speedup_c"])
+    dedloc.plot_strategy(report, "table1.png")
+
+The network and the time are simulated, except for the delays of `learning_at_home`. `python -m tests.benchmarks`, in a
+copy of the repository, runs the same experiments, and measures the package's own speed and memory.
+"""

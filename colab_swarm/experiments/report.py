@@ -1,0 +1,85 @@
+"""What an experiment returns: its figures, what they look like, and how they compare with the paper's."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+
+class Figure(NamedTuple):
+    """One figure. ``key`` is stable, because other programs read it from the JSON."""
+
+    key: str
+    value: float
+    unit: str
+    note: str
+
+
+@dataclass
+class Report:
+    """The figures of a run; their keys begin with ``name``. ``curves`` are also drawn, each by seed."""
+
+    name: str
+    quick: bool
+    rows: list[Figure] = field(default_factory=list)
+    curves: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
+        self.rows.append(Figure(f"{self.name}.{key}", float(value), unit, note))
+
+    def add_rows(self, *rows: tuple[str, float, str, str]) -> None:
+        for row in rows:
+            self.add(*row)
+
+    def add_all(self, figures: Mapping[str, float], unit: str = "", note: str = "") -> None:
+        self.add_rows(*((key, value, unit, note) for key, value in figures.items()))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The values by key, without the report's name."""
+        return {row.key.removeprefix(f"{self.name}."): row.value for row in self.rows}
+
+
+def reports(name: str) -> Callable[[Callable[..., None]], Callable[..., Report]]:
+    """Make ``run(quick=…, **options)``, which returns the report, of a function that fills it."""
+
+    def decorate(measure: Callable[..., None]) -> Callable[..., Report]:
+        @wraps(measure)
+        def run(quick: bool = False, **options: Any) -> Report:
+            report = Report(name, quick)
+            measure(report, **options)
+            return report
+
+        return run
+
+    return decorate
+
+
+def beside_paper(*rows: tuple[str, str, str, bool, str]) -> str:
+    """Return a table: quantity, the paper's figure, ours, and a verdict.
+
+    A row ends with whether the figures agree, and the reason if they do not.
+    """
+    shown = [("", "paper", "ours", "verdict")]
+    shown += [(*row[:3], "agrees" if row[3] else f"differs, because {row[4]}") for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
+
+
+Lines: TypeAlias = dict[str, tuple[Iterable[Any], Iterable[Any], str]]
+
+
+def draw(path: str | Path, panels: Sequence[tuple[dict[str, Any], Lines]]) -> None:
+    """Save panels side by side as a PNG: settings of the axes, and by label what is plotted: x, y and format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
+    for axes, (style, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for label, line in lines.items():
+            axes.plot(*line, label=label)
+        axes.set(**style)
+        axes.grid(alpha=0.3)
+        if lines:
+            axes.legend()
+    figure.savefig(path, dpi=150)
