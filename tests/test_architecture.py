@@ -24,14 +24,13 @@ LAYERS = [
         "workunits.volunteering",
         "workunits.web",
         "workunits.client",
-        "workunits.preemption",
     },
     {"backbone", "integrations", "workunits.__init__"},
     {"cli", "experiments", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht", "backbone"}
-SIM_USERS = {"sim", "swarm.simulation", "workunits.preemption", "experiments"}
+SIM_USERS = {"sim", "swarm.simulation", "experiments"}
 WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
 PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.classroom"}
 """Pages for browsers; volunteers without links to peers."""

@@ -4,7 +4,7 @@
 |---|---|
 | `dedloc` | DeDLOC: Table 1 (`strategy`), section 4.2 and Figure 5 (`albert`), Appendix C (`groups`) |
 | `learning_at_home` | Learning@home: Figure 4, throughput under delays and learning from stale gradients |
-| `vc_asgd` | VC-ASGD: Figure 4, the effect of alpha |
+| `vc_asgd` | VC-ASGD: Figure 4, the effect of alpha; jobs on preemptible instances (section IV) |
 | `elastic_consistency` | Elastic Consistency: Figure 1 and the bounds of Table 1 |
 | `loss_per_byte` | DiLoCo, SparseLoCo and MuLoCo: loss by the bytes that a peer sends |
 | `chaos` | no paper's: training under faults, for tutorial 11 |

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from colab_swarm.workunits.preemption import PreemptionModel, simulate_preemption
+from colab_swarm.experiments.vc_asgd import PreemptionModel, simulate_preemption
 
 MODEL = PreemptionModel(
     volunteers=2, slots=1, units=400, unit_s=144.0, deadline_s=300.0, kill_probability=0.05, restart_s=60.0
