@@ -62,8 +62,7 @@ off. Without it the bound is unknown, and the meter says so. `swarm.elastic_opti
 `ValueError` if peers have different terms, and `StateError` if not enough peers come in time.
 
 **Security.** Members are workers of the run (`colab_swarm.trust`) and links are encrypted. A member's values are taken
-as its gradient. Within a data centre, `colab_swarm.elastic.process_group.group_optimizer` trains
-over `torch.distributed` with gloo, unencrypted.
+as its gradient.
 
 ## Usage
 
@@ -90,7 +89,7 @@ Gradient Descent*, [arXiv 2001.05918](https://arxiv.org/abs/2001.05918).
 | measured distance, M and sigma | `colab_swarm.elastic.ledger` |
 | 5, equation 11: the elastic scheduler, corrections | `colab_swarm.elastic.ledger`, `steps` |
 | 5.2: error feedback | `colab_swarm.tensors.codecs` |
-| groups over peer links, and over `torch.distributed` | `colab_swarm.elastic.group`, `process_group` |
+| groups over peer links | `colab_swarm.elastic.group` |
 
 ## Measured
 

@@ -5,7 +5,6 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
@@ -118,10 +117,3 @@ def test_a_crash_while_the_group_is_formed_is_reported() -> None:
 def test_a_group_has_two_to_sixteen_members(peers: int, wait_s: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ElasticSettings("run/elastic/model", peers, wait_s=wait_s)
-
-
-def test_an_unknown_option_of_a_group_of_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(TypeError, match="'compresion'"):
-        group_optimizer(torch.optim.SGD(model().parameters()), compresion="int8")

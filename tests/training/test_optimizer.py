@@ -15,7 +15,6 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinRound, RoundTerms
 from colab_swarm.averaging.round import Averager
-from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived, StepFinished
@@ -128,7 +127,6 @@ def test_an_unknown_option_is_named(make: Callable[..., object], option: str) ->
     [
         (Swarm.optimizer, TrainingSettings),
         (Swarm.elastic_optimizer, ElasticSettings),
-        (group_optimizer, ElasticSettings),
     ],
 )
 def test_docstrings_list_the_options(method: Callable[..., object], settings: type) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colab_swarm.elastic.process_group import HEADER, ProcessGroupExchange, group_optimizer
+from tests.benchmarks.elastic_rank import DIES_AT, RANKS, STEPS, sgd
+from tests.benchmarks.process_group import HEADER, ProcessGroupExchange, group_optimizer
 from tests.elastic.group import reference
-from tests.elastic.rank import DIES_AT, RANKS, STEPS, sgd
 from tests.training.toy import model, run_ranks
 
 pytestmark = pytest.mark.slow
-RANK = "tests.elastic.rank"
+RANK = "tests.benchmarks.elastic_rank"
 
 
 def test_with_beta_1_ranks_equal_ddp_and_one_process_with_the_large_batch(tmp_path: Path) -> None:
@@ -62,3 +62,10 @@ def test_a_rank_with_an_impossible_norm_is_lost(squares: float, monkeypatch: pyt
     exchange._receive_from(1)
     ((lose, rank, reason),) = reported
     assert (lose, rank) == (exchange.lose, 1) and ">= 0" in reason
+
+
+def test_an_unknown_option_of_a_group_of_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(TypeError, match="'compresion'"):
+        group_optimizer(torch.optim.SGD(model().parameters()), compresion="int8")

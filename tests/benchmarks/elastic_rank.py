@@ -1,4 +1,4 @@
-"""One rank of an elastic group over gloo, as a process: ``python -m tests.elastic.rank SCENARIO RANK FOLDER``."""
+"""One rank of an elastic group over gloo: ``python -m tests.benchmarks.elastic_rank SCENARIO RANK FOLDER``."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
+from tests.benchmarks.process_group import group_optimizer
 from tests.elastic.group import LR, rows_of, take
 from tests.training.toy import loss_of, model, parameters_of
 
