@@ -53,7 +53,7 @@ costs 0.2 s, or a round trip if that is longer.
 ## Histories
 
 With ``swarm.events.detailed = True`` a peer records its contributions, updates and loaded states, in the file of
-``swarm.record(path)`` too. `check` finds what is wrong in the histories of all peers (`colab_swarm.sim.histories`).
+``swarm.record(path)`` too. The package's tests find what is wrong in the histories of all peers.
 
 ## How to use it
 
@@ -73,7 +73,6 @@ units and tunnels need real peers. Figures of a simulation are predictions: adap
 example, gain 1.81 times in simulation where the linear program predicts 1.92.
 """
 
-from colab_swarm.sim.histories import History, Violation, check
 from colab_swarm.sim.network import ScriptedFault, SimNetwork, SimPeers
 from colab_swarm.sim.profiles import (
     DEDLOC16,
@@ -96,14 +95,11 @@ __all__ = [
     "PROFILES",
     "ChurnEvent",
     "ChurnProfile",
-    "History",
     "HostProfile",
     "NetworkProfile",
     "ScriptedFault",
     "SimNetwork",
     "SimPeers",
-    "Violation",
     "VirtualTimeLoop",
-    "check",
     "run_virtual",
 ]

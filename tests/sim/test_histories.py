@@ -14,7 +14,6 @@ from blake3 import blake3
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.events import Applied, Contributed, Event, EventLog, Loaded, Notice, stride
 from colab_swarm.notebook.recorder import Header, Recorder, replay
-from colab_swarm.sim import History, Violation, check
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training import catch_up as catch_up_module
@@ -22,6 +21,7 @@ from colab_swarm.training import replica as replica_module
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.progress import LINEAGE_BYTES, Progress
 from colab_swarm.training.replica import Replica
+from tests.sim.histories import History, Violation, check
 from tests.sim.storm import (
     LIARS,
     Fault,
