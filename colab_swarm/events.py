@@ -173,10 +173,6 @@ class Applied(Event):
     numel: int
     mean: bytes  # as ``values``
 
-    def acknowledges(self, peer: str) -> bool:
-        """Return True if the peer's contribution is in a part of the mean at least."""
-        return sum(stop - start for start, stop, lacking in self.gaps if peer in lacking) < self.numel
-
 
 @dataclass(frozen=True)
 class Loaded(Event):

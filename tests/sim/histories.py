@@ -102,9 +102,14 @@ def _is_mean(applied: Applied, given: Mapping[str, Contributed]) -> bool:
     return bool(((least_N - error_N <= sum_N) & (sum_N <= most_N + error_N)).all())
 
 
+def acknowledges(applied: Applied, peer: str) -> bool:
+    """Return True if the peer's contribution is in a part of the mean at least."""
+    return sum(stop - start for start, stop, lacking in applied.gaps if peer in lacking) < applied.numel
+
+
 def _counted_twice(honest: Sequence[History]) -> Iterator[Violation]:
     results = [applied for history in honest for applied in history.of(Applied)]
-    counted = {(one.round, peer) for one in results for peer in one.weights if one.acknowledges(peer)}
+    counted = {(one.round, peer) for one in results for peer in one.weights if acknowledges(one, peer)}
     for history in honest:
         spent = 0.0
         for one in history.of(Contributed):
