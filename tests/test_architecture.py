@@ -83,6 +83,7 @@ def test_imports_point_down(path: Path) -> None:
     room = here.split(".")[0]
     for name in imports(path):
         top, _, rest = name.partition(".")
+        assert top != "tests", f"{here} imports {name}: the wheel has no tests"
         if top == "colab_swarm" and rest:
             there = module_of(rest)
             why = f"{here} imports {name}: move the shared type down, or pass it in"
