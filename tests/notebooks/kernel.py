@@ -12,6 +12,8 @@ from tests.notebooks.cells import code_cells, filled_in
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+HERE = {"PYTHONPATH": str(NOTEBOOKS.parent)}
+"""A kernel in an empty folder finds `tests.notebooks.cells` there."""
 CELL_TIMEOUT_S = 300
 TRIES = 40
 
@@ -62,7 +64,7 @@ class Kernel:
 @contextmanager
 def opened(name: str, folder: Path, **environment: str) -> Iterator[Kernel]:
     manager, client = start_new_kernel(
-        kernel_name="python3", cwd=str(folder), env={**os.environ, **QUIET, **environment}
+        kernel_name="python3", cwd=str(folder), env={**os.environ, **QUIET, **HERE, **environment}
     )
     try:
         yield Kernel(client, code_cells(NOTEBOOKS / f"{name}.ipynb"))
