@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from colab_swarm import workunits as workunits
     from colab_swarm.net.relay import RelayQuota as RelayQuota
     from colab_swarm.notebook.explanation import explain as explain
-    from colab_swarm.notebook.receipt import Receipt as Receipt
     from colab_swarm.notebook.recorder import replay as replay
     from colab_swarm.swarm.connecting import connect as connect
     from colab_swarm.swarm.doctor import doctor as doctor
@@ -81,7 +80,6 @@ PUBLIC = {
     "CheckpointFolder": "training.state",
     "Lamb": "training.layerwise",
     "Lars": "training.layerwise",
-    "Receipt": "notebook.receipt",
 }
 # Modules with further names, such as ``cs.errors.PeerError`` and ``cs.moe.FeedForward``.
 ROOMS = {"elastic", "errors", "moe", "recipes", "workunits"}

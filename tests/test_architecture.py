@@ -111,7 +111,7 @@ def test_what_is_imported_is_declared() -> None:
     extras = project["optional-dependencies"].values()
     requirements = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
     declared = {re.split(r"[^\w-]", requirement)[0].lower() for requirement in requirements}
-    used = {name.split(".")[0] for path in MODULES if "bench" not in path.parts for name in imports(path)}
+    used = {name.split(".")[0] for path in MODULES for name in imports(path)}
     used -= {"colab_swarm", *sys.stdlib_module_names, *OF_PLATFORMS}
     assert {name for name in used if OTHER_NAMES.get(name, name).lower() not in declared} == set()
 

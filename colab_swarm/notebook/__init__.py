@@ -59,7 +59,6 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 - **Record.** `swarm.record("run.jsonl")` writes each event as a line of JSON (`colab_swarm.notebook.recorder`).
 - **Try.** `swarm.try_model()` fills masks with the newest weights and with the initial ones
   (`colab_swarm.notebook.try_model`).
-- **Receipt.** `swarm.receipt()` is this peer's contribution, signed by the peers that saw it.
 
 ## Colab and Kaggle
 

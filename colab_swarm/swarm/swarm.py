@@ -22,7 +22,6 @@ from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.meters import ELASTIC_VIEWS, show_experts
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook, platform, ways_out
-from colab_swarm.notebook.receipt import Receipt, issue
 from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.notebook.views import draw
 from colab_swarm.runtime import Runner
@@ -169,14 +168,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self.network
         rows = () if network is None else self.runtime.call(network.trust.contributions.read())
         return Leaderboard(rows, {**self._overview.names(), short(self.id): self.name}, self.id)
-
-    def receipt(self) -> Receipt:
-        """Return this peer's contribution, signed by the peers that saw it, every 30 s."""
-        network = self._require_network()
-        vouchers = self.runtime.call(network.trust.contributions.vouchers())
-        admission = network.access.admission
-        authority = b"" if admission is None else admission.authority
-        return issue(self.services.peers, self.run_id, self.name, authority, vouchers)
 
     def optimizer(
         self,

@@ -195,24 +195,20 @@ class Contributions:
 
     async def read(self) -> tuple[Contribution, ...]:
         """Return the leaderboard, this peer's newest tally included; most samples first."""
-        return leaderboard([self._own_tally(), *(tally for _, tally in await self._others())])
+        return leaderboard([self._own_tally(), *await self._others()])
 
-    async def vouchers(self) -> list[Record]:
-        """Return the other peers' signed tallies that credit this peer."""
-        me = self._peers.id
-        return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
-
-    async def _others(self) -> list[tuple[Record, ContributionTally]]:
+    async def _others(self) -> list[ContributionTally]:
         keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
-        found = await asyncio.gather(*map(self._dht.records, keys))
-        return [
-            (record, tally)
-            for key, records in zip(keys, found, strict=True)
-            for record in records
-            if (tally := tally_of(record)) is not None
-            and record.writer != self._peers.id
-            and key == tally_key(self._run_id, record.writer)
-        ]
+        records_of_keys = await asyncio.gather(*map(self._dht.records, keys))
+        tallies: list[ContributionTally] = []
+        for key, records in zip(keys, records_of_keys, strict=True):
+            for record in records:
+                if record.writer == self._peers.id or key != tally_key(self._run_id, record.writer):
+                    continue
+                tally = tally_of(record)
+                if tally is not None:
+                    tallies.append(tally)
+        return tallies
 
     def _own_tally(self) -> ContributionTally:
         return ContributionTally(self._peers.public_key, self.ledger.rows())

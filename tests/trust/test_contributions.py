@@ -204,14 +204,13 @@ async def test_only_what_reducers_and_workers_wrote_counts() -> None:
 
 async def test_a_tally_published_under_many_keys_is_counted_once() -> None:
     _, members = await swarm(3)
-    alice, bob, _ = services = ledgers(members)
+    _, bob, _ = services = ledgers(members)
     bob.ledger.credit(members[0].peers.id, "samples", 5.0)
     await bob.publish()
-    dht, own = members[1].dht, members[1].peers.id
+    dht = members[1].dht
     for shard in range(8):
         key = f"{RUN}/credits/{shard}"
         await dht.publish(key, bob._own_tally(), ttl_s=60)
-    assert [record.writer for record in await alice.vouchers()] == [own]
     for service in services:
         assert await service.read() == (Contribution(members[0].peers.id, samples=5.0),)
 
