@@ -28,7 +28,6 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 | `Joined(group, organizer, reason, waits_for)` | back | a group, another organizer, a refusal, or a heartbeat |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
-| `SpanRoots(round_id, roots)` | member to member | what reducers signed; two roots of one span prove a lie |
 
 ## States of a round
 
@@ -79,14 +78,14 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
   float32.
 - *No member can give a chunk.* Its values stay local and are reported. In training, such a peer
   then fetches the state.
-- *A reducer misbehaves.* It signs a digest of its means, with the last one. After each round a member compares its own
-  means with that, and passes the digests on to another, at random. Two signed digests of one span are a proof: all
-  members leave the reducer out for half an hour. One that breaks off before the last mean counts as vanished.
+- *A reducer misbehaves.* A mean that is not finite, or far larger than usual, counts as lost, and so does a stream that
+  breaks off before the last mean. Nobody checks other means.
 - *An organizer misbehaves.* Peers leave it out for half an hour if its group is invalid, and pass it over for the step
   if it was silent, refused twice, sent them in circles or made a group of one.
 
 **Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for
-16 times the median at most, and a 16th at least. Not guarded against: plausible but false values.
+16 times the median at most, and a 16th at least. Not guarded against: plausible but false values, of a contribution or
+of a reducer's mean (`colab_swarm.trust`).
 
 ## Several groups: Moshpit averaging
 

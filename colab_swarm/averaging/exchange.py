@@ -6,15 +6,12 @@ One stream to each reducer: outgoing connections are enough. No task, timer or c
 import asyncio
 import logging
 import math
-import secrets
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
-from blake3 import blake3
 
-from colab_swarm.averaging.group import Group, GroupMember, Span, SpanRoot, chunk_values
+from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_square
 from colab_swarm.averaging.standing import AWAKE_S, CHAINED, Standing
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
@@ -118,15 +115,8 @@ class Trace:
 
 logger = logging.getLogger(__name__)
 
-DIGEST_BYTES, CHECKED = 16, 4  # one of CHECKED chunks is audited
-NO_DIGEST = bytes(DIGEST_BYTES)
 LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
 TICK_S = 0.1  # between two looks for late members
-
-
-def digest_of(payload: Buffer) -> bytes:
-    """Return the digest by which a reducer names a contribution."""
-    return blake3(payload).digest(DIGEST_BYTES)
 
 
 class ReduceSpan(Message, frozen=True):
@@ -139,14 +129,12 @@ class RecallSpan(Message, frozen=True):
     """Opens a stream that returns the ``wanted`` chunks of a lost reducer's span, in this order.
 
     Without a mean the member sends its own values with ``contributions``, else an empty payload.
-    ``sent``: for an audit it sends its contributions again, as they were encoded.
     """
 
     round_id: bytes
     reducer: int
     wanted: tuple[int, ...]
     contributions: bool
-    sent: bool = False
 
 
 class Chunk(Message, frozen=True):
@@ -156,8 +144,6 @@ class Chunk(Message, frozen=True):
     averaged: bool = False
     missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
     codec: str = ""  # empty: the group's; a mean may be sparse16
-    digests: bytes = b""  # of all members' contributions to a clipped mean, `DIGEST_BYTES` each
-    signed: SpanRoot | None = None  # with the last mean of a span
 
 
 @dataclass(frozen=True)
@@ -167,12 +153,6 @@ class UploadEncoding:
     precision: str | None = None  # None: the group's codec
     fine: int | None = None  # values at the front that belong to small tensors (see `Precision`)
     feedback: ErrorFeedback | None = None  # records what compression cut off each value
-
-
-class Noted(Message, frozen=True):
-    """The answer to what a member tells of a round's reducers."""
-
-    round_id: bytes
 
 
 @dataclass(frozen=True)
@@ -209,31 +189,21 @@ class AllReduce:
         self.usual = usual = usual or Usual()
         self.late_s: dict[int, float] = {}  # beyond the usual, by member
         self._since, self._own_at = now, math.inf  # the begin, and when the own span was averaged
-        self.told: dict[tuple[int, int], bytes] = {}  # by reducer and chunk: digests of all contributions
-        # likewise: means that this peer `doubts`, and the members that are missing in them
-        self.doubted: dict[tuple[int, int], tuple[Floats | None, frozenset[int]]] = {}
-        self.signed: dict[int, SpanRoot] = {}  # by reducer, as they came from it
-        self._sent: set[tuple[int, int]] = set()  # likewise: chunks of the own contribution
         self._contributors = frozenset(i for i, one in enumerate(group.members) if one.weight > 0)
-        self._first_checked = secrets.randbelow(CHECKED)
-        self.accusers: set[PeerId] = set()  # of reducers; each is heard once
-        self._digests: dict[int, dict[int, bytes]] = {}  # by chunk of the own span and member
         self.began_at = now
-        span, weights = group.spans()[me], [member.weight for member in group.members]
-        room = span.numel + len(values) * (group.terms.clip and weights[me] > 0)
-        # for the own span and, with clip, for the contribution as it was sent, for audits
-        memory = np.empty(room, np.float32) if collects else values[span.start : span.stop]
-        sums, self._contribution = memory[: span.numel], memory[span.numel :]
-        self.collects, self._released = collects, False
-        chunks, clip = self.ledger.chunks[me], group.terms.clip
+        span = group.spans()[me]
+        weights = [member.weight for member in group.members]
+        sums = np.empty(span.numel, np.float32) if collects else values[span.start : span.stop]
+        self.collects = collects
+        self._released = False
+        chunks = self.ledger.chunks[me]
         own = [values[chunk.start : chunk.stop] for chunk in chunks if weights[me]]
-        self.reducer = SpanReducer(chunks, weights, sums, usual.most_rms, own=own, clip=clip)
+        self.reducer = SpanReducer(chunks, weights, sums, usual.most_rms, own=own)
         # per reducer: all means that it, or that any member, could give have arrived
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
         self.recovering = [asyncio.Lock() for _ in group.members]
         self.lost: set[int] = set()  # reducers, before all of their means arrived
-        self.liars: set[int] = set()  # reducers that averaged something else
         self.exchange_s: float | None = None  # until the last other reducer was done or lost
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
@@ -325,21 +295,10 @@ class AllReduce:
                     await stream.send(message, payload)
                     self.trace.on_traffic("sent", reducer, clock())
                     self.sent_bytes += len(payload)
-                    self._sent.add((reducer, index))
                 if self._pace.on_chunk(reducer, index, now=clock()):
                     wake(self._paced)
         except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
             logger.warning("this peer contributes nothing more to the round: %s", error)
-
-    def sent(self, reducer: int, index: int) -> tuple[str, Buffer]:
-        """Return this peer's contribution to a chunk of a clipped mean, encoded again as it was sent, and its codec.
-
-        Raises ValueError if it sent nothing; of a chunk that it did not reach it returns anything.
-        """
-        chunk = self.ledger.chunk(reducer, index)
-        require(len(self._contribution) > 0, "this peer sent nothing, or nothing that is audited")
-        codec = self._codec_to(reducer, chunk)
-        return codec.name, codec.encode(self._contribution[chunk.start : chunk.stop])
 
     def _codec_to(self, reducer: int, chunk: Span) -> Codec:
         """Return a contribution's codec: the own span's is exact, but that would make a sparse mean dense."""
@@ -348,10 +307,10 @@ class AllReduce:
 
     def encoded(self, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         """Return this peer's contribution to a chunk; raises ValueError if the codec refuses it."""
-        codec, values = self._codec_to(reducer, chunk), self.ledger.values[chunk.start : chunk.stop]
-        if len(self._contribution):
-            self._contribution[chunk.start : chunk.stop] = values
-        payload, feedback = codec.encode(values), self._encoding.feedback
+        codec = self._codec_to(reducer, chunk)
+        values = self.ledger.values[chunk.start : chunk.stop]
+        payload = codec.encode(values)
+        feedback = self._encoding.feedback
         if feedback is not None and codec.name != "float32":
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
             feedback.cut_off(chunk.start, values, arrived)
@@ -360,14 +319,13 @@ class AllReduce:
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
         clock = asyncio.get_running_loop().time
-        for left in reversed(range(len(self.ledger.chunks[reducer]))):
+        for _ in self.ledger.chunks[reducer]:
             message, payload = await stream.receive(Chunk)
             self._heard_at[reducer] = now = clock()
             self.trace.on_traffic("means", reducer, now)
             self.received_bytes += len(payload)
-            if not left:
-                self._check_signature(reducer, message.signed)
-            missing, mean = self.missing_in(message, payload), None
+            self.check_missing(message)
+            mean = None
             numel = self.ledger.chunk(reducer, message.index).numel
             if len(payload):
                 name = message.codec or self.group.terms.mean_codec
@@ -377,55 +335,12 @@ class AllReduce:
                 if not (rms := root_mean_square(mean)) < LARGEST_MEAN * self.usual.most_rms:  # NaN, too
                     text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
                     raise ValueError(text)  # the others recover the span
-            if self.doubts(reducer, message.index, missing):
-                self.doubted[reducer, message.index] = None if mean is None else mean.copy(), missing
-                self.trace.on_dropped(reducer, "its mean lacks contributions of members that are there")
-                continue
-            if self.group.terms.clip and mean is not None:
-                self._check_digest(reducer, message)
             self.ledger.place(reducer, message.index, mean, message.missing)
 
-    def _check_signature(self, reducer: int, signed: SpanRoot | None) -> None:
-        if signed is None or signed.reducer != reducer or not signed.genuine(self.group):
-            self.liars.add(reducer)
-            raise ValueError("its means are not signed")
-        self.signed[reducer] = signed
-
-    def sign(self, root: bytes) -> SpanRoot:
-        signature = self.peers.sign(SpanRoot.signed_bytes(self.group, self.me, root))
-        return SpanRoot(self.me, root, self.peers.public_key, signature)
-
-    def missing_in(self, mean: Chunk, payload: Buffer) -> frozenset[int]:
-        """Return the members that a mean lacks: without values, all. Raises ValueError if they do not exist."""
+    def check_missing(self, mean: Chunk) -> None:
+        """Raise ValueError if a mean lacks members that have nothing to contribute, or do not exist."""
         missing = frozenset(mean.missing)
         require(missing <= self._contributors, "its mean lacks members that contribute nothing")
-        return missing if len(payload) else self._contributors
-
-    def doubts(self, reducer: int, index: int, missing: frozenset[int]) -> bool:
-        """Return True if a clipped mean lacks the chunk that this peer sent, or most of the linked contributors.
-
-        A reducer does not speak for those that it left out: the span is recovered, as that of a lost one.
-        """
-        if not missing or not self.group.terms.clip:
-            return False
-        present = {*self.peers.linked(), self.peers.id}
-        there = {i for i in self._contributors if self.member(i).id in present}
-        sent = self.me in missing and (reducer, index) in self._sent
-        return sent or 2 * len(missing & there) > len(there)
-
-    def _check_digest(self, reducer: int, mean: Chunk) -> None:
-        count = len(self.ledger.chunks[reducer])
-        told = [mean.digests[at : at + DIGEST_BYTES] for at in range(0, len(mean.digests), DIGEST_BYTES)]
-        require(len(mean.digests) == DIGEST_BYTES * len(self.group.members), "its mean lacks digests")
-        require(all(any(told[i]) for i in self._contributors.difference(mean.missing)), "it lacks a digest")
-        self.told[reducer, mean.index] = mean.digests
-        if self.me in mean.missing or not len(self._contribution):
-            return
-        # Hashing costs: of long spans a part is checked, and the reducer does not know which.
-        checked = count < CHECKED or (mean.index + self._first_checked) % CHECKED == 0
-        if checked and told[self.me] != digest_of(self.sent(reducer, mean.index)[1]):
-            self.liars.add(reducer)
-            raise ValueError("its mean does not contain this peer's contribution")
 
     async def serve(self, stream: Stream, member: int) -> None:
         self._streaming.add(member)
@@ -469,28 +384,23 @@ class AllReduce:
 
     def release(self) -> None:
         """Free the memory of an averaged span that nobody reads; the vector has the means, for late members."""
-        if not (self.serving or self._contribution.size or self.reducer.unfinished):
-            self.reducer.sums = [
-                self.ledger.values[one.start : one.stop] for one in self.ledger.chunks[self.me]
-            ]
-            for at, (mean, payload) in enumerate(self._means):
-                if len(payload) and (mean.codec or self.group.terms.mean_codec) == "float32":
-                    self._means[at] = mean, codec_of("float32").encode(self.reducer.sums[mean.index])
-            self._contribution, self._released = np.empty(0, np.float32), True
-
-    def overruled(self) -> set[int]:
-        """Return the reducers of doubted means that were recovered with more members."""
-        doubted = ((key, missing) for key, (_, missing) in self.doubted.items())
-        return {key[0] for key, missing in doubted if len(self.ledger.result(*key)[1]) < len(missing)}
+        if self.serving or self.reducer.unfinished:
+            return
+        self.reducer.sums = [
+            self.ledger.values[chunk.start : chunk.stop] for chunk in self.ledger.chunks[self.me]
+        ]
+        for at, (mean, payload) in enumerate(self._means):
+            if len(payload) and (mean.codec or self.group.terms.mean_codec) == "float32":
+                self._means[at] = mean, codec_of("float32").encode(self.reducer.sums[mean.index])
+        self._released = True
 
     def _take(self, member: int, message: Chunk, payload: Buffer) -> None:
-        chunks, index, clip = self.ledger.chunks[self.me], message.index, self.group.terms.clip
+        chunks = self.ledger.chunks[self.me]
+        index = message.index
         try:
             numel = chunks[index].numel if 0 <= index < len(chunks) else 0
-            scratch = None if clip else self._scratch  # the reducer holds clipped values for a while
-            values = codec_of(message.codec or self.group.terms.codec).decode(payload, numel, scratch=scratch)
-            if clip and index in self.reducer.unfinished:
-                self._digests.setdefault(index, {}).setdefault(member, digest_of(payload))
+            codec = codec_of(message.codec or self.group.terms.codec)
+            values = codec.decode(payload, numel, scratch=self._scratch)
             if self.reducer.on_chunk(member, index, values):
                 self._publish([index])
         except ValueError as error:
@@ -517,13 +427,7 @@ class AllReduce:
                 if codec.name == "float16" and (shorter := drop_zeros(payload)):
                     name, payload = SPARSE16, shorter
             self.ledger.place(self.me, index, mean, missing)
-            told = self._digests.pop(index, {})
-            everyone = range(len(self.group.members)) if self.group.terms.clip else ()
-            digests = b"".join(NO_DIGEST if one in missing else told.get(one, NO_DIGEST) for one in everyone)
-            self._means.append((Chunk(index, True, missing, name, digests), payload))
-        if finished and not self.reducer.unfinished:
-            (last, payload), signed = self._means[-1], self.sign(self.ledger.root(self.me))
-            self._means[-1] = msgspec.structs.replace(last, signed=signed), payload
+            self._means.append((Chunk(index, True, missing, name), payload))
         wake(self._more_means)
         if not self.reducer.unfinished:
             self._own_at = loop_now()

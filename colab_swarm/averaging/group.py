@@ -15,7 +15,6 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from colab_swarm.errors import PeerError, require
-from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
@@ -88,7 +87,6 @@ class RoundTerms(Message, frozen=True):
     schema: Digest = b""  # of the vector's layout
     codec: str = "float32"  # of contributions on the wire
     mean_codec: str = "float32"
-    clip: bool = False  # means by CenteredClip (`clipped_mean`)
 
     @property
     def key(self) -> tuple[int, bytes]:
@@ -166,35 +164,6 @@ class Group(Message, frozen=True):
             "a group's explanation is too long or not printable",
         )
         self.spans()
-
-
-class SpanRoot(Message, frozen=True):
-    """A reducer's signature for the means of its span in one round; two of different roots prove that it lied."""
-
-    reducer: int
-    root: bytes  # `SpanLedger.root`
-    public_key: bytes
-    signature: bytes
-
-    def genuine(self, group: Group) -> bool:
-        """Return True if this member of the group signed it, for this round."""
-        data, known = (
-            self.signed_bytes(group, self.reducer, self.root),
-            0 <= self.reducer < len(group.members),
-        )
-        own = known and id_of(self.public_key) == group.members[self.reducer].id
-        return own and verify(self.public_key, self.signature, data)
-
-    @staticmethod
-    def signed_bytes(group: Group, reducer: int, root: bytes) -> bytes:
-        return b"colab_swarm span %s %d %s" % (group.round_id, reducer, root)
-
-
-class SpanRoots(Message, frozen=True):
-    """Tells a member what reducers signed; two roots of one span are a proof, which it checks and passes on once."""
-
-    round_id: bytes
-    roots: tuple[SpanRoot, ...]
 
 
 class JoinRound(Message, frozen=True):
@@ -285,21 +254,16 @@ def wrong_numbers(ticket: Ticket) -> str:
     return next(wrong, "")
 
 
-def bounded_weights(
-    members: Sequence[Ticket | GroupMember], terms: RoundTerms, heaviest: float
-) -> list[tuple[float, float]]:
-    """Return each one's weight and samples, at most ``heaviest`` times their median, the lower one of two.
-
-    In a clipped mean nobody counts for more than the median: liars are outvoted by heads.
-    """
-    most = min(heaviest, 1.0 if terms.clip else math.inf)
+def bounded_weights(members: Sequence[Ticket | GroupMember], heaviest: float) -> list[tuple[float, float]]:
+    """Return each member's weight and samples, at most ``heaviest`` times their median, the lower one of two."""
 
     def bounded(claims: list[float]) -> list[float]:
-        median = statistics.median_low([one for one in claims if one] or [1.0])
-        return [min(one, most * median) for one in claims]
+        median = statistics.median_low([claim for claim in claims if claim] or [1.0])
+        return [min(claim, heaviest * median) for claim in claims]
 
-    weights, samples = [one.weight for one in members], [one.samples for one in members]
-    return list(zip(bounded(weights), bounded(samples), strict=True))
+    weights = bounded([member.weight for member in members])
+    samples = bounded([member.samples for member in members])
+    return list(zip(weights, samples, strict=True))
 
 
 class GroupFormation:
@@ -385,7 +349,7 @@ class GroupFormation:
             joined, plan = trainers, SharePlan((1.0,))
         else:
             plan = strategy([ticket for _, (ticket, _) in joined])
-        bounded = bounded_weights([ticket for _, (ticket, _) in joined], self.terms, self.settings.heaviest)
+        bounded = bounded_weights([ticket for _, (ticket, _) in joined], self.settings.heaviest)
         members = tuple(
             GroupMember(peer, contact.addresses, weight, share, *offer_of(ticket), samples=samples)
             for (peer, (ticket, contact)), (weight, samples), share in zip(

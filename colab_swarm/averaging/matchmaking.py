@@ -505,7 +505,7 @@ def check_group(group: Group, heaviest: float = math.inf) -> None:
     """
     group.check()
     claims = [(member.weight, member.samples) for member in group.members]
-    bounded = bounded_weights(group.members, group.terms, heaviest)
+    bounded = bounded_weights(group.members, heaviest)
     require(bounded == claims, "a member counts far too much")
     trainers = sum(not member.assists for member in group.members)
     tickets = [Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members]

@@ -5,12 +5,6 @@ reducer after it, in member order, is the *coordinator*. It takes a chunk's mean
 it, or recomputes it from their contributions, in member order, as float32: all members end with
 equal bits. They fetch the result from it, or from the next one if it is lost too.
 
-A clipped mean that a member doubts (`AllReduce.doubts`) is such a lost span, once: the coordinator takes it after all
-if half of the survivors hold it, and a member keeps it if nobody answers. So bits stay equal. A mean that at most half
-of the members miss is held by the other half, whom the coordinator follows; one that more miss is taken by nobody.
-Where members see each other differently, or a reducer tells each another mean, bits differ, and so do lineages: the
-fewer load the state of the others.
-
 Why it does not deadlock: a coordinator's request waits until the answering member is done with the
 *lost reducer*, a fetch until the *coordinator* is done with its own recovery, which only fetches
 from coordinators before it. An assistant collects no means and recovers a span on request.
@@ -19,7 +13,6 @@ from coordinators before it. An assistant collects no means and recovers a span 
 import asyncio
 import logging
 import math
-import random
 import statistics
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
@@ -28,25 +21,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from colab_swarm.averaging.audit import Accusation, lies
 from colab_swarm.averaging.exchange import (
     AllReduce,
     AveragingSettings,
     Chunk,
-    Noted,
     RecallSpan,
     ReduceSpan,
     UploadEncoding,
     Usual,
 )
-from colab_swarm.averaging.group import Group, RoundRefused, Span, SpanRoots
+from colab_swarm.averaging.group import Group, RoundRefused, Span
 from colab_swarm.averaging.reducer import OUTLIER, average_chunk
-from colab_swarm.averaging.router import SKIPPED_S
 from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
-from colab_swarm.events import Applied, Contributed, EventLog, Fault, MemberTrace, RoundFinished, stride
-from colab_swarm.net.peers import Buffer, LeftOut, Patience, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.events import Applied, Contributed, EventLog, MemberTrace, RoundFinished, stride
+from colab_swarm.net.peers import Buffer, Patience, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -81,11 +71,6 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
     require(0 <= opening.reducer < len(round_.group.members), f"there is no span {opening.reducer}")
     for index in opening.wanted:
         round_.ledger.chunk(opening.reducer, index)
-    if opening.sent:
-        for index in opening.wanted:
-            codec, payload = round_.sent(opening.reducer, index)
-            await stream.send(Chunk(index, codec=codec), payload)
-        return await stream.end()
     if opening.contributions:
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
@@ -145,26 +130,19 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
             stream.reset(str(error))
 
     await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
-    means = [(message, values) for _, (message, values) in sorted(received.items()) if message.averaged]
-    for message, values in means:
-        missing = frozenset(message.missing)
-        if 2 * len(means) >= len(received) or not round_.doubts(reducer, index, missing):
+    for _, (message, values) in sorted(received.items()):
+        if message.averaged:
             round_.ledger.place(reducer, index, values, message.missing)
             return
-    if not received and (reducer, index) in round_.doubted:
-        return
     chunk = round_.ledger.chunk(reducer, index)
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
     with suppress(ValueError):  # it may not be finite
         message, payload = round_.encoded(reducer, index, chunk)
         codec = codec_of(message.codec or round_.group.terms.codec)
         contributions[round_.me] = codec.decode(payload, chunk.numel)
-    weights, own = (
-        [one.weight for one in round_.group.members],
-        round_.ledger.values[chunk.start : chunk.stop],
-    )
-    clip = round_.group.terms.clip
-    mean, lacking = average_chunk(chunk, weights, contributions, round_.usual.most_rms, own=[own], clip=clip)
+    weights = [member.weight for member in round_.group.members]
+    own_values = round_.ledger.values[chunk.start : chunk.stop]
+    mean, lacking = average_chunk(chunk, weights, contributions, round_.usual.most_rms, own=[own_values])
     round_.ledger.place(reducer, index, mean, lacking)
 
 
@@ -189,7 +167,7 @@ async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> 
         raise
     round_.received_bytes += len(payload)
     require(message.index == index, f"received chunk {message.index}, expected {index}")
-    round_.missing_in(message, payload)
+    round_.check_missing(message)
     if not len(payload):
         return message, None
     codec = codec_of("float32" if message.averaged else message.codec or round_.group.terms.codec)
@@ -213,7 +191,7 @@ class RoundResult:
 
     group: Group  # the planned members
     contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
-    spans_lost: tuple[Span, ...]  # their reducer was lost, or doubted, before all of its means were taken
+    spans_lost: tuple[Span, ...]  # their reducer was lost before all of its means were taken
     kept_local: tuple[Span, ...]  # values without a mean, still the peer's own; an assistant has none
     sent_bytes: int  # payload
     received_bytes: int
@@ -288,29 +266,24 @@ class Averager:
         peers: Peers,
         settings: AveragingSettings | None = None,
         events: EventLog | None = None,
-        dishonest: LeftOut[PeerId] | None = None,
     ) -> None:
         self._peers = peers
-        self._dishonest = dishonest or LeftOut[PeerId](SKIPPED_S, SKIPPED_S)
-        self._overruled = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # named once: their line may be bad
-        self._events = events or EventLog()
         self._settings = settings or AveragingSettings()
         self._rounds: dict[bytes, AllReduce] = {}
         self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
         self._took: dict[str, Patience] = {}  # how long the members' contributions take, by prefix
+        log = events or EventLog()
         self.standings = defaultdict[str, Standing](
-            lambda: Standing(peers.id, heard_at=peers.read_at, events=self._events)
+            lambda: Standing(peers.id, heard_at=peers.read_at, events=log)
         )  # by prefix
         self._norms: dict[str, deque[float]] = {}  # `SpanReducer.usual_rms` of the last rounds, by prefix
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
-        peers.serve(SpanRoots, self._serve_roots, role=Role.REDUCER)
-        peers.serve(Accusation, self._serve_accusation, role=Role.REDUCER)
 
     async def close(self) -> None:
-        for kind in (ReduceSpan, RecallSpan, SpanRoots, Accusation):
+        for kind in (ReduceSpan, RecallSpan):
             self._peers.unserve(kind)
 
     def holds(self, values: Floats) -> bool:
@@ -342,75 +315,6 @@ class Averager:
         # the system allocates only what is written: the own span
         values = np.empty(group.terms.numel, np.float32)
         return await self._take_part(group, values, collects=False, bounded=True)
-
-    async def audit(self, group: Group, rng: random.Random) -> None:
-        """Compare the means with their signatures, and these with another member's; call this after each round.
-
-        It also checks one mean of a clipped round, at random, so that about one member does so a round.
-        """
-        exchange = self._rounds.get(group.round_id)
-        if exchange is None:
-            return
-        await self._compare(exchange, rng)
-        if not exchange.told or rng.random() * len(group.members) >= 1:
-            return
-        reducer, index = rng.choice(sorted(exchange.told))
-        if await self._judge(exchange, reducer, index):
-            await self._tell(exchange, reducer, Accusation(group.round_id, reducer, index))
-
-    async def _tell(self, exchange: AllReduce, reducer: int, message: Accusation | SpanRoots) -> None:
-        members, timeout_s = enumerate(exchange.group.members), self._settings.dial_timeout_s
-        others = [one.id for i, one in members if i not in (exchange.me, reducer)]
-        calls = (self._peers.call(one, message, Noted, timeout_s=timeout_s) for one in others)
-        await asyncio.gather(*calls, return_exceptions=True)
-
-    async def _compare(self, exchange: AllReduce, rng: random.Random) -> None:
-        """Leave out reducers that signed another mean than they sent here; pass the signatures on to one member."""
-        group, roots = exchange.group, dict(exchange.signed)
-        for reducer in roots.keys() - exchange.lost:
-            root = await asyncio.to_thread(exchange.ledger.root, reducer)
-            if self._rounds.get(group.round_id) is not exchange:
-                return  # the vector may have other values by now
-            if root != roots[reducer].root:
-                self._leave_out(group.members[reducer].id)
-        others = [one.id for i, one in enumerate(group.members) if i != exchange.me and not one.assists]
-        if roots and others:
-            told, timeout_s = SpanRoots(group.round_id, tuple(roots.values())), self._settings.dial_timeout_s
-            with suppress(PeerError):
-                await self._peers.call(rng.choice(others), told, Noted, timeout_s=timeout_s)
-
-    async def _serve_roots(self, peer: PeerId, told: SpanRoots) -> Noted:
-        exchange = self._rounds.get(told.round_id)
-        if exchange is not None and exchange.group.index_of(peer) is not None:
-            known = dict(exchange.signed)
-            for one in told.roots:
-                other = known.get(one.reducer)
-                require(one == other or one.genuine(exchange.group), "a signature is not valid", Refusal)
-                other = known.setdefault(one.reducer, one)
-                if one.root != other.root and self._leave_out(exchange.member(one.reducer).id):
-                    await self._tell(exchange, one.reducer, SpanRoots(told.round_id, (one, other)))
-        return Noted(told.round_id)
-
-    async def _judge(self, exchange: AllReduce, reducer: int, index: int) -> bool:
-        if lied := await lies(exchange, reducer, index):
-            self._leave_out(exchange.member(reducer).id)
-        return lied
-
-    def _leave_out(self, reducer: PeerId) -> bool:
-        """Leave a reducer out; return True if it was not yet."""
-        if self._dishonest.fail(reducer, loop_now()) is None:
-            return False
-        text = "it made up a mean, and is left out for half an hour"
-        self._events.emit(Fault(loop_now(), f"reducer {short(reducer)}", text))
-        return True
-
-    async def _serve_accusation(self, peer: PeerId, accusation: Accusation) -> Noted:
-        exchange, chunk = self._rounds.get(accusation.round_id), (accusation.reducer, accusation.index)
-        if exchange is not None and chunk in exchange.told and peer not in exchange.accusers:
-            exchange.accusers.add(peer)
-            if exchange.group.index_of(peer) is not None:
-                await self._judge(exchange, *chunk)
-        return Noted(accusation.round_id)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -450,12 +354,6 @@ class Averager:
             self.forget(prefix)
             self._finished[prefix] = exchange
         exchange.release()
-        for liar in exchange.liars:
-            self._leave_out(group.members[liar].id)
-        for reducer in exchange.overruled():
-            if self._overruled.fail(peer := group.members[reducer].id, loop_now()):
-                text = "it left out members whose contributions the others averaged"
-                self._events.emit(Fault(loop_now(), f"reducer {short(peer)}", text))
         seconds, incomplete = loop_now() - exchange.began_at, exchange.ledger.incomplete()
         members, spans = enumerate(group.members), group.spans()
         result = RoundResult(
@@ -577,8 +475,5 @@ async def _obtain(exchange: AllReduce, reducer: int) -> None:
         exchange.exchange_s = loop_now() - exchange.began_at
         if reducer in exchange.lost:
             await recover(exchange, reducer)
-        for index in exchange.ledger.lacking(reducer):
-            if doubted := exchange.doubted.get((reducer, index)):  # nobody answers
-                exchange.ledger.place(reducer, index, doubted[0], tuple(sorted(doubted[1])))
     exchange.settled[reducer].set()
     exchange.final[reducer].set()

@@ -9,7 +9,7 @@ from colab_swarm.events import EventLog
 from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Refusal, Role, Stream
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
-SKIPPED_S = 1800.0  # how long a peer is left out that was dishonest, or kept refusing
+SKIPPED_S = 1800.0  # how long an organizer of an invalid group is left out
 
 
 class PrefixRouter:
@@ -17,7 +17,7 @@ class PrefixRouter:
 
     def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
         self.peers, self.events = peers, events or EventLog()
-        self.dishonest = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers and reducers of all rounds
+        self.dishonest = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers of invalid groups
         self._handlers: dict[type[Message], dict[str, Handler]] = {}
         self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None
 

@@ -379,5 +379,4 @@ def _check_settings(settings: TrainingSettings) -> None:
         settings.local_steps > 1,
         f"local_steps={settings.local_steps}: {how}; each step would take several requests",
     )
-    plain = settings.compression != "adaptive" and not settings.robust
-    require(plain, f"compression='adaptive' and robust= are for runs over links: {how}")
+    require(settings.compression != "adaptive", f"compression='adaptive' is for runs over links: {how}")

@@ -40,7 +40,7 @@ from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role, decoded, end_tasks, short
 from colab_swarm.net.websocket import WebSocket, accept
 
-VERSION = 1
+VERSION = 2
 STAGGER_S = 0.25
 DETOUR_AFTER_S = 1.5  # detours are tried then if no address has answered
 TICKET = b"colab_swarm circuit "  # begins a connection to a relay that is half of a circuit

@@ -359,7 +359,7 @@ def assemble(
     SpeedTests(peers)
     dht = DHT(peers, DHTSettings(), rng, events)
     router = PrefixRouter(peers, events)
-    averager = Averager(peers, events=events, dishonest=router.dishonest)
+    averager = Averager(peers, events=events)
     how: Any = {"router": router, "averager": averager, "pace": pace}
     return PeerServices(peers, dht, events, rng, run_id, mailbox=mailbox, **how)
 

@@ -93,7 +93,6 @@ differently take the state of the peer that began. Options for slow links:
 | `local_steps=3, compression="sparseloco"` | 440 times fewer bytes sent than each step's float32 (SparseLoCo) |
 | `local_steps=30, compression="sparseloco"` | 4,000 times fewer; after a few hundred steps the loss is higher |
 | `local_steps=30, overlap=True` | a round hides behind the local steps, which go on from its result |
-| `robust="clip"` | flipped or huge gradients of a third of the peers do little harm; the mean is not exact |
 
 `swarm.plan(model, step_s=12)` forecasts ways to communicate on the measured line in one table, and chooses one, of
 those within ``gb_per_hour=2`` if you pass it: `swarm.optimizer(…, communication=plan)`. Who joins passes

@@ -28,7 +28,6 @@ def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[st
         "local_steps": f"{settings.local_steps}" if rule.local else "",
         "compression": settings.compression,
         "mean_compression": settings.mean_compression,
-        "robust": settings.robust,
     }
     return tuple((name, value) for name, value in found.items() if value)
 

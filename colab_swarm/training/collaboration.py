@@ -279,8 +279,6 @@ class Collaboration(TrainingPart):
             )
             self.services.events.emit(told)
         result = await self.services.averager.average(group, given.values, given.encoding, bounded=True)
-        if len(group.members) > 1:
-            self._tasks.spawn(self.services.averager.audit(group, self.services.rng))
         self._bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
@@ -289,9 +287,9 @@ class Collaboration(TrainingPart):
         return result
 
     def _terms(self, step: int, lineage: bytes) -> RoundTerms:
-        settings, clip = self._settings, self._settings.robust == "clip"
+        settings = self._settings
         codecs = settings.compression, settings.mean_compression
-        return RoundTerms(settings.prefix, step, lineage, self._numel, self._schema, *codecs, clip)
+        return RoundTerms(settings.prefix, step, lineage, self._numel, self._schema, *codecs)
 
     async def _find_group(self, own: ProgressRecord, given: RoundInput) -> Group:
         reduces = bool(self.services.peers.contact.addresses) and not own.syncing

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.round import Averager, RoundResult
@@ -91,9 +90,6 @@ class TrainingSettings:
             resulting parameters (DiLoCo), for as many times less traffic.
             With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
             the outer momentum; a contribution has 146 times fewer bytes than float32.
-        robust: "clip" averages by CenteredClip (BTARD, section 3): up to a third of the peers may send flipped or
-            huge gradients. Wrong ones within the spread of the others still bias it (`clipped_mean`). The mean is
-            not exact: peers with other data count for less, and none for more samples than the median peer.
         matchmaking_timeout_s: how long a round waits for slow peers, at most.
     """
 
@@ -106,7 +102,6 @@ class TrainingSettings:
     error_feedback: bool = False
     overlap: bool = False
     local_steps: int = 1
-    robust: Literal["", "clip"] = ""
     matchmaking_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -119,8 +114,6 @@ class TrainingSettings:
             isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS,
             f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}",
         )
-        how = f"robust={self.robust!r}: pass 'clip', or nothing for the exact mean"
-        require(self.robust in ("", "clip"), how)
         if self.is_sparse_local:
             object.__setattr__(self, "error_feedback", True)
 

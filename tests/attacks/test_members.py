@@ -8,27 +8,24 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import AllReduce
 from colab_swarm.averaging.group import Joined, JoinEta, JoinRound, RoundTerms, Ticket
 from colab_swarm.dht.records import FindNear, FoundNear, Record
 from colab_swarm.dht.routing import distance
 from colab_swarm.dht.service import key_id
 from colab_swarm.errors import CallRefused, PeerError
-from colab_swarm.events import Fault, Notice, StateReceived, StepFinished
+from colab_swarm.events import Notice, StateReceived, StepFinished
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import PeerId, Peers, Role, Stream, short
+from colab_swarm.net.peers import PeerId, Role, Stream
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.settings import HEAVIEST
@@ -36,7 +33,6 @@ from colab_swarm.training.sketch import SKETCH_STEPS
 from colab_swarm.trust.access import IssuedMembership
 from colab_swarm.trust.authority import RequestMembership
 from tests.attacks.town import HONEST, KNOWN_STEPS, Mallory, Town, Trainer, town
-from tests.averaging.test_audit import fork
 from tests.net.swarm import LOOPBACK, identity
 from tests.training import toy
 from tests.trust.run import Clock, Echo, Peer, run_with
@@ -232,81 +228,6 @@ def test_a_contribution_of_huge_values_freezes_no_optimizer() -> None:
     honest.assert_held(least_shared=20, loss=False)
 
 
-class Flipper(Trainer):
-    """Sends its gradient times -10."""
-
-    def take_batch(self) -> None:
-        (-10.0 * toy.loss_of(self.net, self.optimizer.global_step, slice(6, 10))).backward()
-        self.stopped.wait(0.05)
-        self.optimizer.step(samples=4)
-
-
-@pytest.mark.parametrize("robust", ["", "clip"], ids=["plain", "clip"])
-def test_a_flipped_gradient_spoils_no_clipped_run(robust: str) -> None:
-    with town(robust=robust) as honest:
-        honest.train()
-        mallory = honest.trainer(honest.join("mallory"), Flipper)
-        mallory.thread.start()
-        results = honest.trainers[0].results
-
-        def rounds_with_it() -> int:
-            return sum(mallory.swarm.id in result.contributors for result in list(results))
-
-        losses = honest.trainers[0].losses
-        # Unclipped, it spoils the model: the more slowly, the more rounds it misses.
-        honest.wait(lambda: rounds_with_it() >= 30 and (robust or losses[-1] > 1.2 * losses[0]), "attack")
-        honest.stop()
-        mallory.stopped.set()
-    assert not robust or losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("robust", ["clip", ""], ids=["makes up clipped means", "tells one another mean"])
-def test_a_reducer_that_lies_is_found_and_left_out(robust: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_up: list[bytes] = []
-    liars: set[PeerId] = set()
-    begin = AllReduce.__init__
-
-    def begin_or_lie(round_: AllReduce, peers: Peers, *args: Any, **rest: Any) -> None:
-        begin(round_, peers, *args, **rest)
-        if peers.id in liars and not robust:
-            fork(round_)
-            made_up.append(round_.group.round_id)
-        elif peers.id in liars:
-            mean = round_.reducer.mean
-
-            def exaggerate(chunk: int) -> Floats | None:
-                made_up.append(round_.group.round_id)
-                return None if (honest_one := mean(chunk)) is None else 1.3 * honest_one
-
-            round_.reducer.mean = exaggerate  # type: ignore[method-assign]
-
-    monkeypatch.setattr(AllReduce, "__init__", begin_or_lie)
-    with town(robust=robust) as honest:
-        honest.train()
-        mallory = honest.trainer(honest.join("mallory"))
-        liars.add(mallory.swarm.id)
-        mallory.thread.start()
-        where = f"reducer {short(mallory.swarm.id)}"
-
-        def found() -> list[bool]:
-            faults = [{e.where for e in one.swarm.events.recent(Fault)} for one in honest.trainers]
-            assert not {one for one in set().union(*faults) if one.startswith("reducer")} - {where}, faults
-            return [where in one for one in faults]
-
-        honest.wait(lambda: all(found()), "verdict")
-        lied = len(made_up)
-        honest.go_on(10)
-        honest.stop()
-        mallory.stopped.set()
-    assert lied >= 1
-    last = [trainer.results[-1].group for trainer in honest.trainers]
-    assert not any(group.index_of(mallory.swarm.id) is not None for group in last)
-    shared = set.intersection(
-        *({(*key, held) for key, held in one.states.items()} for one in honest.trainers)
-    )
-    assert len(shared) >= 10
-
-
 class Heavy(Trainer):
     """Claims a made-up number of samples for each micro-batch."""
 
@@ -316,9 +237,8 @@ class Heavy(Trainer):
         self.optimizer.step(samples=4e8)
 
 
-@pytest.mark.parametrize(("robust", "most"), [("", HEAVIEST), ("clip", 1.0)])
-def test_a_huge_weight_counts_no_more_than_its_bound(robust: str, most: float) -> None:
-    with town(robust=robust) as honest:
+def test_a_huge_weight_counts_no_more_than_its_bound() -> None:
+    with town() as honest:
         honest.train()
         mallory = honest.trainer(honest.join("mallory"), Heavy)
         mallory.thread.start()
@@ -332,7 +252,7 @@ def test_a_huge_weight_counts_no_more_than_its_bound(robust: str, most: float) -
         mallory.stopped.set()
         for weights in groups():
             median = statistics.median_low([one for one in weights.values() if one])
-            assert weights[mallory.swarm.id] <= most * median
+            assert weights[mallory.swarm.id] <= HEAVIEST * median
     honest.assert_held(least_shared=10)
 
 

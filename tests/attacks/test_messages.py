@@ -159,8 +159,6 @@ def test_every_service_of_a_full_peer_is_attacked(full: Full) -> None:
             "JoinRound",
             "ReduceSpan",
             "RecallSpan",
-            "SpanRoots",
-            "Accusation",
         ),
         *("DescribeState", "FetchState", "ForwardExpert", "BackwardExpert", "KeepSave", "FetchSave"),
         *("RequestMembership", "ShareRevoked", "Reserve", "OpenCircuit", "CircuitOffer", "DialBack"),

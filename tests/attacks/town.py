@@ -33,8 +33,9 @@ KNOWN_STEPS = 4  # after which the honest know each other
 class Trainer:
     """An honest trainer on a thread of its own; keeps its parameters after each of its steps."""
 
-    def __init__(self, swarm: Swarm, **settings: Any) -> None:
-        self.swarm, self.net, self._settings = swarm, toy.model(), settings
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+        self.net = toy.model()
         self.states: dict[tuple[int, bytes], bytes] = {}  # digest of the parameters by step and lineage
         self.losses: list[float] = []
         self.results: list[RoundResult] = []
@@ -44,7 +45,7 @@ class Trainer:
 
     def _run(self) -> None:
         try:
-            self.optimizer = toy.join_training(self.swarm, self.net, **self._settings)
+            self.optimizer = toy.join_training(self.swarm, self.net)
             self.ready.set()
             self.note()
             while not self.stopped.is_set():
@@ -92,14 +93,14 @@ def end(swarm: Swarm) -> None:
 
 
 class Town:
-    def __init__(self, stack: contextlib.ExitStack, **settings: Any) -> None:
-        self._stack, self._settings = stack, settings
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
         alice = cs.create("attacked", peer_name="alice", options=OPTIONS)
         stack.callback(end, alice)
         self.swarms = {"alice": alice}
         for name in HONEST[1:]:
             self.swarms[name] = self.join(name)
-        self.trainers = [Trainer(swarm, **settings) for swarm in self.swarms.values()]
+        self.trainers = [Trainer(swarm) for swarm in self.swarms.values()]
 
     def join(self, name: str, invite: object = None, options: cs.NetworkOptions = OPTIONS) -> Swarm:
         """A peer with its own invitation, or with this one."""
@@ -110,7 +111,7 @@ class Town:
 
     def trainer(self, swarm: Swarm, kind: type[Trainer] = Trainer) -> Trainer:
         """One more trainer; a thread that is stopped at the end."""
-        trainer = kind(swarm, **self._settings)
+        trainer = kind(swarm)
         self._stack.callback(trainer.stopped.set)
         return trainer
 
@@ -199,9 +200,9 @@ class Town:
 
 
 @contextlib.contextmanager
-def town(**settings: Any) -> Iterator[Town]:
+def town() -> Iterator[Town]:
     with contextlib.ExitStack() as stack:
-        made = Town(stack, **settings)
+        made = Town(stack)
         try:
             yield made
         finally:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from colab_swarm.averaging.exchange import Chunk, UploadEncoding
-from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span, SpanRoot
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.net.peers import Message
-from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, SimPeers, run_virtual
+from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for
 
 BEGINS_AT = 9.0
@@ -71,13 +71,6 @@ def make_group(
     terms = RoundTerms("", 7, b"lineage", numel, b"", codec, mean_codec_for(codec))
     by_id = sorted(members, key=lambda member: member.id)
     return Group(round_id.to_bytes(16, "big"), terms, tuple(by_id))
-
-
-def signed(group: Group, peer: SimPeers, root: bytes = b"root") -> SpanRoot:
-    """The signature by which a reducer vouches for its means."""
-    index = group.index_of(peer.id)
-    assert index is not None
-    return SpanRoot(index, root, peer.public_key, peer.sign(SpanRoot.signed_bytes(group, index, root)))
 
 
 def run_round(

@@ -1,5 +1,4 @@
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -7,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Span, cut_chunks
-from colab_swarm.averaging.reducer import FEW_VALUES, OUTLIER, SpanReducer, clipped_mean
+from colab_swarm.averaging.reducer import FEW_VALUES, OUTLIER, SpanReducer
 from colab_swarm.tensors.codecs import Floats
 
 CHUNKS = cut_chunks(Span(100, 110), 4)
@@ -115,38 +114,3 @@ def test_any_order_of_contributions_and_losses_finishes_with_the_mean_of_the_arr
         mean = r.mean(chunk)
         assert (mean is None) == (expected is None)
         assert mean is None or mean[0] == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def clipped(rows: Sequence[Floats], weights: Sequence[float] | None = None) -> Floats:
-    out = np.empty(rows[0].shape, np.float32)
-    clipped_mean(np.stack(rows), np.array(weights or [1.0] * len(rows)), out=out)
-    return out
-
-
-@pytest.mark.parametrize(("members", "liars"), [(5, 1), (16, 3)])
-@pytest.mark.parametrize("factor", [-1.0, -10.0, 0.0, 1e12])
-def test_a_minority_that_sends_other_gradients_moves_a_clipped_mean_little(
-    members: int, liars: int, factor: float
-) -> None:
-    rng = np.random.default_rng(0)
-    true = rng.standard_normal(1000).astype(np.float32)
-    honest = [true + 0.5 * rng.standard_normal(1000).astype(np.float32) for _ in range(members - liars)]
-    mean = np.mean(honest, axis=0)
-    found = clipped([*honest, *[factor * mean] * liars])
-    exact = np.mean([*honest, *[factor * mean] * liars], axis=0)
-    off, exactly_off = (float(np.linalg.norm(one - mean) / np.linalg.norm(mean)) for one in (found, exact))
-    assert off < 0.25 and (factor == 0.0 or off < exactly_off)
-
-
-def test_a_clipped_mean_of_equal_or_of_mostly_empty_contributions_is_theirs() -> None:
-    row, nothing = np.arange(5, dtype=np.float32), np.zeros(5, np.float32)
-    assert np.allclose(clipped([row] * 4, [1.0, 2.0, 1.0, 1.0]), row, atol=1e-6)
-    assert np.allclose(clipped([nothing, nothing, 1e6 * row]), 0.0)
-
-
-def test_a_reducer_clips_what_its_members_delivered() -> None:
-    clipping = SpanReducer(CHUNKS[:1], [1.0] * 4, np.empty(CHUNKS[0].numel, np.float32), clip=True)
-    values = [np.full(CHUNKS[0].numel, value, np.float32) for value in (1.0, 1.1, 0.9, -1e9)]
-    assert [clipping.on_chunk(member, 0, one) for member, one in enumerate(values)] == [False] * 3 + [True]
-    mean = clipping.mean(0)
-    assert mean is not None and 0.8 < mean.min() <= mean.max() < 1.05

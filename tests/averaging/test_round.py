@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import Chunk, Noted, ReduceSpan
-from colab_swarm.averaging.group import RoundRefused, SpanRoots
+from colab_swarm.averaging.exchange import AllReduce, Chunk, ReduceSpan
+from colab_swarm.averaging.group import RoundRefused
 from colab_swarm.averaging.round import DRAIN_S, PREDICTED, Averager, AveragingSettings, RecallSpan
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerLost
-from colab_swarm.net.peers import Message, Stream
+from colab_swarm.net.peers import Buffer, Message, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
 from colab_swarm.sim.network import SILENCE_S
 from colab_swarm.tensors.codecs import Floats
-from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, signed, vector
+from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, vector
 
 EXTRA_S = 3.0
 """How much longer than undisturbed a round may take when a member is lost."""
@@ -105,6 +105,28 @@ def test_a_live_member_that_never_joins_is_dropped_after_the_patience() -> None:
     outcome = run_round(delays={"carol": 55.0})
     np.testing.assert_allclose(outcome.vectors["alice"], outcome.mean(*others_than("carol")), atol=1e-6)
     assert outcome.seconds["alice"] < 3 * SETTINGS.patience_s
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_mean_that_lacks_one_slow_member_stands_at_all_members(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = AllReduce._take
+
+    def take_others(round_: AllReduce, member: int, message: Chunk, payload: Buffer) -> None:
+        if member == 0 != round_.me:  # its line to the other reducers is slow: its values come too late
+            round_.drop(0, "too slow")
+        else:
+            take(round_, member, message, payload)
+
+    monkeypatch.setattr(AllReduce, "_take", take_others)
+    outcome = run_round(count)
+    values = outcome.assert_equal_vectors()
+    slow = next(name for name, span in outcome.spans.items() if span.start == 0)
+    own = slice(*outcome.spans[slow])
+    expected = outcome.mean(*(name for name in outcome.names if name != slow))
+    expected[own] = outcome.mean()[own]
+    np.testing.assert_allclose(values, expected, atol=1e-6)
 
 
 PHASES: dict[str, Callable[[SimNetwork], None]] = {
@@ -224,7 +246,7 @@ async def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> 
     alice, mallory = pair("mallory", dial_out="alice")
 
     async def reduce(opening: ReduceSpan, stream: Stream) -> None:
-        await stream.send(Chunk(0, averaged=True, signed=signed(group, mallory)), payload)
+        await stream.send(Chunk(0, averaged=True), payload)
         await stream.end()
 
     group, values = make_group([alice, mallory], [1, 1], 10), vector(0, 10)
@@ -243,8 +265,7 @@ async def test_a_stream_is_opened_again_if_the_link_is_still_there() -> None:
         if len(streams) == 1:
             stream.reset("a link of two was lost")
         else:
-            mean = Chunk(0, averaged=True, signed=signed(group, bob))
-            await stream.send(mean, vector(9, 10).tobytes())
+            await stream.send(Chunk(0, averaged=True), vector(9, 10).tobytes())
             await stream.end()
 
     group, values = make_group([alice, bob], [1, 1], 10), vector(0, 10)
@@ -296,7 +317,7 @@ async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> N
 async def test_a_contributor_that_cannot_be_dialled_is_dropped_when_its_link_is_lost() -> None:
     alice, bob = pair(dial_out="bob")
     averager, group = Averager(alice, SETTINGS), make_group([alice, bob], [1, 1], 10)
-    await bob.call(alice.id, SpanRoots(b"no round", ()), Noted, timeout_s=1)
+    await bob.linker.link_to(alice.id, 1.0)
     going = asyncio.create_task(averager.average(group, vector(0, 10)))
     await asyncio.sleep(1.0)
     bob.crash()

@@ -53,16 +53,15 @@ def run(report: Report, python: str | None = None) -> None:
         members.sort(key=lambda member: member.id)
         receive_all(gloo)
 
-        def average(*, clip: bool) -> list[dict[str, Any]]:
-            group = Group(os.urandom(16), RoundTerms("", 0, b"bench", numel, clip=clip), tuple(members))
+        def average() -> list[dict[str, Any]]:
+            group = Group(os.urandom(16), RoundTerms("", 0, b"bench", numel), tuple(members))
             return run_together(peers, group=msgspec.to_builtins(group))
 
-        pairs = [(average(clip=False), run_together(gloo)) for _ in range(rounds + 1)]
-        robust = [(average(clip=False), average(clip=True)) for _ in range(rounds // 2 + 1)]
-    (ours, theirs), (plain, clipped) = zip(*pairs, strict=True), zip(*robust, strict=True)
-    seconds, gloo_s, plain_s, clipped_s = (
+        pairs = [(average(), run_together(gloo)) for _ in range(rounds + 1)]
+    ours, theirs = zip(*pairs, strict=True)
+    seconds, gloo_s = (
         statistics.median(max(one["seconds"] for one in members) for members in found[1:])
-        for found in (ours, theirs, plain, clipped)
+        for found in (ours, theirs)
     )
     right = [all(one["right"] for one in members) for members in ours[1:]]
     note = "4 processes, in turns; only ours is encrypted"
@@ -70,7 +69,6 @@ def run(report: Report, python: str | None = None) -> None:
         ("seconds", seconds, "s", note),
         ("gloo_seconds", gloo_s, "s", note),
         ("vs_gloo", seconds / gloo_s, "times", "lower is better"),
-        ("clipped_vs_plain", clipped_s / plain_s, "times", 'robust="clip"; lower is better'),
         ("success", statistics.mean(right), "", f"of {rounds} rounds"),
     )
     _measure_steps(report, python)

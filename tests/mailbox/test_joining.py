@@ -82,7 +82,6 @@ def test_an_open_run_with_another_bucket_is_refused_and_counted_invitations_too(
     ("settings", "error", "match"),
     [
         ({"local_steps": 1}, ValueError, "local_steps=1: in a bucket, pass"),
-        ({"robust": "clip"}, ValueError, "for runs over links"),
         ({"compression": "adaptive"}, ValueError, "for runs over links"),
         ({"local_steps": 3}, MismatchError, "local_steps: 2 there, 3 here"),
         ({"compression": "int8"}, MismatchError, "compression: float32 there, int8 here"),

@@ -55,7 +55,16 @@ async def test_nothing_more_is_read_once_the_handshake_has_failed() -> None:
 
 def test_another_run_is_named() -> None:
     alice, bob = ends(run_id="red", other_run_id="blue")
-    with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 1"):
+    with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 2"):
+        reply(bob, alice.start())
+
+
+def test_an_older_protocol_is_refused_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, bob = ends(run_id="blue", other_run_id="blue")
+    monkeypatch.setattr("colab_swarm.net.handshake.VERSION", 1)
+    alice, _ = ends(run_id="blue", other_run_id="blue")
+    monkeypatch.undo()
+    with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 2"):
         reply(bob, alice.start())
 
 

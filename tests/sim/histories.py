@@ -11,8 +11,8 @@ As in Jepsen, faults happen, each process records its history, and `check` finds
 | progress | a peer that is alive and connected takes the swarm's steps |
 
 A result acknowledges a contribution where its ``gaps`` do not list it. Sums are compared at sampled values, in rounds
-whose contributors all have a history, with float32 on the wire, ``local_steps=1`` and no ``robust=``. A contribution
-far larger than the others may count for less: reducers scale it down.
+whose contributors all have a history, with float32 on the wire and ``local_steps=1``. A contribution far larger
+than the others may count for less: reducers scale it down.
 """
 
 import statistics

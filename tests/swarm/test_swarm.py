@@ -110,7 +110,7 @@ def test_the_same_identity_comes_back_after_a_restart(alice: Swarm, tmp_path: Pa
         pass
     with cs.join(alice.invite(), peer_name="bob", options=options) as again:
         assert again.id == first.id
-        # no other peer can rebuild its draws, as of audits, from its id
+        # no other peer can rebuild its draws from its id
         with pytest.raises(NotImplementedError):
             again.services.rng.getstate()
 
