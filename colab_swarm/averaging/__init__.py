@@ -89,13 +89,11 @@ of a reducer's mean (`colab_swarm.trust`).
 
 ## Several groups: Moshpit averaging
 
-`swarm.average(array, weight=n)` averages any array among all peers that call at about the same
-time. The first caller waits 5 s; peers that met before wait only for each other. Many peers, or
+`colab_swarm.averaging.moshpit` averages a vector among all peers that call at about the same time.
+The first caller waits 5 s; peers that met before wait only for each other. Many peers, or
 unreliable ones, are arranged on a grid and average along one axis after the other. After one round
 per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
 feedback lose values for good here.
-
-    mean, result = swarm.average(gradient, weight=len(batch))
 
 In training a round is one group, because all its peers must end with the same bits.
 

@@ -25,14 +25,11 @@ import itertools
 import logging
 import math
 import statistics
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from colab_swarm.averaging.group import (
     Group,
@@ -49,7 +46,7 @@ from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Message, PeerId, short
 from colab_swarm.runtime import loop_now, wait_until
-from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
+from colab_swarm.tensors.codecs import Floats, Precision, all_finite, mean_codec_for
 
 logger = logging.getLogger(__name__)
 
@@ -368,41 +365,40 @@ class MoshpitAverager:
         self._averager.forget(self._prefix)
 
     async def average(
-        self, values: Any, *, weight: float = 1.0, group_size: int | None = None
-    ) -> tuple[Any, MoshpitResult]:
+        self, values: Floats, *, weight: float = 1.0, group_size: int | None = None
+    ) -> tuple[Floats, MoshpitResult]:
         """Return the weighted mean of all peers that call now, as far as it was reached.
 
         Args:
-            values: tensor, array or list of real, finite numbers, as many for all; not changed.
-                The mean is of the same kind and shape.
+            values: a flat vector of finite numbers, as many at all peers; not changed.
             weight: 0 (only receive), or between 1e-4 and 1e6.
             group_size: vote for this size; None: for the size that the measurements suggest.
 
         Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
         already. Failures of peers are never raised: the result shows them.
         """
-        flat, restore = flatten(values)
-        require(np.isfinite(flat).all(), "values must be finite: there is a NaN, or a value beyond float32")
+        require(all_finite(values), "values must be finite: there is a NaN, or a value beyond float32")
         require(
             weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT,
             f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
         )
         require(group_size is None or group_size >= 2, f"group_size={group_size}: give 2 or more")
         require(not self._busy, "already averaging these values: wait for that", RuntimeError)
-        begun, self._busy = loop_now(), True
-        schema = hashlib.sha256(f"{len(flat)} {self.codec}".encode()).digest()[:8]
+        begun = loop_now()
+        self._busy = True
+        schema = hashlib.sha256(f"{len(values)} {self.codec}".encode()).digest()[:8]
         try:
             meeting = await self._assembly.meet(
-                len(flat), schema, lambda peers: group_size or self.meter.choose_group_size(peers)
+                len(values), schema, lambda peers: group_size or self.meter.choose_group_size(peers)
             )
-            self._pass = _Pass(meeting, flat, weight)
+            self._pass = _Pass(meeting, values, weight)
             self._begun.set()
             for axis in range(len(self._pass.grid.sides)):
                 await self._round(self._pass, axis)
-            return restore(self._pass.values.copy()), self._pass.result(loop_now() - begun)
+            return self._pass.values.copy(), self._pass.result(loop_now() - begun)
         except RoundRefused as refusal:
             alone = MoshpitResult((self._peers.id,), (1,), (), 0, loop_now() - begun, str(refusal))
-            return restore(flat.copy()), alone
+            return values.copy(), alone
         finally:
             self._busy, self._pass = False, None
             self._begun.clear()
@@ -450,18 +446,6 @@ class MoshpitAverager:
         return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS) if self._pass else ()
 
 
-def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
-    """Return the values as a flat float32 vector, and what restores their shape and kind."""
-    torch = sys.modules.get("torch")  # imported already if there is a tensor
-    if torch is not None and isinstance(values, torch.Tensor):
-        flat = values.detach().to("cpu", torch.float32).flatten().numpy()
-        return flat, lambda mean: torch.from_numpy(mean).reshape(values.shape).to(values)
-    array = np.asarray(values)
-    require(array.dtype.kind in "fiub", f"{array.dtype} cannot be averaged: pass real numbers")
-    kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float32)
-    return array.astype(np.float32).ravel(), lambda mean: mean.reshape(array.shape).astype(kind)
-
-
 class _Pass:
     def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
         group_size = max(2, int(statistics.median_high(member.weight for member in meeting.members)))
@@ -490,29 +474,3 @@ class _Pass:
     def result(self, seconds: float) -> MoshpitResult:
         peers, sides = tuple(sorted(self.grid.cells)), self.grid.sides
         return MoshpitResult(peers, sides, tuple(self.rounds), self.failed, seconds, "; ".join(self.notes))
-
-
-class ArrayAverages:
-    """The averages of a run, by name."""
-
-    def __init__(self, router: PrefixRouter, dht: DHT, averager: Averager, run_id: str) -> None:
-        self._make, self._run_id = partial(MoshpitAverager, router, dht, averager), run_id
-        self._averagers: dict[str, MoshpitAverager] = {}
-
-    async def average(
-        self, values: Any, *, weight: float, group_size: int | None, name: str, compression: str = "float32"
-    ) -> tuple[Any, MoshpitResult]:
-        """See `MoshpitAverager.average`; a name keeps its ``compression``, else ValueError."""
-        if name not in self._averagers:
-            self._averagers[name] = self._make(f"{self._run_id}/average/{name}", compression)
-        averager = self._averagers[name]
-        require(
-            averager.codec == compression,
-            f"{name!r} is averaged as {averager.codec} here: choose another name for {compression}",
-        )
-        return await averager.average(values, weight=weight, group_size=group_size)
-
-    async def close(self) -> None:
-        for averager in self._averagers.values():
-            averager.close()
-        self._averagers.clear()

@@ -97,8 +97,7 @@ confirms a folder, an endpoint without TLS, or one in its own network with ``cs.
 the author of an invitation must not choose which files and hosts the guest's machine opens.
 
 **Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` is refused, and so are
-allowlists. Experts, `swarm.average` and the leaderboard need
-links. A manifest lists 256 contributions at most.
+allowlists. Experts and the leaderboard need links. A manifest lists 256 contributions at most.
 
 ## How to use it
 

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from colab_swarm.averaging.moshpit import ArrayAverages, MoshpitResult
 from colab_swarm.dht.service import on_loop
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
@@ -65,7 +64,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         settings: training settings of the invitation, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
         optimizers, elastic: this peer's optimizers by the model's name; the newest is the last.
-        averages, assistant: its averages of arrays; its help to others as a reducer, or None.
+        assistant: its help to others as a reducer, or None.
         network: its session on the real network; None in a simulation.
         page: ``https://HOST`` where a browser sees how to join, for new invitations; empty if none does.
     """
@@ -83,7 +82,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._role = Role.WORKER if invitation is None else invitation.role
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.elastic: dict[str, ElasticOptimizer] = {}
-        self.averages = ArrayAverages(services.router, services.dht, services.averager, run_id)
         self.assistant: Assistant | None = None
         contributions = None if network is None else network.trust.contributions
         self._overview = Overview(runtime, services, name, self.optimizers, contributions)
@@ -272,27 +270,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         trained = ElasticOptimizer(self.runtime, optimizer, settings, enter, self.events, pace)
         self.elastic[name] = trained
         return trained
-
-    def average(
-        self,
-        values: Any,
-        *,
-        weight: float = 1.0,
-        group_size: int | None = None,
-        name: str = "values",
-        compression: str = "float32",
-    ) -> tuple[Any, MoshpitResult]:
-        """Return the mean of an array over all peers that call this now, and how the round went.
-
-        ``values`` is a NumPy array or torch tensor of one length at all peers, ``weight`` theirs,
-        0 to only receive. ``name`` distinguishes averages. Groups of ``group_size`` take turns;
-        None chooses it. ``compression`` is one per name; onebit, topk and sparseloco lose most values.
-        """
-        self._check(worker=True)
-        average = self.averages.average(
-            values, weight=weight, group_size=group_size, name=name, compression=compression
-        )
-        return self.runtime.call(average)
 
     def serve_as_reducer(self, name: str | None = None) -> Assistant:
         """Help others train, without torch: organize rounds, reduce, send state to late joiners.
@@ -547,7 +524,6 @@ class Swarm(AbstractContextManager["Swarm"]):
                 if self._recorder is not None:
                     parts.callback(self._recorder.close)
                 parts.callback(lambda: self.runtime.call(close(self.services, self.network)))
-                parts.callback(lambda: self.runtime.call(self.averages.close()))
                 parts.callback(self.services.gate.release)  # a paused trainer would wait forever
                 parts.callback(setattr, self, "left", True)
                 if self._experts is not None:

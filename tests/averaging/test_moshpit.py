@@ -122,13 +122,13 @@ def test_liars_neither_choose_the_groups_nor_spoil_the_mean() -> None:
         assert np.isfinite(story.means[name]).all()
 
 
-async def few(*names: str) -> list[MoshpitAverager]:
+async def few(*names: str, codec: str = "float32") -> list[MoshpitAverager]:
     """Peers that average by hand."""
     network = SimNetwork(LAN)
     services = [assemble(network.peer(name), "run", EventLog(), random.Random(name)) for name in names]
     for one in services:
         await find_others(one, [services[0].peers.contact] if one is not services[0] else [])
-    return [MoshpitAverager(one.router, one.dht, one.averager, "run/average") for one in services]
+    return [MoshpitAverager(one.router, one.dht, one.averager, "run/average", codec) for one in services]
 
 
 async def after(seconds: float, averager: MoshpitAverager, values: Floats) -> tuple[Floats, MoshpitResult]:
@@ -152,6 +152,27 @@ async def test_a_late_caller_is_alone_and_joins_the_next_pass() -> None:
     assert len(result.peers) == 1
     again = await asyncio.gather(*(after(0.0, one, result.seconds * ONES) for one in (alice, bob, carol)))
     assert {len(result.peers) for _, result in again} == {3}
+
+
+async def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
+    values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001).astype(np.float32)
+    averagers = await few("alice", "bob", codec="topk:0.02")
+    results = await asyncio.gather(*(averager.average(values) for averager in averagers))
+    for mean, result in results:
+        np.testing.assert_allclose(mean, values, atol=1e-3)
+        assert sum(one.sent_bytes for one in result.rounds if one) < 0.7 * 4 * len(values)
+
+
+async def test_an_unknown_codec_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="unknown codec 'zip'"):
+        await few("alice", codec="zip")
+
+
+async def test_the_caller_s_vector_is_left_as_it_is() -> None:
+    alice, bob = await few("alice", "bob")
+    values = ONES.copy()
+    (mean, _), _ = await asyncio.gather(alice.average(values), bob.average(3 * ONES))
+    assert mean[0] == 2.0 and values[0] == 1.0
 
 
 async def test_vectors_of_different_lengths_do_not_meet() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
+from colab_swarm.averaging.moshpit import MoshpitAverager
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import RoundFinished
 from colab_swarm.experiments.loss_per_byte import wait_trainers
@@ -183,6 +184,9 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
 
     swarm = enter(*invites, name=f"peer-{time.monotonic_ns()}")
     collaboration = swarm.runtime.call(begin())
+    groups = MoshpitAverager(
+        swarm.services.router, swarm.services.dht, swarm.services.averager, "bench/groups"
+    )
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
     found: dict[str, Any] = {"contact": "" if invites else str(swarm.invite())}
     while True:
@@ -193,7 +197,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         parent.call(ready=True)
         began = time.perf_counter()
         if mode == "groups":
-            values[:], _ = swarm.average(values, group_size=GROUP)
+            values[:], _ = swarm.runtime.call(groups.average(values, group_size=GROUP))
         else:
             swarm.runtime.call(step())
         seconds = time.perf_counter() - began

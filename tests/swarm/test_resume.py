@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from colab_swarm.net.membership import SLACK_S
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import run_virtual
 from colab_swarm.swarm import network
+from colab_swarm.swarm import swarm as swarm_module
 from colab_swarm.swarm.joining import resume
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
@@ -319,18 +321,19 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
     alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    leave, close = alice.leave, alice.averages.close
+    leave = alice.leave
+    close = swarm_module.close
 
-    async def close_late() -> None:
+    async def close_late(*session: Any) -> None:
         reached.set()
         await asyncio.to_thread(go_on.wait)
-        await close()
+        await close(*session)
 
     def leave_too() -> None:
         go_on.set()
         leave()
 
-    monkeypatch.setattr(alice.averages, "close", close_late)
+    monkeypatch.setattr(swarm_module, "close", close_late)
     monkeypatch.setattr(alice, "leave", leave_too)
     leaving = threading.Thread(target=leave)
     leaving.start()

@@ -131,16 +131,6 @@ def test_four_peers_with_unequal_batches_equal_one_process(alice: Swarm) -> None
         torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_peers_average_any_array(alice: Swarm) -> None:
-    with cs.join(alice.invite(), peer_name="bob") as bob, ThreadPoolExecutor(2) as pool:
-        other = pool.submit(bob.average, torch.full((2, 2), 4.0))
-        mean, result = alice.average(torch.zeros(2, 2), weight=3.0)
-        torch.testing.assert_close(mean, torch.ones(2, 2))
-        assert len(result.peers) == 2 and result.complete and other.result(30)
-        assert not any(one.samples for one in alice.contributions())
-
-
 def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
     former = join_training(alice, model())
     join_training(alice, model())
