@@ -85,7 +85,7 @@ JOIN: Arguments = {
     "--target-batch-size": ("samples per global step, all peers", INT | {"default": 256}),
     "--batch-size": ("samples of one micro-batch", INT | {"default": 16}),
     "--lr": ("LAMB learning rate", FLOAT | {"default": 1e-2}),
-    "--compression": ("float16, int8, adaptive, int4, sparseloco, topk:0.01 …", {"default": "float32"}),
+    "--compression": ("float16, int8, adaptive, sparseloco, topk:0.01 …", {"default": "float32"}),
     "--overlap": ("compute during an averaging round", FLAG),
     "--local-steps": ("local steps from one round to the next", {"type": int, "default": 1}),
     **PEER,

@@ -32,7 +32,7 @@ class ElasticSettings:
     Attributes:
         prefix: name of the group; peers with the same prefix train one model.
         scheduler: decides when a peer continues with its next step.
-        compression: of gradients: float32, float16, bfloat16, int8, int4, int2, onebit, sparseloco, topk:0.01.
+        compression: of gradients: float32, float16, bfloat16, int8, onebit, sparseloco, topk:0.01.
         error_feedback: add what compression cut off to the next gradient; without it, a lossy codec has no bound.
         wait_s: how long to wait for the other peers when the group is formed.
     """

@@ -92,8 +92,8 @@ class ExpertCalls:
     """Calls experts on any peer; a layer and its deep copies share one, and with it their statistics.
 
     A busy expert is called again after the delay that its host requests. ``timeout_s`` is for
-    finding experts, and again for calling one, dialling and retries included. Warning: int2, onebit,
-    topk and sparseloco have no error feedback here. Train with them from the start, or use int8 or int4.
+    finding experts, and again for calling one, dialling and retries included. Warning: onebit, topk and
+    sparseloco have no error feedback here. Train with them from the start, or use int8.
     """
 
     def __init__(

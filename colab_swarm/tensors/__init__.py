@@ -5,9 +5,9 @@ every codec knows its encoded size in advance, decodes in pieces, and rejects in
 
 ## Codecs
 
-float32, float16 and bfloat16 cast values. int8, int4, int2 and onebit scale blocks. topk and sparseloco send the
+float32, float16 and bfloat16 cast values. int8 and onebit scale blocks. topk and sparseloco send the
 largest values only, and a float16 mean of them travels without its zeros. The table in `colab_swarm.tensors.codecs`
-has sizes and errors. `adaptive` is int8, but float16 for small tensors. Use int2, onebit, topk and sparseloco with
+has sizes and errors. `adaptive` is int8, but float16 for small tensors. Use onebit, topk and sparseloco with
 **error feedback**, which sends the values cut off one vector with the next:
 
     w = residual + g;   send Q(w);   residual <- w - Q(w)

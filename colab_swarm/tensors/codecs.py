@@ -6,13 +6,11 @@
     float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
     bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
     int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
-    int4        1/2 + 1/32       <= max|block of 64| / 14; under 1e-35 are 0     the encoder refuses the vector
-    int2        1/4 + 1/256      <= 1.5 sigma of the block, more in its tails    the encoder refuses the vector
     onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
-    sparseloco  0.027            |x|, or as int2 for the largest 1 in 64         the encoder refuses the vector
+    sparseloco  0.027            |x|; 1.5 sigma for the largest 1 in 64          the encoder refuses the vector
     topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
-Use those after int4 with error feedback (`ErrorFeedback`), which sends the cut values later. All is
+Use those after int8 with error feedback (`ErrorFeedback`), which sends the cut values later. All is
 little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
 """
 
@@ -28,7 +26,6 @@ import numpy.typing as npt
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.sparse import SparseLoCo, TopK
 from colab_swarm.tensors.vectors import (
-    BINS,
     BLOCK_VALUES,
     MAX_BLOCKS,
     Buffer,
@@ -37,13 +34,8 @@ from colab_swarm.tensors.vectors import (
     block_count,
     block_rows,
     checked,
-    dequantised,
-    pack,
-    quantised,
-    quantiser_gamma,
     require_finite,
     target,
-    unpack,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +62,7 @@ class Codec(Protocol):
         """
 
     def encode(self, values: Floats) -> Buffer:
-        """Encode a contiguous vector, maybe as a view; from int4 on all refuse what is not finite."""
+        """Encode a contiguous vector, maybe as a view; from onebit on all refuse what is not finite."""
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         """Decode ``numel`` values: a view of ``buffer`` (read-only) or ``scratch``, or a new array.
@@ -88,8 +80,6 @@ _LARGEST_SCALE = np.nextafter(np.float32(FLOAT32_MAX / 127), np.float32(0))
 # Cast at once: torch wakes a thread for each core at 32,768 values, which takes longer than the cast. Two peers on a
 # machine with 16 cores stood still by it.
 CAST_VALUES = 7 * BLOCK_VALUES
-CACHED_VALUES = 6 * BLOCK_VALUES  # quantised at once: copies are below malloc's mmap threshold
-SMALL_BLOCK = 64  # values that share a scale in the int4 codec
 
 
 def codec_of(name: str) -> Codec:
@@ -302,84 +292,7 @@ class OneBit:
         return out
 
 
-class Int4:
-    """Blocks of 64 values, each as multiples of max|block| / 7, from -7 to 7 (absmax scaling).
-
-    Layout: one bfloat16 scale per block, cut off and not rounded; then 4 bits per value, plus 8.
-    """
-
-    name = "int4"
-
-    def encoded_bytes(self, numel: int) -> int:
-        return 2 * -(-numel // SMALL_BLOCK) + -(-numel // 2)
-
-    def gamma(self, numel: int) -> float:
-        """One value is the largest, and the others are half a step, max|block| / 14, which is lost."""
-        return min(numel, SMALL_BLOCK) / (min(numel, SMALL_BLOCK) + 14**2 - 1)
-
-    def encode(self, values: Floats) -> Buffer:
-        require_finite(values, self.name)
-        rows = np.zeros((-(-len(values) // SMALL_BLOCK), SMALL_BLOCK), np.float32)
-        rows.ravel()[: len(values)] = values
-        largest = np.abs(rows).max(axis=1)
-        upper = ((largest / 7).view(np.uint32) >> 16).astype(np.uint16)
-        upper[largest < _SMALLEST_SCALED] = 0
-        with np.errstate(divide="ignore"):
-            steps = np.where(upper, 1 / _from_upper(upper), 0).astype(np.float32)
-        rows *= steps[:, None]
-        levels = np.rint(rows, out=rows).astype(np.int8).ravel() + np.int8(8)
-        return bytes(upper) + pack(levels[: len(values)].view(np.uint8), 4)
-
-    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
-        upper, packed = np.split(encoded, [2 * -(-numel // SMALL_BLOCK)])
-        scales, levels = _from_upper(upper.view(np.uint16)), unpack(packed, 4, numel)
-        require(
-            bool(((scales >= 0) & (scales <= FLOAT32_MAX / 7)).all() and levels.all()),
-            "an int4 block has a scale or a level that no encoder writes",
-        )
-        out = target(numel, scratch)
-        np.subtract(levels, 8, out=out, dtype=np.float32)
-        out *= np.repeat(scales, SMALL_BLOCK)[:numel]
-        return out
-
-
-class Int2:
-    """Blocks of 4096 values, each by `quantised`: 2 bits a value (MuLoCo, arXiv 2505.23725).
-
-    Layout: the means of a block's codes as float32, then the codes of all.
-    """
-
-    name = "int2"
-
-    def encoded_bytes(self, numel: int) -> int:
-        return 4 * BINS * block_count(numel) + -(-numel // 4)
-
-    def gamma(self, numel: int) -> float:
-        return quantiser_gamma(min(numel, BLOCK_VALUES))
-
-    def encode(self, values: Floats) -> Buffer:
-        require_finite(values, self.name)
-        pieces = [values[at : at + CACHED_VALUES] for at in range(0, len(values), CACHED_VALUES)]
-        found = [quantised(rows) for piece in pieces for _, rows in block_rows(piece)]
-        means = b"".join(means.tobytes() for _, means in found)
-        return means + pack(np.concatenate([codes.ravel() for codes, _ in found]), 2) if found else b""
-
-    def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
-        means = encoded[: 4 * BINS * block_count(numel)].view(np.float32).reshape(-1, BINS)
-        require(all_finite(means), "an int2 block has means that are not finite")
-        codes, out = unpack(encoded[means.nbytes :], 2, numel), target(numel, scratch)
-        for (here, rows), (_, some) in zip(block_rows(out), block_rows(codes), strict=True):
-            rows[:] = dequantised(some, means[here])
-        return out
-
-
-def _from_upper(upper: npt.NDArray[np.uint16]) -> Floats:
-    return np.left_shift(upper, 16, dtype=np.uint32).view(np.float32)
-
-
-_ALL = Float32(), Float16(), BFloat16(), Int8(), Int4(), Int2(), OneBit(), SparseLoCo()
+_ALL = Float32(), Float16(), BFloat16(), Int8(), OneBit(), SparseLoCo()
 CODECS: dict[str, Codec] = {one.name: one for one in _ALL}
 ADAPTIVE = "adaptive"
 PRECISIONS = (*CODECS, ADAPTIVE)  # names for `Precision`, besides topk with a share

@@ -115,14 +115,14 @@ class SparseLoCo:
             return b""
         found = [_largest(rows, self.kept(rows.shape[1])) for _, rows in block_rows(values)]
         places = np.concatenate(found)
-        codes, means = quantised(values[None, places + _starts(len(places))])
-        return means.tobytes() + pack(codes[0], 2) + pack_12(places)
+        codes, means = quantised(values[places + _starts(len(places))])
+        return means.tobytes() + pack(codes) + pack_12(places)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         encoded, kept = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8), self.kept(numel)
         means, codes, places = np.split(encoded, [4 * BINS, 4 * BINS + -(-kept // 4)])
         require(all_finite(means.view(np.float32)), "a sparseloco vector has means that are not finite")
-        values = means.view(np.float32)[unpack(codes, 2, kept)]
+        values = means.view(np.float32)[unpack(codes, kept)]
         return _scattered(values, unpack_12(places, kept) + _starts(kept), target(numel, scratch))
 
 

@@ -49,53 +49,50 @@ def block_count(numel: int) -> int:
     return -(-numel // BLOCK_VALUES)
 
 
-def pack(codes: Codes, bits: int) -> bytes:
-    """Pack codes of 2 or 4 bits: the first bits of all bytes, then the second ones of all, and so on."""
-    planes = np.zeros((8 // bits, -(-len(codes) * bits // 8)), np.uint8)
+_CODE_BITS = 2
+BINS = 1 << _CODE_BITS  # codes
+RANGE = 6.0  # standard deviations that the codes span
+_CODES_PER_BYTE = 8 // _CODE_BITS
+_SHIFTS = np.arange(0, 8, _CODE_BITS, dtype=np.uint8)[:, None]
+
+
+def pack(codes: Codes) -> bytes:
+    """Pack codes of 2 bits: the first codes of all bytes, then the second ones of all, and so on."""
+    planes = np.zeros((_CODES_PER_BYTE, -(-len(codes) // _CODES_PER_BYTE)), np.uint8)
     planes.ravel()[: len(codes)] = codes
-    planes <<= np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return bytes(np.bitwise_or.reduce(planes, axis=0))
+    return bytes(np.bitwise_or.reduce(planes << _SHIFTS, axis=0))
 
 
-def unpack(packed: Codes, bits: int, count: int) -> Codes:
-    planes = packed >> np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    planes &= (1 << bits) - 1
+def unpack(packed: Codes, count: int) -> Codes:
+    planes = (packed >> _SHIFTS) & np.uint8(BINS - 1)
     return planes.ravel()[:count]
 
 
-BINS, RANGE = 4, 6.0  # codes, and the standard deviations that they span
+def quantised(values: npt.NDArray[np.floating[Any]]) -> tuple[Codes, Floats]:
+    """Return a code for each of the finite ``values``, and the means that the codes stand for.
 
-
-def quantised(rows: npt.NDArray[np.floating[Any]]) -> tuple[Codes, Floats]:
-    """Return a code for each of the finite values of ``rows``, and for each row the means that its codes stand for.
-
-    Code b has the values at ``(b - 2) sigma RANGE / BINS`` from the row's mean, to the nearest, and
-    the lowest and highest code all beyond. So rows keep their sums (SparseLoCo, arXiv 2508.15706;
-    MuLoCo, 2505.23725). Both divide by n - 1 in sigma; with n, two values never share a code.
+    Code b has the values at ``(b - 2) sigma RANGE / BINS`` from their mean, to the nearest, and
+    the lowest and highest code all beyond. So the sum is kept (SparseLoCo, arXiv 2508.15706). The
+    paper divides by n - 1 in sigma; with n, two values never share a code.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        shift = rows.mean(axis=1, keepdims=True)
-        offsets = rows - shift
-        sigma = np.sqrt(np.einsum("ij,ij->i", offsets, offsets) / rows.shape[1])
-    if rows.dtype == np.float32 and not ((sigma > 1e-15) & (sigma < 1e15)).all():
-        return quantised(rows.astype(np.float64))  # squares beyond the range of float32
-    places = offsets / np.where(sigma, RANGE / BINS * sigma, 1).astype(rows.dtype)[:, None]
-    places += BINS / 2
-    np.rint(places, out=places)
-    codes = np.clip(places, 0, BINS - 1, out=places).astype(np.uint8)
-    means = np.empty((len(rows), BINS))
+        shift = values.mean()
+        offsets = values - shift
+        sigma = np.sqrt(np.einsum("i,i->", offsets, offsets) / len(values))
+    if values.dtype == np.float32 and not 1e-15 < sigma < 1e15:
+        return quantised(values.astype(np.float64))  # squares beyond the range of float32
+    width = RANGE / BINS * sigma if sigma else 1.0
+    places = np.rint(offsets / values.dtype.type(width) + values.dtype.type(BINS / 2))
+    codes = np.clip(places, 0, BINS - 1).astype(np.uint8)
+    means = np.empty(BINS)
     for code in range(BINS):
-        those = (codes == code).astype(rows.dtype)
-        means[:, code] = np.einsum("ij,ij->i", those, offsets) / np.maximum(those.sum(axis=1), 1)
+        members = (codes == code).astype(values.dtype)
+        means[code] = np.einsum("i,i->", members, offsets) / max(members.sum(), 1)
     return codes, (means + shift).astype(np.float32)
 
 
-def dequantised(codes: Codes, means: Floats) -> Floats:
-    return np.take(means, codes + BINS * np.arange(len(codes))[:, None])
-
-
 def quantiser_gamma(numel: int) -> float:
-    """Return a bound on the share of a row's energy that `quantised` loses.
+    """Return a bound on the share of the energy of ``numel`` values that `quantised` loses.
 
     In units of sigma, from the mean: the values x beyond 0.75, which have codes of their own on
     either side, hold 1 - 0.75^2 of the energy at least, and none is beyond sqrt(n). So their mean

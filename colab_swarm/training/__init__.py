@@ -85,8 +85,7 @@ differently take the state of the peer that began. Options for slow links:
 | `compression="float16"`, `"int8"`, `"adaptive"` | fewer bytes a value; adaptive: 8 bits, but 16 for small tensors |
 | `mean_compression=` | the same for the way back |
 | `error_feedback=True` | what compression cut off is added to the next gradient |
-| `compression="int4"` | half a byte a value; means are float16 |
-| `compression="int2"`, `"onebit"` | a quarter, or an eighth, of a byte a value; only with error feedback |
+| `compression="onebit"` | an eighth of a byte a value; only with error feedback |
 | `compression="topk:0.01"`, `"sparseloco"` | a twentieth, or a 36th, of a byte; only with error feedback |
 | `overlap=True` | compute during a round; the update comes exactly one step late |
 | `local_steps=8` | every peer takes steps alone, then the swarm averages the parameters (DiLoCo) |

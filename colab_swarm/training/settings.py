@@ -77,10 +77,10 @@ class TrainingSettings:
         batch_size: samples of this peer's micro-batches, unless ``step(samples=…)`` says otherwise.
         weight_unit: what ``step(weight=…)`` counts, such as "target tokens", where the mean is not by samples.
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
-            small tensors float16), int4, int2, onebit, sparseloco (2 bits of the largest 1 in 64), or
-            topk and a share, as in topk:0.01. Warning: int2, onebit, sparseloco and topk are biased
-            without ``error_feedback``, and train a worse model.
-        mean_compression: of averaged gradients; by default the same, but float16 from int4 on, because a mean
+            small tensors float16), onebit, sparseloco (2 bits of the largest 1 in 64), or topk and a share, as in
+            topk:0.01. Warning: onebit, sparseloco and topk are biased without ``error_feedback``, and train a
+            worse model.
+        mean_compression: of averaged gradients; by default the same, but float16 from onebit on, because a mean
             has no error feedback. With sparseloco and topk its zeros are not sent, where that is less.
         error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory.
         overlap: average, and take the optimizer's step on copies in main memory, while this peer

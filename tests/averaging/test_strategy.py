@@ -97,13 +97,13 @@ def test_the_forecast_knows_how_sparse_the_mean_of_several_peers_is(codec: str, 
 
 
 def test_a_mean_is_forecast_as_dense_where_contributions_or_the_means_codec_are() -> None:
-    for codec, mean_codec, size in (("int2", "float16", 8192), ("sparseloco", "float32", 16384)):
+    for codec, mean_codec, size in (("onebit", "float16", 8192), ("sparseloco", "float32", 16384)):
         assert module.mean_bytes(RoundTerms("", 1, b"", 4096, b"", codec, mean_codec), 4) == size
     assert module.mean_bytes(RoundTerms("", 1, b"", 0, b"", "sparseloco", "float16"), 4) == 0
     terms = RoundTerms("", 1, b"", 10 * BLOCK_VALUES, b"", "sparseloco", "float16")
     sparse, dense = (
         plan_round([Ticket(one, 1.0, upload_bps=8e6, download_bps=8e6)] * 4).averaging_s
-        for one in (terms, RoundTerms("", 1, b"", 10 * BLOCK_VALUES, b"", "int2", "float16"))
+        for one in (terms, RoundTerms("", 1, b"", 10 * BLOCK_VALUES, b"", "onebit", "float16"))
     )
     assert sparse < dense / 4
 

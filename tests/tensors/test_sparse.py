@@ -88,37 +88,34 @@ def test_two_numbers_of_12_bits_are_packed_in_three_bytes(numbers: list[int]) ->
     assert module.unpack_12(np.frombuffer(packed, np.uint8), len(numbers)).tolist() == numbers
 
 
-@given(st.sampled_from([2, 4]), st.integers(0, 99), st.integers(0, 1 << 32))
-def test_codes_of_few_bits_are_packed_densely(bits: int, count: int, seed: int) -> None:
-    codes = np.random.default_rng(seed).integers(0, 1 << bits, count).astype(np.uint8)
-    packed = vectors.pack(codes, bits)
-    assert len(packed) == math.ceil(count * bits / 8)
-    np.testing.assert_array_equal(vectors.unpack(np.frombuffer(packed, np.uint8), bits, count), codes)
+@given(st.integers(0, 99), st.integers(0, 1 << 32))
+def test_codes_of_two_bits_are_packed_densely(count: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 4, count).astype(np.uint8)
+    packed = vectors.pack(codes)
+    assert len(packed) == math.ceil(count / 4)
+    np.testing.assert_array_equal(vectors.unpack(np.frombuffer(packed, np.uint8), count), codes)
 
 
 scales = st.sampled_from([1e-30, 1e-8, 1.0, 1e20, 1e37])
 
 
-@given(st.integers(1, 3), st.integers(2, 500), scales, st.floats(-3, 3), st.integers(0, 1 << 32))
+@given(st.integers(2, 500), scales, st.floats(-3, 3), st.integers(0, 1 << 32))
 def test_the_quantiser_keeps_the_sum_and_uses_the_bins_of_the_paper(
-    count: int, numel: int, scale: float, shift: float, seed: int
+    numel: int, scale: float, shift: float, seed: int
 ) -> None:
-    rows = ((normal(seed, count, numel) + np.float32(shift)) * np.float32(scale)).astype(np.float32)
-    codes, means = vectors.quantised(rows)
-    quantised = vectors.dequantised(codes, means)
-    size = np.abs(rows).sum(axis=1, dtype=np.float64)
-    lost = (quantised.astype(np.float64) - rows).sum(axis=1)
-    assert (np.abs(lost) <= 1e-5 * size).all()
-    for row, code in zip(rows.astype(np.float64), codes, strict=True):
-        places = (row - row.mean()) / (6 * row.std() / 4) + 2
-        sure = np.abs(places % 1 - 0.5) > 1e-3  # float32 decides the others
-        np.testing.assert_array_equal(code[sure], np.clip(np.round(places[sure]), 0, 3))
+    values = ((normal(seed, numel) + np.float32(shift)) * np.float32(scale)).astype(np.float32)
+    codes, means = vectors.quantised(values)
+    exact = values.astype(np.float64)
+    lost = (means[codes].astype(np.float64) - exact).sum()
+    assert abs(lost) <= 1e-5 * np.abs(exact).sum()
+    places = (exact - exact.mean()) / (6 * exact.std() / 4) + 2
+    sure = np.abs(places % 1 - 0.5) > 1e-3  # float32 decides the others
+    np.testing.assert_array_equal(codes[sure], np.clip(np.round(places[sure]), 0, 3))
 
 
 @pytest.mark.parametrize("values", [[1.0, -1.0], [3.0, 3.0], [5.0, 1.0], [-7.5]])
 def test_the_quantiser_keeps_what_has_no_more_than_two_values(values: list[float]) -> None:
-    for name in ("int2", "sparseloco"):
-        np.testing.assert_array_equal(round_trip(name, np.array(values, np.float32)), values)
+    np.testing.assert_array_equal(round_trip("sparseloco", np.array(values, np.float32)), values)
 
 
 def test_with_all_values_kept_the_places_are_all_in_order() -> None:
@@ -197,12 +194,10 @@ def descend(name: str, *, feedback: bool) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "alone"), [("sparseloco", 10.0), ("int2", 3.0)])
-def test_with_feedback_a_quadratic_bowl_is_descended_as_far_as_without_compression(
-    name: str, alone: float
-) -> None:
+def test_with_feedback_a_quadratic_bowl_is_descended_as_far_as_without_compression() -> None:
     exact = descend("float32", feedback=False)
-    assert descend(name, feedback=True) < 1.05 * exact < exact * alone < descend(name, feedback=False)
+    assert descend("sparseloco", feedback=True) < 1.05 * exact
+    assert descend("sparseloco", feedback=False) > 10 * exact
 
 
 @given(lengths, st.floats(0, 1), st.integers(0, 1 << 32))

@@ -74,7 +74,7 @@ def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floa
     return optimizer._gathered.feedback.residual
 
 
-@pytest.mark.parametrize("codec", ["int8", "int2", "onebit", "sparseloco", "topk:0.1"])
+@pytest.mark.parametrize("codec", ["int8", "onebit", "sparseloco", "topk:0.1"])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_checkpoint_holds_the_error_feedback(codec: str, delayed: bool, tmp_path: Path) -> None:
     def feedback_of(swarm: Swarm) -> float:

@@ -207,7 +207,7 @@ def train(swarm: Swarm, count: int, told: dict[str, Told], **settings: Any) -> t
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize(
     ("codec", "feedback"),
-    [("float32", False), ("int8", True), ("int2", True), *((one, True) for one in SPARSE)],
+    [("float32", False), ("int8", True), *((one, True) for one in SPARSE)],
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_combinations_equal_the_published_algorithm(
