@@ -73,13 +73,12 @@ class Codec(Protocol):
 
 FLOAT16_MAX = 65504.0
 BFLOAT16_MAX = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
-MAX_MEAN_GAMMA = 0.1
+_MAX_MEAN_GAMMA = 0.1
 _SMALLEST_SCALED = np.float32(1e-35)  # below it 127 / max|block| would overflow
-FLOAT32_MAX = np.finfo(np.float32).max
-_LARGEST_SCALE = np.nextafter(np.float32(FLOAT32_MAX / 127), np.float32(0))
+_LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.float32(0))
 # Cast at once: torch wakes a thread for each core at 32,768 values, which takes longer than the cast. Two peers on a
 # machine with 16 cores stood still by it.
-CAST_VALUES = 7 * BLOCK_VALUES
+_CAST_VALUES = 7 * BLOCK_VALUES
 
 
 def codec_of(name: str) -> Codec:
@@ -90,7 +89,7 @@ def codec_of(name: str) -> Codec:
     if name in CODECS:
         return CODECS[name]
     if (share := re.fullmatch(r"topk:(0\.[0-9]+)", name)) is None:
-        raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(PRECISIONS)} or topk:0.01")
+        raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(_PRECISIONS)} or topk:0.01")
     codec = TopK(float(share[1]))
     require(codec.name == name, f"write codec {name!r} as {codec.name!r}: all peers must use the same name")
     return codec
@@ -98,7 +97,7 @@ def codec_of(name: str) -> Codec:
 
 def mean_codec_for(codec: str) -> str:
     """Return the codec of the mean: a reducer keeps no residual, so it needs no error feedback."""
-    return codec if Precision(codec).widest.gamma(BLOCK_VALUES) <= MAX_MEAN_GAMMA else "float16"
+    return codec if Precision(codec).widest.gamma(BLOCK_VALUES) <= _MAX_MEAN_GAMMA else "float16"
 
 
 @dataclass(frozen=True)
@@ -113,25 +112,25 @@ class Precision:
     fine: int | None = None
 
     def __post_init__(self) -> None:
-        if self.name != ADAPTIVE:
+        if self.name != _ADAPTIVE:
             codec_of(self.name)
 
     def at(self, start: int) -> Codec:
-        if self.name != ADAPTIVE:
+        if self.name != _ADAPTIVE:
             return codec_of(self.name)
         return CODECS["float16" if self.fine is None or start < self.fine else "int8"]
 
     @property
     def widest(self) -> Codec:
         """The largest codec that `at` may return, in bytes."""
-        return CODECS["float16"] if self.name == ADAPTIVE else codec_of(self.name)
+        return CODECS["float16"] if self.name == _ADAPTIVE else codec_of(self.name)
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> memoryview:
     return array.view(np.uint8).data if array.size else memoryview(b"")
 
 
-class Float32:
+class _Float32:
     """Unchanged values, without a copy in either direction."""
 
     name = "float32"
@@ -149,7 +148,7 @@ class Float32:
         return np.frombuffer(checked(buffer, 4 * numel), np.float32)
 
 
-class Float16:
+class _Float16:
     """IEEE half precision; larger values and infinities clamp to +-65504."""
 
     name = "float16"
@@ -165,7 +164,7 @@ class Float16:
         if torch is None:  # loading it for a cast would take seconds
             return _as_bytes(np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16))
         halves = torch.empty(len(values), dtype=torch.float16)
-        pieces = zip(halves.split(CAST_VALUES), torch.from_numpy(values).split(CAST_VALUES), strict=True)
+        pieces = zip(halves.split(_CAST_VALUES), torch.from_numpy(values).split(_CAST_VALUES), strict=True)
         for half, piece in pieces:
             half.copy_(piece.clamp(-FLOAT16_MAX, FLOAT16_MAX))
         return _as_bytes(halves.numpy())
@@ -179,13 +178,13 @@ class Float16:
             return out
         encoded = torch.frombuffer(bytearray(halves), dtype=torch.float16)
         for piece, half in zip(
-            torch.from_numpy(out).split(CAST_VALUES), encoded.split(CAST_VALUES), strict=True
+            torch.from_numpy(out).split(_CAST_VALUES), encoded.split(_CAST_VALUES), strict=True
         ):
             piece.copy_(half)
         return out
 
 
-class BFloat16:
+class _BFloat16:
     """The upper half of a float32, rounded to nearest even; values beyond 3.39e38 and infinities clamp."""
 
     name = "bfloat16"
@@ -209,7 +208,7 @@ class BFloat16:
         return out
 
 
-class Int8:
+class _Int8:
     """Blocks of 4096 values, each as int8 multiples of max|block| / 127 (absmax scaling).
 
     Layout: one float32 scale per block, then one int8 per value; the last block may be short.
@@ -254,7 +253,7 @@ class Int8:
         return out
 
 
-class OneBit:
+class _OneBit:
     """Positive values of a block of 4096 become their mean, the others theirs.
 
     Layout: two float32 means per block, then one bit per value (Elastic Consistency, section 5.2).
@@ -292,10 +291,10 @@ class OneBit:
         return out
 
 
-_ALL = Float32(), Float16(), BFloat16(), Int8(), OneBit(), SparseLoCo()
+_ALL = _Float32(), _Float16(), _BFloat16(), _Int8(), _OneBit(), SparseLoCo()
 CODECS: dict[str, Codec] = {one.name: one for one in _ALL}
-ADAPTIVE = "adaptive"
-PRECISIONS = (*CODECS, ADAPTIVE)  # names for `Precision`, besides topk with a share
+_ADAPTIVE = "adaptive"
+_PRECISIONS = (*CODECS, _ADAPTIVE)  # names for `Precision`, besides topk with a share
 
 
 class ErrorFeedback:

@@ -21,7 +21,8 @@ def test_adaptive_sends_small_tensors_finer_than_large_ones() -> None:
     got, wanted = outcome.assert_equal_vectors(), outcome.mean()
     np.testing.assert_allclose(got[:FINE], wanted[:FINE], atol=4e-3)
     assert 4e-3 < np.abs(got[FINE:] - wanted[FINE:]).max() < 0.05
-    fine, coarse = codecs.Float16().encoded_bytes(NUMEL), codecs.Int8().encoded_bytes(NUMEL)
+    fine = codecs.codec_of("float16").encoded_bytes(NUMEL)
+    coarse = codecs.codec_of("int8").encoded_bytes(NUMEL)
     for result in outcome.results.values():
         assert 1.5 * coarse < result.sent_bytes < 1.5 * fine
 
@@ -64,7 +65,8 @@ def test_the_residual_is_exactly_the_part_that_the_codec_cut_off() -> None:
     own, bobs = (slice(*outcome.spans[name]) for name in ("alice", "bob"))
     assert not feedback.residual[own].any()  # nothing is cut off what does not travel
     sent = vector(0, NUMEL)[bobs]
-    arrived = codecs.Int8().decode(codecs.Int8().encode(sent), len(sent))
+    int8 = codecs.codec_of("int8")
+    arrived = int8.decode(int8.encode(sent), len(sent))
     np.testing.assert_array_equal(feedback.residual[bobs], sent - arrived)
 
 
