@@ -115,8 +115,8 @@ class Trace:
 
 logger = logging.getLogger(__name__)
 
-LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
-TICK_S = 0.1  # between two looks for late members
+_LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
+_TICK_S = 0.1  # between two looks for late members
 
 
 class ReduceSpan(Message, frozen=True):
@@ -209,7 +209,7 @@ class AllReduce:
         self.served = asyncio.Event()
         self._encoding = encoding = encoding or UploadEncoding()
         self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
-        self.mean_precision = Precision(group.terms.mean_codec, encoding.fine)
+        self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
         # each member begins with another one
         spans = {i: len(self.ledger.chunks[i]) for i in (*range(me + 1, len(weights)), *range(me))}
         self._pace, self._paced = Pace(spans, now=now), asyncio.Event()
@@ -332,7 +332,7 @@ class AllReduce:
                 if name == SPARSE16:
                     name, payload = "float16", restore_zeros(payload, numel)
                 mean = codec_of(name).decode(payload, numel, scratch=self._scratch)
-                if not (rms := root_mean_square(mean)) < LARGEST_MEAN * self.usual.most_rms:  # NaN, too
+                if not (rms := root_mean_square(mean)) < _LARGEST_MEAN * self.usual.most_rms:  # NaN, too
                     text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
                     raise ValueError(text)  # the others recover the span
             self.ledger.place(reducer, message.index, mean, message.missing)
@@ -419,7 +419,7 @@ class AllReduce:
         for index in finished:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""
-            codec = self.mean_precision.at(self.ledger.chunk(self.me, index).start)
+            codec = self._mean_precision.at(self.ledger.chunk(self.me, index).start)
             name = "" if codec.name == self.group.terms.mean_codec else codec.name
             if mean is not None:
                 payload = codec.encode(mean)
@@ -436,12 +436,12 @@ class AllReduce:
 
     async def watch(self) -> None:
         """Go on without each member that is later than usual by more than it has earned."""
-        sleep_s = TICK_S
+        sleep_s = _TICK_S
         while True:
             slept_at = loop_now()
             await asyncio.sleep(sleep_s)
             wake(self._paced)  # a stream may have stalled
-            now, sleep_s = loop_now(), TICK_S
+            now, sleep_s = loop_now(), _TICK_S
             if now - slept_at > sleep_s + AWAKE_S:  # this process was stopped: the others are not late
                 self._since += now - slept_at
                 self._heard_at = dict.fromkeys(self._heard_at, now)
@@ -452,14 +452,14 @@ class AllReduce:
                     silent = member not in self._streaming or self._line_silence_s(member, now) > 0
                     if silent and member in self._limits:
                         self._limits[member].reschedule(now)  # it does not reduce either
-                sleep_s = min(sleep_s, max(left_s, TICK_S / 10))
+                sleep_s = min(sleep_s, max(left_s, _TICK_S / 10))
             for reducer, limit in self._limits.items():
                 # It may wait for the same contributor as this peer.
                 late_s = self._lateness_s(reducer, now, self._own_at) if self._own_at <= now else 0.0
                 left_s = CHAINED * self.patience_s(reducer, now) - late_s
                 if late_s and left_s <= 0:
                     limit.reschedule(now)
-                sleep_s = min(sleep_s, max(left_s, TICK_S / 10))
+                sleep_s = min(sleep_s, max(left_s, _TICK_S / 10))
 
     def patience_s(self, member: int, now: float) -> float:
         """Return how long to wait for a member beyond the usual: not at all if it is gone."""

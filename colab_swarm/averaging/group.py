@@ -22,7 +22,9 @@ CHUNK_BYTES = 122_880  # encoded, at most: one packet of a link, below malloc's 
 MAX_STEP = 1 << 48
 MAX_NUMEL = 1 << 40
 MAX_TEXT = 512  # most characters of a prefix, and most bytes of a digest, in a message
-MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9  # the ratio of two weights must fit a float32
+# The ratio of two weights must fit a float32.
+_MIN_WEIGHT = 1e-9
+_MAX_WEIGHT = 1e9
 
 RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
 
@@ -74,7 +76,7 @@ class RoundRefused(PeerError):
         self.reason: RefusalReason = reason
 
 
-Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
+_Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class RoundTerms(Message, frozen=True):
@@ -82,9 +84,9 @@ class RoundTerms(Message, frozen=True):
 
     prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
-    lineage: Digest  # of the training history
+    lineage: _Digest  # of the training history
     numel: Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMEL)]
-    schema: Digest = b""  # of the vector's layout
+    schema: _Digest = b""  # of the vector's layout
     codec: str = "float32"  # of contributions on the wire
     mean_codec: str = "float32"
 
@@ -240,7 +242,7 @@ class GroupFormationSettings:
 
 
 def valid_weight(weight: float) -> bool:
-    return weight == 0 or MIN_WEIGHT <= weight < MAX_WEIGHT
+    return weight == 0 or _MIN_WEIGHT <= weight < _MAX_WEIGHT
 
 
 def wrong_numbers(ticket: Ticket) -> str:

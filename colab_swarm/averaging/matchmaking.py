@@ -41,19 +41,21 @@ from colab_swarm.runtime import loop_now, wait_until, wake
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
+_Organized: TypeAlias = Group | Contact | None  # the group, another organizer, or nothing
 
-HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
-LEAST_USUAL_S, FIRST_USUAL_S = 0.1, 2.0  # of an answer to a call, and after a promise; before any is known
+_HEARTBEAT_S = 0.5  # of an organizer to a peer that has joined
+# Of an answer to a call, and after a promise: at least, and before any is known.
+_LEAST_USUAL_S = 0.1
+_FIRST_USUAL_S = 2.0
 IN_VAIN_S = 0.25  # what an answer without a group costs: the records are read, and peers called, once more
 PASSED_S = 10.0  # an honest refusal of one step ends with the round that runs without us
-KEPT_GROUPS = 4
+_KEPT_GROUPS = 4
 REMEMBERED_S = 180.0
-RETRY_S = 0.25
+_RETRY_S = 0.25
 
 
 @dataclass
-class Search:
+class _Search:
     """One peer's search for the group of a step, over all attempts."""
 
     key: tuple[int, bytes] | None = None
@@ -94,15 +96,15 @@ class Matchmaker:
         self._strategy = strategy
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
-        self._forming: dict[tuple[int, bytes], tuple[GroupFormation, asyncio.Task[Organized]]] = {}
+        self._forming: dict[tuple[int, bytes], tuple[GroupFormation, asyncio.Task[_Organized]]] = {}
         self._changed = asyncio.Event()  # when a formation has changed
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
         self._left_out = router.dishonest
         call_s, slack_s = self._settings.call_timeout_s, self._settings.slack_s
-        self._answers = Patience(LEAST_USUAL_S, call_s, FIRST_USUAL_S)  # to calls of linked peers
-        self._lateness = Patience(LEAST_USUAL_S, slack_s, FIRST_USUAL_S)  # after a promise
+        self._answers = Patience(_LEAST_USUAL_S, call_s, _FIRST_USUAL_S)  # to calls of linked peers
+        self._lateness = Patience(_LEAST_USUAL_S, slack_s, _FIRST_USUAL_S)  # after a promise
         self._calls = set[asyncio.Task[Any]]()
-        self._search = Search()
+        self._search = _Search()
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._asked: PeerId | None = None  # an organizer, until it has answered
         self._silence: asyncio.Timeout | None = None  # of that one, which waits for its next heartbeat
@@ -135,7 +137,7 @@ class Matchmaker:
         key = ticket.terms.key
         self.forget(*key)  # a second call needs another group
         if self._search.key != key:
-            self._search = Search(key)
+            self._search = _Search(key)
         self._search.candidates, began = candidates, loop_now()
         try:
             async with asyncio.timeout_at(deadline):
@@ -149,7 +151,7 @@ class Matchmaker:
                     if self._answered_at > began and loop_now() - began > self._settings.window_s:
                         # The peers are at another step, or none can reduce: the caller reads the records again.
                         raise RoundRefused("unreachable", f"no group for step {key[0]} can be formed now")
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             raise RoundRefused("unreachable", f"no organizer of step {key[0]} answered in time") from None
 
@@ -274,7 +276,7 @@ class Matchmaker:
             require(call.done(), "no link to it yet", TimeoutError)
             if (answer := call.result()).ready_in_s is None:
                 return Joined(answer.group)
-        slow_s = 2 * HEARTBEAT_S + allowance_s(self._peers, organizer)
+        slow_s = 2 * _HEARTBEAT_S + allowance_s(self._peers, organizer)
         async with await self._peers.stream(
             organizer, message, timeout_s=self._settings.call_timeout_s
         ) as stream:
@@ -327,7 +329,7 @@ class Matchmaker:
             if group.terms.key in self._forming:  # those that came here hear of it
                 self._forming[group.terms.key][0].elsewhere = group
                 wake(self._changed)
-            remember(self._groups, group.terms.key, (group, loop_now()), KEPT_GROUPS)
+            remember(self._groups, group.terms.key, (group, loop_now()), _KEPT_GROUPS)
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
         group, since = self._groups.get(terms.key, (None, 0.0))
@@ -347,25 +349,25 @@ class Matchmaker:
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         if (ready_in_s := self._on_called(terms, caller)) is not None:
-            remember(self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, KEPT_GROUPS)
+            remember(self._callers, terms.key, self._callers.get(terms.key, set()) | {caller}, _KEPT_GROUPS)
             if terms.key in self._forming:  # this peer organizes, as it did not know the caller yet
                 self._defers(self._forming[terms.key][0], caller)
             limit = self._silence
             if limit is not None and self._asked != caller and not limit.expired():
                 # That one was silent to the caller as well.
-                limit.reschedule(min(limit.when() or math.inf, loop_now() + 2 * HEARTBEAT_S))
+                limit.reschedule(min(limit.when() or math.inf, loop_now() + 2 * _HEARTBEAT_S))
                 ready_in_s = max(ready_in_s, (limit.when() or 0.0) - loop_now())
             return ready_in_s
         return None
 
     async def _serve_join(self, message: JoinRound, stream: Stream) -> None:
-        joining, wait_s = asyncio.create_task(self._join_here(stream.peer, message)), HEARTBEAT_S / 10
+        joining, wait_s = asyncio.create_task(self._join_here(stream.peer, message)), _HEARTBEAT_S / 10
         try:
             async with stream:
                 while not (await asyncio.wait([joining], timeout=wait_s))[0]:
                     forming = self._forming.get(message.ticket.terms.key)
                     await stream.send(Joined(waits_for=forming[0].waits_for if forming else None))
-                    wait_s = HEARTBEAT_S
+                    wait_s = _HEARTBEAT_S
                 await stream.send(joining.result())
                 await stream.end()
         finally:
@@ -401,7 +403,7 @@ class Matchmaker:
 
     def _organize(
         self, terms: RoundTerms, peer: PeerId
-    ) -> tuple[GroupFormation, asyncio.Task[Organized]] | Joined:
+    ) -> tuple[GroupFormation, asyncio.Task[_Organized]] | Joined:
         if (ready_in_s := self._ready_in_s(terms, peer)) is None:
             if all(step != terms.step for step, _ in self._forming):
                 return Joined(reason="unreachable", text="not at this step")
@@ -416,7 +418,7 @@ class Matchmaker:
         self._forming[terms.key] = formation, task
         return formation, task
 
-    async def _form(self, formation: GroupFormation) -> Organized:
+    async def _form(self, formation: GroupFormation) -> _Organized:
         terms, me, candidates = formation.terms, self._peers.id, list[PeerId]()
         try:
             candidates = [peer for peer in await self._expected(*terms.key) if peer != me]
@@ -524,7 +526,7 @@ def holds_ticket(group: Group, peer: PeerId, ticket: Ticket) -> bool:
     )
 
 
-def _hand_out(group: Organized, peer: PeerId) -> Joined:
+def _hand_out(group: _Organized, peer: PeerId) -> Joined:
     if group is None:
         return Joined(reason="unreachable", text="no peer here can reduce")
     if isinstance(group, Contact):

@@ -51,15 +51,17 @@ from colab_swarm.tensors.codecs import Floats, Precision, all_finite, mean_codec
 logger = logging.getLogger(__name__)
 
 WINDOW_S = 5.0  # how long the first peer of a meeting waits for others
-LOOK_S = 0.25
-TTL_S = 30.0
-SKEW_MS = 600_000  # ignore a number that is further from this peer's own time
+_LOOK_S = 0.25
+_TTL_S = 30.0
+_SKEW_MS = 600_000  # ignore a number that is further from this peer's own time
 QUICK = GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0)
-MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
+_MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
 MAX_ROUNDS = 64
-LAG_ROUNDS = 2.0  # delay that a peer announces which is still in the round before
-MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6  # shares of a weight must be valid too (`group.valid_weight`)
-ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
+_LAG_ROUNDS = 2.0  # delay that a peer announces which is still in the round before
+# Shares of a weight must be valid too (`group.valid_weight`).
+_MIN_WEIGHT = 1e-4
+_MAX_WEIGHT = 1e6
+_ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
 
 
 class WaitingPeer(Message, frozen=True):
@@ -160,7 +162,7 @@ class Assembly:
         while True:
             if published != self.number:
                 published = self.number
-                await self.publish(ttl_s=WINDOW_S + TTL_S)
+                await self.publish(ttl_s=WINDOW_S + _TTL_S)
             waiting = await self._read()
             if not self._called.is_set():
                 self.number = min([own, *waiting.values()])
@@ -173,7 +175,7 @@ class Assembly:
                 if self._size is None:
                     return set(waiting)
                 raise RoundRefused("unreachable", f"{1 + len(waiting)} of {self._size} peers wait")
-            await wait_until(loop_now() + LOOK_S, self._called)
+            await wait_until(loop_now() + _LOOK_S, self._called)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own = self._waits_for
@@ -191,7 +193,7 @@ class Assembly:
         return sorted({*await self._read(), *known})
 
     def _plausible(self, number: int) -> bool:
-        return number > self._last and abs(number - self._peers.time() * 1000) < SKEW_MS
+        return number > self._last and abs(number - self._peers.time() * 1000) < _SKEW_MS
 
     async def publish(self, *, ttl_s: float = 0.5) -> None:
         """Publish that this peer waits, for ``ttl_s``; by default, that it no longer does."""
@@ -310,9 +312,9 @@ class RoundMeter:
 
     def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
         failures_per_s = failed / members / self.seconds(members)
-        self.failures_per_s += (failures_per_s - self.failures_per_s) / MEMORY_ROUNDS
+        self.failures_per_s += (failures_per_s - self.failures_per_s) / _MEMORY_ROUNDS
         if not failed:
-            self._timed = min(self._timed + 1, MEMORY_ROUNDS)
+            self._timed = min(self._timed + 1, _MEMORY_ROUNDS)
             self.overhead_s += (overhead_s - self.overhead_s) / self._timed
             self.transfer_s += (averaging_s * members / (members - 1) - self.transfer_s) / self._timed
 
@@ -379,8 +381,8 @@ class MoshpitAverager:
         """
         require(all_finite(values), "values must be finite: there is a NaN, or a value beyond float32")
         require(
-            weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT,
-            f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
+            weight == 0 or _MIN_WEIGHT <= weight <= _MAX_WEIGHT,
+            f"weight={weight}: give 0 (only receive) or {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}",
         )
         require(group_size is None or group_size >= 2, f"group_size={group_size}: give 2 or more")
         require(not self._busy, "already averaging these values: wait for that", RuntimeError)
@@ -415,7 +417,7 @@ class MoshpitAverager:
         speed = links.upload_bps, links.download_bps
         ticket = Ticket(terms, run.weight, reduces, *speed, metered=self._peers.metered)
         try:
-            group = await self._matchmaker.join(ticket, line, begun + ROUND_TIMEOUT_S)
+            group = await self._matchmaker.join(ticket, line, begun + _ROUND_TIMEOUT_S)
             joined = loop_now()
             result = await self._averager.average(group, values)
         except PeerError as error:
@@ -439,7 +441,7 @@ class MoshpitAverager:
 
     @property
     def _lag_s(self) -> float:
-        return LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
+        return _LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
 
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
         await wait_until(loop_now() + self._lag_s, self._begun)

@@ -66,7 +66,7 @@ async def recover(round_: AllReduce, reducer: int) -> None:
             logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
 
 
-async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
+async def _serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
     """Answer a `RecallSpan`; raises ValueError if it names a span or chunks that do not exist."""
     require(0 <= opening.reducer < len(round_.group.members), f"there is no span {opening.reducer}")
     for index in opening.wanted:
@@ -179,9 +179,9 @@ async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> 
 __all__ = ["Averager", "AveragingSettings", "RoundResult"]
 
 DRAIN_S = 5.0
-NORMS = 8  # rounds that say what is usual
-MIN_USUAL_S = 0.1
-MOST_ROUND_S = 3600.0  # whatever the bandwidths are said to be
+_NORMS = 8  # rounds that say what is usual
+_MIN_USUAL_S = 0.1
+_MOST_ROUND_S = 3600.0  # whatever the bandwidths are said to be
 PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
 
 
@@ -382,7 +382,7 @@ class Averager:
 
     def _limit_s(self, group: Group) -> float:
         """Return the bound on a whole round: a large model takes long over slow lines, beside the trainer."""
-        return max(self._settings.round_timeout_s, min(PREDICTED * forecast_s(group), MOST_ROUND_S))
+        return max(self._settings.round_timeout_s, min(PREDICTED * forecast_s(group), _MOST_ROUND_S))
 
     def _learn(self, exchange: AllReduce) -> None:
         """Charge the members that this round waited for; what the median one did is usual."""
@@ -397,10 +397,10 @@ class Averager:
         everyone, standing = [one.id for one in members], exchange.usual.standing
         standing.settle("its part of a round", late_s, everyone, loop_now(), told)
         if ended_s := exchange.trace.ended_s():
-            took = self._took.setdefault(prefix, Patience(MIN_USUAL_S, self._settings.round_timeout_s))
+            took = self._took.setdefault(prefix, Patience(_MIN_USUAL_S, self._settings.round_timeout_s))
             took.learn(statistics.median_low(ended_s))
         if usual_rms := exchange.reducer.usual_rms:
-            self._norms.setdefault(prefix, deque(maxlen=NORMS)).append(usual_rms)
+            self._norms.setdefault(prefix, deque(maxlen=_NORMS)).append(usual_rms)
 
     async def _run(self, exchange: AllReduce) -> None:
         stop_listening = self._peers.on_lost(exchange.on_lost)
@@ -462,7 +462,7 @@ class Averager:
     async def _serve_recall(self, opening: RecallSpan, stream: Stream) -> None:
         try:
             async with self._round_for(opening.round_id, stream.peer) as (exchange, _), stream:
-                await serve_recall(exchange, opening, stream)
+                await _serve_recall(exchange, opening, stream)
         except (PeerError, TimeoutError) as error:
             logger.debug("recall ended: %s", error)
         except ValueError as error:

@@ -8,7 +8,7 @@ from colab_swarm.errors import require
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Refusal, Role, Stream
 
-Handler: TypeAlias = Callable[..., Awaitable[Any]]
+_Handler: TypeAlias = Callable[..., Awaitable[Any]]
 SKIPPED_S = 1800.0  # how long an organizer of an invalid group is left out
 
 
@@ -18,7 +18,7 @@ class PrefixRouter:
     def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
         self.peers, self.events = peers, events or EventLog()
         self.dishonest = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers of invalid groups
-        self._handlers: dict[type[Message], dict[str, Handler]] = {}
+        self._handlers: dict[type[Message], dict[str, _Handler]] = {}
         self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None
 
     def serve(
@@ -63,7 +63,7 @@ class PrefixRouter:
         require(self.assistant is None, "this peer assists already: stop() that first")
         self.assistant = enter, leave
 
-    def _register(self, prefix: str, kind: type[Message], handler: Handler) -> bool:
+    def _register(self, prefix: str, kind: type[Message], handler: _Handler) -> bool:
         if self.assistant is not None and prefix in self._handlers.get(kind, {}):
             self.assistant[1](prefix)
         handlers = self._handlers.setdefault(kind, {})
@@ -75,7 +75,7 @@ class PrefixRouter:
         handlers[prefix] = handler
         return len(handlers) == 1
 
-    def _find(self, kind: type[Message], prefix: str) -> Handler:
+    def _find(self, kind: type[Message], prefix: str) -> _Handler:
         if self.assistant is not None and prefix not in self._handlers.get(kind, {}):
             self.assistant[0](prefix)
         if (handler := self._handlers.get(kind, {}).get(prefix)) is None:

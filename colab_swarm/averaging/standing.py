@@ -32,8 +32,9 @@ PART = 2  # a single wait may take half of the credit: 2.5 s at first, then less
 CHAINED = 2.0  # an organizer or a reducer may wait for another peer itself: twice the patience
 TELLERS = 0.25
 AWAKE_S = 1.0  # a timer of a running process is not so late
-SILENT_S, SUSPECTED_S = 1.0, 60.0  # least silence of a suspect, and how long it is one at most
-MAX_ACCOUNTS = 4096
+_SILENT_S = 1.0  # least silence of a suspect
+SUSPECTED_S = 60.0  # how long it is one at most
+_MAX_ACCOUNTS = 4096
 
 
 class Standing:
@@ -90,7 +91,7 @@ class Standing:
         """Give the account of ``peer`` its share of the time: a round counted its samples."""
         account = self._account_of(peer)
         spent_s, since = self._spent.get(account, (0.0, now))
-        remember(self._spent, account, (max(0.0, spent_s - SHARE * (now - since)), now), MAX_ACCOUNTS)
+        remember(self._spent, account, (max(0.0, spent_s - SHARE * (now - since)), now), _MAX_ACCOUNTS)
 
     def settle(
         self,
@@ -121,13 +122,13 @@ class Standing:
             account = self._account_of(peer)
             costs[account] = max(costs.get(account, (0.0, peer)), (seconds, peer))
         for peer, seconds in late.items():
-            if seconds >= SILENT_S and self._heard_at(peer) < now - seconds:
-                remember(self._silent_at, peer, now, MAX_ACCOUNTS)
+            if seconds >= _SILENT_S and self._heard_at(peer) < now - seconds:
+                remember(self._silent_at, peer, now, _MAX_ACCOUNTS)
         charged = {}
         for account, (seconds, peer) in costs.items():
             if (cost_s := min(seconds, self.credit_s(peer))) > 0:
                 spent_s, since = self._spent.get(account, (0.0, now))
-                remember(self._spent, account, (spent_s + cost_s, since), MAX_ACCOUNTS)
+                remember(self._spent, account, (spent_s + cost_s, since), _MAX_ACCOUNTS)
                 self._events.emit(Waited(now, peer.hex(), what, cost_s))
                 charged[peer] = cost_s
         return charged

@@ -23,14 +23,16 @@ from colab_swarm.averaging.group import Group, RoundTerms, SharePlan, Ticket, eq
 from colab_swarm.tensors.codecs import Precision
 from colab_swarm.tensors.sparse import Sparse, SparseLoCo, sparse16_bytes
 
-Array = npt.NDArray[np.float64]
+_Array = npt.NDArray[np.float64]
 
 CLAIM_CAP = (
     16.0  # medians that a claim counts for at most, and one part at least: a liar slows a round by no more
 )
-SMALL = 0.3  # of an equal share; a smaller share is given only to save time
-LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
-PRECISION = 1e-7
+_SMALL = 0.3  # of an equal share; a smaller share is given only to save time
+_LEARNT = 0.3
+_FORGOTTEN = 0.02
+_MOST_LATE = 10.0
+_PRECISION = 1e-7
 
 
 def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None) -> SharePlan:
@@ -61,18 +63,18 @@ class _Loads:
         rates = [ticket.upload_bps for ticket in tickets], [ticket.download_bps for ticket in tickets]
         self._rates = np.array([_completed(one) for one in rates]) / 8
 
-    def seconds(self, shares: Array) -> Array:
+    def seconds(self, shares: _Array) -> _Array:
         return ((self._fixed + self._slope * shares) / self._rates).ravel()
 
-    def best(self) -> Array:
+    def best(self) -> _Array:
         """Return the shares of the fastest round, without those too small to be worth their streams."""
         shares = self._fill()
-        few = np.where(shares < SMALL * shares.mean(), 0.0, shares)
+        few = np.where(shares < _SMALL * shares.mean(), 0.0, shares)
         few /= few.sum()
-        return few if self.seconds(few).max() <= (1 + PRECISION) * self.seconds(shares).max() else shares
+        return few if self.seconds(few).max() <= (1 + _PRECISION) * self.seconds(shares).max() else shares
 
-    def _fill(self) -> Array:
-        longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
+    def _fill(self) -> _Array:
+        longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + _PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)
         within = _least(lambda time: np.maximum(low, self._bounds(time)[1]).sum() >= 1, least, precision=1e-3)
@@ -80,7 +82,7 @@ class _Loads:
         spare = float((high - low).sum())
         return low + (high - low) * ((1 - low.sum()) / spare) if spare else low
 
-    def _bounds(self, seconds: float) -> tuple[Array, Array]:
+    def _bounds(self, seconds: float) -> tuple[_Array, _Array]:
         """Return the least and greatest shares for a round of ``seconds``; crossed where none fits."""
         room = seconds * self._rates - self._fixed
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -93,7 +95,7 @@ class _Loads:
         low, high = self._bounds(seconds)
         return bool((low <= high).all() and low.sum() <= 1 <= high.sum())
 
-    def explain(self, shares: Array) -> str:
+    def explain(self, shares: _Array) -> str:
         peers, reducers, seconds = len(shares), int(self._reduces.sum()), self.seconds(shares)
         if peers == 1:
             return "a peer alone needs no averaging"
@@ -113,7 +115,7 @@ class _Loads:
         return f"{what} because {' and '.join(ways)} of {who} ({rate}) {verb} the bottleneck"
 
 
-def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
+def _least(enough: Callable[[float], object], most: float, *, precision: float = _PRECISION) -> float:
     low, high = 0.0, most
     while high - low > precision * max(high, precision * most):
         middle = (low + high) / 2
@@ -205,9 +207,9 @@ class AdaptiveShares:
         """Learn from a round without failures; the other kind's figure decays slowly."""
         if predicted_s and seconds > 0:
             equal = len({share for share in shares if share}) == 1
-            late = min(max(seconds / predicted_s, 1 / MOST_LATE), MOST_LATE)
-            self._late[equal] += LEARNT * (late - self._late[equal])
-            self._late[not equal] += FORGOTTEN * (1.0 - self._late[not equal])
+            late = min(max(seconds / predicted_s, 1 / _MOST_LATE), _MOST_LATE)
+            self._late[equal] += _LEARNT * (late - self._late[equal])
+            self._late[not equal] += _FORGOTTEN * (1.0 - self._late[not equal])
 
 
 def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> list[float | None]:
