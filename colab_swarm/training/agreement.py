@@ -18,7 +18,7 @@ def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[st
     layout = blake3(repr([(tuple(one.shape), str(one.dtype)) for one in trained]).encode()).hexdigest(4)
     found = {
         "model": f"{replica.numel:,} trained values in {len(trained)} tensors (layout {layout})",
-        "frozen base": frozen_base(rule.model, replica.model),
+        "frozen base": _frozen_base(rule.model, replica.model),
         "optimizer": type(rule.optimizer).__name__,
         "learning rate": ", ".join(f"{rate:g}" for rate in rates),
         "scheduler": type(rule.scheduler).__name__ if rule.scheduler else "",
@@ -32,7 +32,7 @@ def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[st
     return tuple((name, value) for name, value in found.items() if value)
 
 
-def frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
+def _frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
     """Return a digest and the size of the parameters that are not trained; empty without any."""
     skipped = {id(one) for one in trained}
     frozen = {

@@ -24,13 +24,13 @@ from colab_swarm.training.state import Mirror
 logger = logging.getLogger(__name__)
 
 PUBLISH_S = 15.0
-TTL_S = 4 * PUBLISH_S
-FRESH_S = 1.0  # older records are read again before peers are invited to a round
+_TTL_S = 4 * PUBLISH_S
+_FRESH_S = 1.0  # older records are read again before peers are invited to a round
 IDLE_S = 900.0
-MAX_ROUNDS = 4  # of one collaboration at once
-UNKNOWN_MEMORY_BYTES = 8 << 30
-VECTORS_IN_MEMORY = 4  # two rounds', and a reserve; a larger model is refused
-MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0, heaviest=HEAVIEST)
+_MAX_ROUNDS = 4  # of one collaboration at once
+_UNKNOWN_MEMORY_BYTES = 8 << 30
+_VECTORS_IN_MEMORY = 4  # two rounds', and a reserve; a larger model is refused
+_MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0, heaviest=HEAVIEST)
 
 
 async def _nothing_stored(_prefix: str) -> Snapshot | None:
@@ -66,7 +66,7 @@ class Assistant:
         self._services.router.assist(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
         self._parts[""] = _Part(self, self._services, self._run_id, self._stored)
-        await self._publish(ttl_s=TTL_S)
+        await self._publish(ttl_s=_TTL_S)
         self._tasks.every(PUBLISH_S, self._keep_publishing)
 
     async def withdraw(self) -> None:
@@ -99,7 +99,7 @@ class Assistant:
         for prefix, part in list(self._parts.items()):
             if prefix and loop_now() - part.used_at > IDLE_S:
                 self.leave(prefix)
-        await self._publish(ttl_s=TTL_S)
+        await self._publish(ttl_s=_TTL_S)
 
     async def _publish(self, *, ttl_s: float) -> None:
         peers = self._services.peers
@@ -139,7 +139,7 @@ class _Part:
             expected=self._expected,
             on_called=self._on_called,
             believed_s=self._progress.believed_s,
-            settings=MATCHMAKING,
+            settings=_MATCHMAKING,
         )
         self._mirror = Mirror(services.router, prefix, partial(stored, prefix), self._donors)
         self._stop_listening = services.peers.on_lost(self._on_lost)
@@ -155,7 +155,7 @@ class _Part:
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         self.used_at = loop_now()
         if terms.key not in self._rounds:
-            if len(self._rounds) >= MAX_ROUNDS or VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
+            if len(self._rounds) >= _MAX_ROUNDS or _VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
                 return None
             self._rounds[terms.key] = asyncio.create_task(self._take_part(terms), name=f"assist {terms.step}")
         return 0.0
@@ -195,7 +195,7 @@ class _Part:
         return sorted(self._progress.branch().peers)
 
     async def _read(self) -> None:
-        if loop_now() - self._read_at < FRESH_S:
+        if loop_now() - self._read_at < _FRESH_S:
             return
         try:  # after a timeout the old ones must do
             async with asyncio.timeout(3.0):
@@ -209,4 +209,4 @@ def _memory_bytes() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows
-        return UNKNOWN_MEMORY_BYTES
+        return _UNKNOWN_MEMORY_BYTES

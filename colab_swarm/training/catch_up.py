@@ -16,16 +16,18 @@ from colab_swarm.training.progress import Branch, Progress, next_lineage
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import DonorsSilent
 
-ATTEMPTS, BRANCHES = 5, 4  # downloads per branch, and branches: of trainers that died together
-PAUSE_S, SLOW_S = 1.0, 5.0  # between two attempts; an attempt that takes longer is told of
-SHORT_PATIENCE_S = (
+ATTEMPTS = 5  # downloads per branch
+_BRANCHES = 4  # of trainers that died together
+_PAUSE_S = 1.0  # between two attempts
+_SLOW_S = 5.0  # attempts slower than this emit a Notice
+_SHORT_PATIENCE_S = (
     CHUNK_TIMEOUT_S / 3
 )  # of a peer whose own state others hold as well: it trains on with them
 
 CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Floats]]  # a state, and the means since, in order
 
 
-class Follower(Protocol):
+class _Follower(Protocol):
     """A trainer without the swarm's state: a `Collaboration`."""
 
     progress: Progress
@@ -44,7 +46,7 @@ class CatchUp:
     A peer that ``has_state`` can continue with its own if no other peer can give a better one.
     """
 
-    def __init__(self, collaboration: Follower, *, capacity: int, has_state: bool) -> None:
+    def __init__(self, collaboration: _Follower, *, capacity: int, has_state: bool) -> None:
         self._collaboration = collaboration
         self._capacity, self._has_state = capacity, has_state
         self._means: dict[tuple[int, bytes], Floats] = {}  # by the step and lineage that they are applied to
@@ -63,7 +65,7 @@ class CatchUp:
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
         attempts, failures, since = 0, 0, math.inf  # the latter of one branch's donors
-        while attempts < BRANCHES * ATTEMPTS:
+        while attempts < _BRANCHES * ATTEMPTS:
             branch, root, silent = await collaboration.refresh(), b"", False
             if not (donors := sorted(branch.peers - {progress.me})):
                 if self._has_state or not reasons:
@@ -71,10 +73,10 @@ class CatchUp:
                 if not progress.donors_remain:
                     break
                 progress.trust_all()  # they were silent, and may answer again
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(_PAUSE_S)
                 continue
             since, shared = min(since, loop_now()), self._has_state and progress.shared
-            patience_s = SHORT_PATIENCE_S if shared else CHUNK_TIMEOUT_S
+            patience_s = _SHORT_PATIENCE_S if shared else CHUNK_TIMEOUT_S
             try:
                 snapshot = await self._download(branch.step, donors, patience_s)
                 root = snapshot.manifest.root
@@ -92,14 +94,14 @@ class CatchUp:
                         return None  # the others' votes count as well, once they are back
                     failures, since = 0, math.inf
             outdated = root or outdated
-            await asyncio.sleep(PAUSE_S * (attempts % ATTEMPTS))
+            await asyncio.sleep(_PAUSE_S * (attempts % ATTEMPTS))
             attempts += not silent
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _download(self, step: int, donors: list[PeerId], timeout_s: float) -> Snapshot:
         text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
         telling = asyncio.get_running_loop().call_later(
-            SLOW_S, lambda: self._collaboration.services.events.emit(Notice(loop_now(), text))
+            _SLOW_S, lambda: self._collaboration.services.events.emit(Notice(loop_now(), text))
         )
         try:
             return await self._collaboration.download(donors, timeout_s)

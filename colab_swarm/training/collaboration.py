@@ -49,7 +49,7 @@ from colab_swarm.training.state import StateSharing
 logger = logging.getLogger(__name__)
 
 STATE_PER_VALUE, SMALL_STATE = 64, 64 << 20  # bytes that a state may take: parameters and optimizer
-MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
+_MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
 
 
 class Collaboration(TrainingPart):
@@ -332,7 +332,7 @@ class Collaboration(TrainingPart):
         if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._deviant:
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
-        capacity = max(1, MAX_REPLAY_BYTES // (4 * self._numel))
+        capacity = max(1, _MAX_REPLAY_BYTES // (4 * self._numel))
         try:
             caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
             self._deviant = False

@@ -19,10 +19,11 @@ from colab_swarm.training.progress import Agreement, ProgressRecord, most_voted
 if TYPE_CHECKING:
     from torch import nn
 
-OFTEN, LOCAL_STEPS = 3, 30  # 30 as in SparseLoCo, and the shortest of DiLoCo's
-ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
-BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
-MOST_WAITS = 0.5  # of the time, without advice
+_OFTEN = 3
+LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
+_ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
+_BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
+_MOST_WAITS = 0.5  # of the time, without advice
 ENOUGH = 0.95  # of the best progress; the first way that makes it is chosen
 HOME_BPS = 20e6, 100e6  # upload and download where nothing is measured
 
@@ -32,11 +33,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "each step, float32": {},
     "each step, float16": {"compression": "float16"},
     "each step, int8": {"compression": "int8"},
-    f"each {OFTEN} steps, sparseloco": {**_SPARSE, "local_steps": OFTEN},
+    f"each {_OFTEN} steps, sparseloco": {**_SPARSE, "local_steps": _OFTEN},
     f"each {LOCAL_STEPS} steps, sparseloco": {**_SPARSE, "local_steps": LOCAL_STEPS},
     f"each {LOCAL_STEPS} steps, int8": {**_INT8, "local_steps": LOCAL_STEPS},
 }
-WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.85, 0.5, 0.3), strict=True))
+_WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.85, 0.5, 0.3), strict=True))
 """Of a step, in synchronous float32 steps for the same loss; after 600 steps of a small model."""
 
 
@@ -147,14 +148,14 @@ def _over_links(codec: str, numel: int, peers: int, line: Sequence[float]) -> tu
     """Return the seconds of a round, and the bytes that a peer sends."""
     terms = RoundTerms("", 0, b"", numel, codec=codec, mean_codec=mean_codec_for(codec))
     tickets = [Ticket(terms, 1.0, upload_bps=line[0], download_bps=line[1])] * peers
-    round_s = ROUND_S + plan_round(tickets, [1.0] * peers).averaging_s if peers > 1 else 0.0
+    round_s = _ROUND_S + plan_round(tickets, [1.0] * peers).averaging_s if peers > 1 else 0.0
     others = (peers - 1) / peers
     return round_s, others * (encoded_bytes(codec, numel) + mean_bytes(terms, peers))
 
 
 def _in_bucket(codec: str, numel: int, peers: int, line: Sequence[float]) -> tuple[float, float]:
     sent = encoded_bytes(codec, numel)
-    return BUCKET_S + 8 * sent / line[0] + 8 * peers * sent / line[1], float(sent)
+    return _BUCKET_S + 8 * sent / line[0] + 8 * peers * sent / line[1], float(sent)
 
 
 def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float, sent: float) -> Forecast:
@@ -162,7 +163,7 @@ def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float,
     period_s = max(computed_s, round_s) if options.get("overlap") else computed_s + round_s
     steps_per_hour = 3600 * options.get("local_steps", 1) / period_s
     waits = 1 - computed_s / period_s
-    return Forecast(name, options, round_s, sent, waits, steps_per_hour, WORTH[name] * steps_per_hour)
+    return Forecast(name, options, round_s, sent, waits, steps_per_hour, _WORTH[name] * steps_per_hour)
 
 
 def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str:
@@ -176,6 +177,6 @@ def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str
     before = forecasts[forecasts.index(chosen) - 1]
     part = before.worth_per_hour / chosen.worth_per_hour
     why = f"{chosen.name}, because {before.name} would make {part:.0%} of its progress."
-    if chosen.waits <= MOST_WAITS:
+    if chosen.waits <= _MOST_WAITS:
         return why
     return f"{why} A peer waits {chosen.waits:.0%} of the time: take a smaller model, or LoRA."

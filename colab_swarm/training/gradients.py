@@ -13,7 +13,7 @@ from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.training.replica import Replica, parts
 from colab_swarm.training.settings import RoundInput
 
-FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
+_FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
 
 
 class MeanLoss:
@@ -169,7 +169,7 @@ class Gradients:
 
     def on_delivered(self, contribution: RoundInput) -> None:
         if self.feedback is not None and contribution.weight:
-            decay = FEEDBACK_DECAY if self._replica.rule.sparse else 1.0
+            decay = _FEEDBACK_DECAY if self._replica.rule.sparse else 1.0
             self.feedback.settle(contribution.weight * decay)
 
     def on_returned(self, contribution: RoundInput) -> None:

@@ -28,8 +28,8 @@ from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
 
 logger = logging.getLogger(__name__)
-LEAD = 0
-COUNTS = 5  # samples, their weight, samples dropped, the sum of the losses by weight, the weight with a loss
+_LEAD = 0
+_COUNTS = 5  # samples, their weight, samples dropped, the sum of the losses by weight, the weight with a loss
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class HostOptimizer:
         self._settings, self._model, self._names = settings, model, set[str]()
         self._parameters = trained_by(optimizer)
         sizes = [parameter.numel() for parameter in self._parameters]
-        # The sum of the gradients and the `COUNTS`.
-        self._sum = torch.zeros(sum(sizes) + COUNTS, device=self._parameters[0].device)
-        views = zip(self._parameters, torch.split(self._sum[:-COUNTS], sizes), strict=True)
+        # The sum of the gradients and the `_COUNTS`.
+        self._sum = torch.zeros(sum(sizes) + _COUNTS, device=self._parameters[0].device)
+        views = zip(self._parameters, torch.split(self._sum[:-_COUNTS], sizes), strict=True)
         self._parts = [(parameter, part.view(parameter.shape)) for parameter, part in views]
         self._sent: object = None  # version of the parameters that the others have
         self._timeout = timedelta(seconds=timeout_s)
@@ -143,22 +143,22 @@ class HostOptimizer:
                 total.div_(scale)
             value = math.nan if loss is None else float(torch.as_tensor(loss).mean())
             losses = (value * weight, weight) if math.isfinite(value) else (0.0, 0.0)
-            total[-COUNTS:] = torch.tensor([samples, weight, 0.0, *losses])
+            total[-_COUNTS:] = torch.tensor([samples, weight, 0.0, *losses])
         elif samples:
             logger.warning(
                 "rank %d: a gradient of %g samples is not finite (NaN or Inf)", dist.get_rank(), samples
             )
-            total[-COUNTS + 2] = samples
+            total[-_COUNTS + 2] = samples
         self.zero_grad()
         try:
             # The barrier names the missing rank; a reduction would not, and NCCL's would end the process.
             dist.monitored_barrier(self._messages, timeout=self._timeout)
-            dist.reduce(total, LEAD, group=self._tensors)
+            dist.reduce(total, _LEAD, group=self._tensors)
         except RuntimeError as error:
             raise self._lost("the ranks' gradients were not summed", error) from error
 
     def _step(self) -> RoundResult | None:
-        samples, weight, dropped, losses, of = self._sum[-COUNTS:].tolist()
+        samples, weight, dropped, losses, of = self._sum[-_COUNTS:].tolist()
         divisor = weight or 1.0
         if dropped and not samples:  # a NaN, which the swarm's optimizer drops
             samples, divisor = dropped, math.nan
@@ -177,7 +177,7 @@ class HostOptimizer:
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
         own: _Update | None = None
         version = self._sent
-        if dist.get_rank() == LEAD:
+        if dist.get_rank() == _LEAD:
             try:
                 result, lead = act(), self._leading()
                 # Tensor versions show updates between the swarm's steps, the lineage all others.
@@ -188,7 +188,9 @@ class HostOptimizer:
                 raise
         update = self._exchange(own)
         self._sent = version
-        require(not update.error, f"rank {LEAD}, which talks to the swarm, failed: {update.error}", HostError)
+        require(
+            not update.error, f"rank {_LEAD}, which talks to the swarm, failed: {update.error}", HostError
+        )
         self.global_step, self.lineage = update.step, update.lineage
         return update.result
 
@@ -196,17 +198,17 @@ class HostOptimizer:
     def _exchange(self, own: _Update | None) -> _Update:
         box = [own]
         try:
-            dist.broadcast_object_list(box, LEAD, group=self._messages)
+            dist.broadcast_object_list(box, _LEAD, group=self._messages)
             update = box[0]
             assert update is not None
             sent = (*self._parameters, *buffers_of(self._model, self._names)) if update.changed else ()
             for tensor in sent:
                 values = tensor.detach().to(self._sum.device).contiguous()
-                dist.broadcast(values, LEAD, group=self._tensors)
+                dist.broadcast(values, _LEAD, group=self._tensors)
                 if own is None:
                     tensor.copy_(values)
         except RuntimeError as error:
-            raise self._lost(f"rank {LEAD} could not send its result to the others", error) from error
+            raise self._lost(f"rank {_LEAD} could not send its result to the others", error) from error
         return update
 
     def _lost(self, what: str, error: RuntimeError) -> HostError:
@@ -260,7 +262,7 @@ def host_optimizer(
         RuntimeError,
     )
     require(
-        (swarm is None) is not (dist.get_rank() == LEAD),
+        (swarm is None) is not (dist.get_rank() == _LEAD),
         "only rank 0 talks to the swarm: give it the swarm, and None to all other ranks",
     )
     chosen = {"target_batch_size": target_batch_size, "model": model, **settings}

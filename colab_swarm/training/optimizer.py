@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0  # how often a waiting trainer checks whether the session ends
 SAVE_S = 120.0
-MOST_OF_TIME = 0.05  # largest part of the time that saving may take
+_MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
 
 class SwarmOptimizer(WrappedOptimizer):
@@ -145,7 +145,7 @@ class SwarmOptimizer(WrappedOptimizer):
             collaboration.kill()
             raise
         if self._folder is not None:
-            self._tasks.every(SAVE_S, partial(asyncio.to_thread, self._save_progress), rest=1 / MOST_OF_TIME)
+            self._tasks.every(SAVE_S, partial(asyncio.to_thread, self._save_progress), rest=1 / _MOST_OF_TIME)
         return collaboration
 
     @property

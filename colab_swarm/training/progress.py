@@ -12,7 +12,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   as long), and paused or idle ones.
 - The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
   3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
-  `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
+  3 s at most: a peer that is gone must not fill the batch.
 """
 
 import asyncio
@@ -35,35 +35,41 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
-EXTRAPOLATE_S = 3.0
-DISTRUST_S, MAX_DISTRUST_S = 300.0, 6 * 3600.0  # at first, and of peers that fail again and again
-SHORT, RECENT_ROUNDS = 0.8, 10  # a round under 80 % full among the last 10 makes early calls suspect
-KNOWN_ROUNDS, SEEN_S = 3, 6 * 3600.0  # common rounds that give a peer its vote, and seconds until it loses it
+_EXTRAPOLATE_S = 3.0
+DISTRUST_S = 300.0  # at first
+_MAX_DISTRUST_S = 6 * 3600.0  # of peers that fail again and again
+_SHORT = 0.8  # a round that is less full makes early calls suspect
+_RECENT_ROUNDS = 10  # rounds in which such a one counts
+_KNOWN_ROUNDS = 3  # common rounds that give a peer its vote
+_SEEN_S = 6 * 3600.0  # after the last one it loses the vote
 FEW_STEPS = 4  # lead of the others that is always believed
 RECENT_S = 600.0  # a peer with a vote and no common round in this time has left
-TIE = 0.01  # weight of all votes that decide ties only
+_TIE = 0.01  # weight of all votes that decide ties only
 LAST_RECORD_S = 10.0  # newer records within 10 s of a lost link predate it
-READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
-FIRST_PROMISE_S, MIN_PROMISE_S = 2.0, 0.25  # before any micro-batch is known, and at least
+_READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
+_FIRST_PROMISE_S = 2.0  # before any micro-batch is known
+_MIN_PROMISE_S = 0.25
 PLAUSIBLE = 8.0  # times the median time or speed: more is not believed
-LATE_BATCHES = 3.0  # micro-batches of silence after which a trainer joins no round soon
+_LATE_BATCHES = 3.0  # micro-batches of silence after which a trainer joins no round soon
 MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
-IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
+_IDLE_BATCHES = 10.0
+_IDLE_S = 2 * MAX_REPORT_S
+_UNKNOWN_IDLE_S = 10 * MAX_REPORT_S
 """Silence that makes a trainer idle: in micro-batches, and in seconds; the last while its speed is unknown."""
 
-THREADS_PAY_BYTES = 1 << 20
+_THREADS_PAY_BYTES = 1 << 20
 
 
 def next_lineage(lineage: bytes, mean: Floats) -> bytes:
     """Return the lineage after applying ``mean``; equal on all peers that got the same mean."""
-    threads = blake3.AUTO if mean.nbytes > THREADS_PAY_BYTES else 1
+    threads = blake3.AUTO if mean.nbytes > _THREADS_PAY_BYTES else 1
     return blake3(lineage, max_threads=threads).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
 
 
 C = TypeVar("C")
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
-Text = Annotated[str, msgspec.Meta(max_length=100)]
-Agreement = Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=16)]
+_Text = Annotated[str, msgspec.Meta(max_length=100)]
+Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]
 
 
 def differing(there: Agreement, here: Agreement) -> str:
@@ -144,7 +150,7 @@ def most_voted(choices: Iterable[tuple[C, float]], default: C) -> C:
     return max(votes, key=lambda one: votes[one], default=default)
 
 
-def median_step(steps: Iterable[tuple[int, float]]) -> int:
+def _median_step(steps: Iterable[tuple[int, float]]) -> int:
     """Return the highest step that at least half of the votes have reached."""
     ahead = sorted(steps, key=lambda one: -one[0])
     half, reached = sum(vote for _, vote in ahead) / 2, 0.0
@@ -190,7 +196,7 @@ class Progress:
         self._updated_at: dict[PeerId, float] = {}
         self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
-        self._distrusted = LeftOut[PeerId](DISTRUST_S, MAX_DISTRUST_S)
+        self._distrusted = LeftOut[PeerId](DISTRUST_S, _MAX_DISTRUST_S)
         self._doubted: frozenset[PeerId] = frozenset()  # suspects, and those too far ahead
         self._no_vote: Set[PeerId] = frozenset()  # doubted or distrusted, at the last reading
         self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
@@ -198,7 +204,7 @@ class Progress:
         self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
         self._step_at: dict[PeerId, tuple[int, float]] = {}  # a peer's step, and when it was not there yet
         self._kept: dict[PeerId, float] = {}  # the part of its announced samples that a peer contributed
-        self._filled: deque[float] = deque(maxlen=RECENT_ROUNDS)  # parts of the batch that rounds had
+        self._filled: deque[float] = deque(maxlen=_RECENT_ROUNDS)  # parts of the batch that rounds had
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -231,7 +237,7 @@ class Progress:
 
         A lost peer counts again if, after `LAST_RECORD_S`, it has a new record, or is ``linked`` and absent.
         """
-        self._seen = {peer: one for peer, one in self._seen.items() if now - one[1] < SEEN_S}
+        self._seen = {peer: one for peer, one in self._seen.items() if now - one[1] < _SEEN_S}
         self._step_at = {peer: one for peer, one in self._step_at.items() if peer in records}
         self._kept = {peer: one for peer, one in self._kept.items() if peer in records}
         self._lost = {
@@ -299,7 +305,7 @@ class Progress:
                 learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
                 self._others[peer] = learnt
                 self._updated_at[peer], self._step_at[peer] = now, (step, now)
-                self._learnt[peer] = (learnt, READS_OF_GRACE)
+                self._learnt[peer] = (learnt, _READS_OF_GRACE)
 
     def on_lost(self, peer: PeerId, *, now: float) -> bool:
         """Ignore a peer until it is linked again or publishes a new record; return whether it trained."""
@@ -340,7 +346,7 @@ class Progress:
         return any((r.step, r.lineage) == (self.own.step, self.own.lineage) for r in self._others.values())
 
     def trust_all(self) -> None:
-        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, MAX_DISTRUST_S), self._doubted
+        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, _MAX_DISTRUST_S), self._doubted
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
@@ -362,7 +368,7 @@ class Progress:
         active = {peer: r for peer, r in trainers.items() if not r.absent} or trainers
         voters = {peer: r for peer, r in active.items() if r.reduces} or active
         votes = self._votes(voters)
-        step = median_step((r.step, votes[peer]) for peer, r in voters.items())
+        step = _median_step((r.step, votes[peer]) for peer, r in voters.items())
         lineages = ((r.lineage, votes[peer]) for peer, r in voters.items() if r.step == step)
         lineage = most_voted(lineages, self.own.lineage)
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
@@ -385,10 +391,10 @@ class Progress:
         known = self._known(voters)
         vouchers = {peer: self._voucher_of(peer) for peer in voters}
         sizes, counted = Counter(vouchers.values()), known and known | {self.me}
-        return {peer: (peer in counted) + TIE / sizes[one] / len(sizes) for peer, one in vouchers.items()}
+        return {peer: (peer in counted) + _TIE / sizes[one] / len(sizes) for peer, one in vouchers.items()}
 
     def _known(self, peers: Iterable[PeerId]) -> set[PeerId]:
-        return {peer for peer in peers if self._seen.get(peer, (0, 0.0))[0] >= KNOWN_ROUNDS} - {self.me}
+        return {peer for peer in peers if self._seen.get(peer, (0, 0.0))[0] >= _KNOWN_ROUNDS} - {self.me}
 
     @property
     def behind(self) -> bool:
@@ -443,14 +449,14 @@ class Progress:
     def believed_s(self, peer: PeerId) -> float:
         """Return how long a round may wait for a peer: two of its micro-batches, at most `PLAUSIBLE` median ones."""
         if not self._usual_batch_s:
-            return FIRST_PROMISE_S
+            return _FIRST_PROMISE_S
         record = self.records.get(peer)
         own_s = 2 * record.batch_s if record else 0.0
-        return max(MIN_PROMISE_S, min(own_s or math.inf, self.longest_s()))
+        return max(_MIN_PROMISE_S, min(own_s or math.inf, self.longest_s()))
 
     def _believed_samples(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
         """Return a peer's samples now: as it says, but no more than it could compute since its last step."""
-        old_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
+        old_s = min(max(now - self._updated_at.get(peer, now), 0.0), _EXTRAPOLATE_S)
         return min(r.samples + old_s * r.samples_per_s, self._computable(peer, r, now))
 
     def _computable(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
@@ -475,7 +481,7 @@ class Progress:
         others = self.waiting(self.own.step, self.own.lineage)
         most = sum(self._computable(peer, self._others[peer], now) for peer in sorted(others))
         early_s = self._seconds_for(self.round_samples - self.own.samples - most)
-        return early_s + self.own.batch_s if early_s and min(self._filled, default=1.0) < SHORT else 0.0
+        return early_s + self.own.batch_s if early_s and min(self._filled, default=1.0) < _SHORT else 0.0
 
     def batch_full(self, now: float) -> bool:
         return self.samples(now) >= self.round_samples
@@ -512,10 +518,10 @@ class ThroughputEstimator:
         if self._computing_since is None:
             return 0.0
         ready_in_s = self._computing_since + self.batch_s - now
-        late = ready_in_s < -max(LATE_BATCHES * self.batch_s, patience_s)
+        late = ready_in_s < -max(_LATE_BATCHES * self.batch_s, patience_s)
         return None if late else max(0.0, ready_in_s)
 
     def idle(self, now: float) -> bool:
         return now - self.active_at > max(
-            IDLE_BATCHES * self.batch_s, IDLE_S if self.batch_s else UNKNOWN_IDLE_S
+            _IDLE_BATCHES * self.batch_s, _IDLE_S if self.batch_s else _UNKNOWN_IDLE_S
         )

@@ -30,12 +30,14 @@ from colab_swarm.training.sketch import PROJECTIONS, StateSketch
 
 T = TypeVar("T")
 
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of the swarm's steps after local ones (DiLoCo, section 3)
-MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
-MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
-SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of SIGNS values
-READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
-NAMED = 3  # tensors of other shapes that an error names
+# Of the swarm's steps after local ones (DiLoCo, section 3).
+_OUTER_LR = 0.7
+_OUTER_MOMENTUM = 0.9
+_MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
+_MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
+_SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values
+_READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
+_NAMED = 3  # tensors of other shapes that an error names
 SMALL_VALUES = 1 << 16  # smaller tensors, such as biases, are at the front of a flat vector
 
 
@@ -71,7 +73,7 @@ class Replica:
         self.parameters, self._optimizer = self.model, rule.optimizer
         if rule.local:
             self.parameters = [_copy(parameter) for parameter in self.model]
-            lr, momentum = (1.0, 0.0) if rule.sparse else (OUTER_LR, OUTER_MOMENTUM)
+            lr, momentum = (1.0, 0.0) if rule.sparse else (_OUTER_LR, _OUTER_MOMENTUM)
             self._optimizer = SGD(self.parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
         elif rule.delayed:
             self.parameters = _move_to_copies(rule.optimizer)
@@ -95,7 +97,7 @@ class Replica:
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
             least, most = torch.aminmax(torch.from_numpy(mean))
-            if least > -MOST_GRADIENT and most < MOST_GRADIENT:
+            if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
                 self._update(self._optimizer, self.parameters, mean[self.front :], clip=not self.rule.local)
                 for buffer, part in parts(self.shared, mean[: self.front]):
                     buffer.add_(part if buffer.is_floating_point() else part.round().long().to(buffer.dtype))
@@ -241,7 +243,9 @@ class Replica:
             for name, here, there in zip_longest(own, mine, shapes)
             if here != there
         ]
-        return "; ".join(found[:NAMED]) + (f"; and {len(found) - NAMED} more" if len(found) > NAMED else "")
+        return "; ".join(found[:_NAMED]) + (
+            f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        )
 
     def _tensors_in(self, state: Any) -> list[torch.Tensor]:
         match state:
@@ -422,12 +426,12 @@ def _copy(parameter: torch.Tensor) -> torch.Tensor:
 
 def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
-    blocks = [block for tensor in tensors for block in torch.split(tensor.flatten(), SIGNS)]
-    count = (SIGNS + len(blocks)) * PROJECTIONS
+    blocks = [block for tensor in tensors for block in torch.split(tensor.flatten(), _SIGNS)]
+    count = (_SIGNS + len(blocks)) * PROJECTIONS
     bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
     signs = torch.from_numpy(2 * bits.astype(np.float32) - 1).view(-1, PROJECTIONS)
     sums = torch.zeros(PROJECTIONS)
-    for block, sign in zip(blocks, signs[SIGNS:], strict=True):
+    for block, sign in zip(blocks, signs[_SIGNS:], strict=True):
         sums += sign * (block.float() @ signs[: len(block)].to(block.device)).cpu()
     norm = math.hypot(*(float(tensor.norm(dtype=torch.float32)) for tensor in tensors))
     return [norm, *(sums / (norm or 1.0)).tolist()]
@@ -440,9 +444,9 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"it lacks the settings {', '.join(sorted(missing))}" + (f" and has {more}" if more else "")
         )
     for name, value in given.items():
-        least = 0 if name == "lr" else -MAX_SETTING
+        least = 0 if name == "lr" else -_MAX_SETTING
         require(
-            not isinstance(value, int | float) or value == own.get(name) or least <= value <= MAX_SETTING,
+            not isinstance(value, int | float) or value == own.get(name) or least <= value <= _MAX_SETTING,
             f"it has {name}={value}, which nobody trains with",
         )
 
@@ -506,4 +510,4 @@ def only_reads(optimizer: Optimizer) -> bool:
     Others get copies: a hook, a subclass and lists of tensors ("foreach") may change them in place.
     """
     changed = optimizer._optimizer_step_pre_hooks or any(one.get("foreach") for one in optimizer.param_groups)
-    return type(optimizer) in READERS and not changed
+    return type(optimizer) in _READERS and not changed

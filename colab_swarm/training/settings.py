@@ -14,11 +14,11 @@ from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
 
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
-MAX_LOCAL_STEPS = 1000
+_MAX_LOCAL_STEPS = 1000
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
-MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
+_MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
 KEPT_PER_ROUND = 0.98
 ROUNDS = 4  # number of rounds before their best counts: a single round may have waited for anything
 
@@ -35,7 +35,7 @@ class LinkBandwidth:
     def on_round(self, result: RoundResult) -> None:
         for way, size_bytes in enumerate((result.sent_bytes, result.received_bytes)):
             self._best_bps[way] *= KEPT_PER_ROUND  # bandwidth changes
-            if size_bytes >= MEASURABLE_BYTES and result.exchange_s > 0:
+            if size_bytes >= _MEASURABLE_BYTES and result.exchange_s > 0:
                 self._best_bps[way] = max(self._best_bps[way], 8 * size_bytes / result.exchange_s)
                 self._rounds[way] += 1
 
@@ -111,8 +111,8 @@ class TrainingSettings:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
         Precision(self.compression), Precision(self.mean_compression)
         require(
-            isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS,
-            f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}",
+            isinstance(steps, int) and 1 <= steps <= _MAX_LOCAL_STEPS,
+            f"local_steps={steps!r}: pass 1 to {_MAX_LOCAL_STEPS}",
         )
         if self.is_sparse_local:
             object.__setattr__(self, "error_feedback", True)

@@ -17,7 +17,7 @@ from colab_swarm.net.peers import Message, PeerId
 
 SKETCH_STEPS = 10
 PROJECTIONS = 4
-TOLERANCE = 0.02  # of a projection, in norms
+_TOLERANCE = 0.02  # of a projection, in norms
 RELOAD_S = 600.0  # between two states that this peer gives up
 
 
@@ -32,8 +32,8 @@ class StateSketch(Message, frozen=True):
         if (self.step, self.lineage, len(self.values)) != (other.step, other.lineage, len(other.values)):
             return False
         mine, theirs = (np.array(one.values).reshape(-1, 1 + PROJECTIONS) for one in (self, other))
-        norms = np.allclose(mine[:, 0], theirs[:, 0], rtol=TOLERANCE)
-        return norms and np.allclose(mine[:, 1:], theirs[:, 1:], rtol=0.0, atol=TOLERANCE)
+        norms = np.allclose(mine[:, 0], theirs[:, 0], rtol=_TOLERANCE)
+        return norms and np.allclose(mine[:, 1:], theirs[:, 1:], rtol=0.0, atol=_TOLERANCE)
 
 
 class StateCheck:

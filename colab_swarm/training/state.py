@@ -47,9 +47,9 @@ from colab_swarm.tensors.statedict import (
 
 logger = logging.getLogger(__name__)
 
-MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
-REMEMBERED = 4
-OTHERS_S = 2.0  # timeout for the other donors, after the first answer
+_MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
+_REMEMBERED = 4
+_OTHERS_S = 2.0  # timeout for the other donors, after the first answer
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
@@ -168,7 +168,7 @@ async def download_state(
     `StateError` if no donor had a state, all were lost before it was complete, or it is over
     ``limit_bytes``; `DonorsSilent` if all are silent.
     """
-    manifest, holders, refusals = await agree_on_state(
+    manifest, holders, refusals = await _agree_on_state(
         peers, DescribeState(prefix), donors, limit=4, timeout_s=timeout_s, limit_bytes=limit_bytes
     )
     if manifest is None:
@@ -186,7 +186,7 @@ async def download_state(
 
 async def shapes_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters and buffers of the donors' state; none if no donor answers."""
-    manifest, _, _ = await agree_on_state(
+    manifest, _, _ = await _agree_on_state(
         peers, DescribeState(prefix), donors, limit=4, timeout_s=5.0, limit_bytes=MAX_STATE_BYTES
     )
     if manifest is None:
@@ -195,7 +195,7 @@ async def shapes_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> list
     return [shape for name, _, shape in entries if name.startswith(("parameters/", "buffers/"))]
 
 
-async def agree_on_state(
+async def _agree_on_state(
     peers: Peers,
     ask: DescribeState,
     donors: Sequence[PeerId],
@@ -225,7 +225,7 @@ async def agree_on_state(
             while pending and not holders:
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if pending:  # a silent donor holds up the others' answers no longer than this
-                await asyncio.wait(pending, timeout=OTHERS_S)
+                await asyncio.wait(pending, timeout=_OTHERS_S)
         finally:
             for task in pending:
                 task.cancel()
@@ -290,12 +290,12 @@ class Mirror(StateSharing):
         if self._snapshot is not None and ask.step in (-1, self._snapshot.manifest.step):
             return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
-        manifest, held, faults = await agree_on_state(
-            self._peers, ask, donors, limit=2, timeout_s=MIRROR_TIMEOUT_S
+        manifest, held, faults = await _agree_on_state(
+            self._peers, ask, donors, limit=2, timeout_s=_MIRROR_TIMEOUT_S
         )
         if manifest is None:
             raise Refusal(f"no trainer linked to this assistant gave its state: {_told(faults)[:500]}")
-        remember(self._held, manifest.root, held, REMEMBERED)
+        remember(self._held, manifest.root, held, _REMEMBERED)
         return manifest
 
     async def _send_chunks(self, ask: FetchState, stream: Stream) -> None:
@@ -315,9 +315,9 @@ class Mirror(StateSharing):
         if not pending:
             return
         ask = msgspec.structs.replace(ask, digests=tuple(pending))
-        async with await self._peers.stream(holder, ask, timeout_s=MIRROR_TIMEOUT_S) as source:
+        async with await self._peers.stream(holder, ask, timeout_s=_MIRROR_TIMEOUT_S) as source:
             while pending:
                 await stream.send(
-                    StateChunk(), await receive_chunk(source, pending[0], timeout_s=MIRROR_TIMEOUT_S)
+                    StateChunk(), await receive_chunk(source, pending[0], timeout_s=_MIRROR_TIMEOUT_S)
                 )
                 del pending[0]
