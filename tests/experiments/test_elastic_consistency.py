@@ -51,5 +51,5 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 @pytest.mark.ordeal
 def test_topk_loses_accuracy_without_error_feedback() -> None:
     report = Report("elastic", True)
-    elastic.compressions(report, seeds=1)
+    elastic.compressions(report, "digits", seeds=1)
     assert report.figures["topk_feedback_drop"] < 1 < report.figures["topk_alone_drop"]
