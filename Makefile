@@ -41,7 +41,7 @@ test-lowest: $(VENV)/installed
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/pip install -q -U pip
 	{ $(BIN)/python -m tests.lowest; grep ^torch== constraints.txt; } >$(LOWEST)/pins.txt
-	$(LOWEST)/bin/pip install -q --no-compile -c $(LOWEST)/pins.txt -e '.[all]' pytest nbval hypothesis ipykernel 'moto[s3]'
+	$(LOWEST)/bin/pip install -q --no-compile -c $(LOWEST)/pins.txt -e '.[all]' pytest nbval hypothesis ipykernel 'moto[s3]' flask flask-cors
 	$(LOWEST)/bin/python -m pytest -r fEs -m "not ordeal" $(LOWEST_TESTS)
 
 # Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = {"torch", "colab-swarm"}
+# What datasets needs, of the age of the numpy above; a newer one needs numpy 2 and does not say so.
+COMPANIONS = ["pyarrow==21.0.0"]
 
 
 def lowest(requirement: str) -> str | None:
@@ -24,7 +26,7 @@ def declared() -> list[str]:
     extras = project["optional-dependencies"]
     users = [extra for name, extra in extras.items() if name != "dev"]
     requirements = [*project["dependencies"], *(requirement for extra in users for requirement in extra)]
-    return [pin for pin in map(lowest, requirements) if pin is not None]
+    return [pin for pin in map(lowest, requirements) if pin is not None] + COMPANIONS
 
 
 if __name__ == "__main__":
