@@ -39,7 +39,8 @@ def find_secret(name: str) -> Secret | None:
 def require_secret(name: str, *, help: str) -> Secret:
     """Return the secret, or `SecretError`; asks to type it where possible. ``help``: where to get one."""
     found, reasons = _search(name)
-    if (found := found or _ask(f"{name} ({help}): ")) is None:
+    found = found or _ask(f"{name} ({help}): ")
+    if found is None:
         where = "; ".join(reasons) or f"set the environment variable {name}"
         raise SecretError(f"{name} is needed. {where}. {help}")
     return found
@@ -47,7 +48,8 @@ def require_secret(name: str, *, help: str) -> Secret:
 
 def _search(name: str) -> tuple[Secret | None, list[str]]:
     reasons: list[str] = []
-    if value := os.environ.get(name):
+    value = os.environ.get(name)
+    if value:
         return Secret(value.strip()), reasons
     for open_store, advice in ((_open_colab, _COLAB), (_open_kaggle, _KAGGLE)):
         try:

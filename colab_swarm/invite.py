@@ -104,7 +104,9 @@ class Invite(Signed, frozen=True):
     @property
     def warning(self) -> str:
         """What to do if only peers of the local network can use the invitation; else empty."""
-        return LOCAL_ONLY if only_local(self.entries) and not self.mailbox else ""
+        if only_local(self.entries) and not self.mailbox:
+            return LOCAL_ONLY
+        return ""
 
     @property
     def key(self) -> Identity:
@@ -116,7 +118,8 @@ class Invite(Signed, frozen=True):
         """What the authority allows with this invitation; None in an open run."""
         if self.access == "open":
             return None
-        offline, key = self.access == "invite" and not self.uses, self.key.public_key
+        offline = self.access == "invite" and not self.uses
+        key = self.key.public_key
         rights = self.expires_at, self.member_until, self.uses, offline
         return Grant(self.run_id, self.role, key, *rights, signature=self.grant_signature)
 
@@ -132,7 +135,9 @@ class Invite(Signed, frozen=True):
     def replaced(self, **fields: Any) -> "Invite":
         """Return it with other ``entries``, or another ``page``; every peer that has it can do this."""
         changed = msgspec.structs.replace(self, **fields)
-        return changed if self.access == "open" else changed.signed(self.key.sign)
+        if self.access == "open":
+            return changed
+        return changed.signed(self.key.sign)
 
     @property
     def code(self) -> str:
@@ -155,7 +160,10 @@ class Invite(Signed, frozen=True):
         """
         body = _body_of(text)
         if body[0] != VERSION:
-            advice = update() if body[0] > VERSION else "ask for a new invitation"
+            if body[0] > VERSION:
+                advice = update()
+            else:
+                advice = "ask for a new invitation"
             raise InviteError(
                 f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: {advice}"
             )
@@ -199,7 +207,8 @@ def _body_of(text: str) -> bytes:
     data = b""
     with contextlib.suppress(ValueError):
         data = base64.b64decode(payload + "=" * (-len(payload) % 4), altchars=b"-_", validate=True)
-    body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+    body = data[:-CHECK_BYTES]
+    check = data[-CHECK_BYTES:]
     cut_off = "this invitation is mistyped or cut off: copy the whole line again"
     wrong = OF_A_NOTEBOOK if _NOTEBOOK.search(text.partition("#")[0]) else cut_off
     require(body and check == _check(body), wrong, InviteError)

@@ -14,10 +14,7 @@ CELL = "text-align:left;padding:1px 14px 1px 0;font-weight:normal"
 
 def aligned(rows: Rows) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
 
 
 def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = (), rows: Rows = ()) -> str:
@@ -25,30 +22,37 @@ def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = ()
 
     ``figures`` are values by name, above a table of `MAX_FACT_ROWS` of the ``rows`` at most.
     """
-    pairs = "".join(
-        f'<tr><th scope="row" style="{CELL}">{text(name)}</th><td style="{CELL}">{text(str(value))}</td></tr>'
-        for name, value in figures.items()
-    )
-    head = "".join(f'<th scope="col" style="{CELL}">{text(column)}</th>' for column in columns)
-    body = "".join(
-        "<tr>" + "".join(f'<td style="{CELL}">{text(cell)}</td>' for cell in row) + "</tr>"
-        for row in rows[:MAX_FACT_ROWS]
-    )
+    html_parts = [f"<div><b>{text(title)}</b>"]
+    if figures:
+        html_parts.append("<table>")
+        for name, value in figures.items():
+            html_parts.append(f'<tr><th scope="row" style="{CELL}">{text(name)}</th>')
+            html_parts.append(f'<td style="{CELL}">{text(str(value))}</td></tr>')
+        html_parts.append("</table>")
+    if rows:
+        html_parts.append("<table><tr>")
+        html_parts += [f'<th scope="col" style="{CELL}">{text(column)}</th>' for column in columns]
+        html_parts.append("</tr>")
+        for row in rows[:MAX_FACT_ROWS]:
+            cells = "".join(f'<td style="{CELL}">{text(cell)}</td>' for cell in row)
+            html_parts.append(f"<tr>{cells}</tr>")
+        html_parts.append("</table>")
     more = len(rows) - MAX_FACT_ROWS
-    tables = [f"<table>{pairs}</table>"] if pairs else []
-    tables += [f"<table><tr>{head}</tr>{body}</table>"] if body else []
-    tables += [f"<p>and {more:,} more</p>"] if more > 0 else []
-    return f"<div><b>{text(title)}</b>{''.join(tables)}</div>"
+    if more > 0:
+        html_parts.append(f"<p>and {more:,} more</p>")
+    html_parts.append("</div>")
+    return "".join(html_parts)
 
 
 def settings(of: Any) -> str:
     """Return a settings dataclass in one line, without values that are defaults; for ``repr``."""
-    given = [
-        f"{field.name}={name_of(value) if callable(value) else repr(value)}"
-        for field in fields(of)
-        if field.repr and (value := getattr(of, field.name)) != field.default
-    ]
-    return f"{type(of).__name__}({', '.join(given)})"
+    changed: list[str] = []
+    for field in fields(of):
+        value = getattr(of, field.name)
+        if field.repr and value != field.default:
+            shown = name_of(value) if callable(value) else repr(value)
+            changed.append(f"{field.name}={shown}")
+    return f"{type(of).__name__}({', '.join(changed)})"
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -62,9 +66,12 @@ def name_of(function: Callable[..., Any]) -> str:
 def plain(words: str, limit: int = 200) -> str:
     """Return at most ``limit`` printable characters, which cannot control a terminal."""
     printable = words[: limit + 1]
-    if not printable.isprintable():
-        printable = "".join(letter if letter.isprintable() else "?" for letter in printable)
-    return printable if len(printable) <= limit else printable[: limit - 1] + "…"
+    for letter in set(printable):
+        if not letter.isprintable():
+            printable = printable.replace(letter, "?")
+    if len(printable) <= limit:
+        return printable
+    return printable[: limit - 1] + "…"
 
 
 def text(words: str, limit: int = 200) -> str:
@@ -78,11 +85,14 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    if (seconds := max(0.0, seconds)) < 90:
+    seconds = max(0.0, seconds)
+    if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -93,8 +103,13 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def bandwidth(bps: float) -> str:
-    unit, factor = next(((u, f) for u, f in (("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bps >= f), ("kbit/s", 1e3))
-    return "too fast to measure" if math.isinf(bps) else f"{bps / factor:.3g} {unit}"
+    if math.isinf(bps):
+        return "too fast to measure"
+    if bps >= 1e9:
+        return f"{bps / 1e9:.3g} Gbit/s"
+    if bps >= 1e6:
+        return f"{bps / 1e6:.3g} Mbit/s"
+    return f"{bps / 1e3:.3g} kbit/s"
 
 
 def size(size_bytes: float) -> str:

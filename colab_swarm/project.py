@@ -33,7 +33,8 @@ def repository() -> str | None:
 
 def install(extra: str) -> str:
     """Return the command that installs the package with ``extra``, such as ``train``."""
-    if url := repository():
+    url = repository()
+    if url:
         return f'pip install "colab-swarm[{extra}] @ git+{url}"'
     return f'pip install -e ".[{extra}]" in {COPY}'
 
@@ -41,7 +42,9 @@ def install(extra: str) -> str:
 def update() -> str:
     """Return the command that brings the newest version."""
     url = repository()
-    return f'`pip install -U "colab-swarm @ git+{url}"`' if url else f"`git pull` in {COPY}"
+    if url:
+        return f'`pip install -U "colab-swarm @ git+{url}"`'
+    return f"`git pull` in {COPY}"
 
 
 def notebook_links(notebook: str, url: str | None = None) -> dict[str, str]:
@@ -50,6 +53,9 @@ def notebook_links(notebook: str, url: str | None = None) -> dict[str, str]:
     ``url`` is a repository; that of this copy if None.
     """
     known = GITHUB.fullmatch(url or repository() or "")
-    page = f"{known[1]}/blob/main/notebooks/{notebook}.ipynb" if known else ""
+    if known:
+        page = f"{known[1]}/blob/main/notebooks/{notebook}.ipynb"
+    else:
+        page = ""
     path = page.replace(".com", "", 1)
     return {name: url.format(page=page, path=path) for name, url in _PLATFORMS.items() if known}

@@ -20,7 +20,8 @@ from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 LOOK_S = 0.2  # between two looks of a task that waits at the gate
 POLL_S = 0.2
 
@@ -247,4 +248,6 @@ def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None
         used = (cgroup / "memory.current").read_text().strip()
     except OSError:
         return free_bytes
-    return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes
+    if limit.isdigit():
+        return min(free_bytes, max(0, int(limit) - int(used)))
+    return free_bytes

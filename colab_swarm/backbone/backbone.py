@@ -38,8 +38,10 @@ class Backbone:
     invite: Invitation
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
-        self.swarm, self._file = swarm, file
-        services, name = swarm.services, file.peer_name
+        self.swarm = swarm
+        self._file = file
+        services = swarm.services
+        name = file.peer_name
         self.assistant = Assistant(swarm.runtime, services, swarm.run_id, name=name, stored=self._stored)
         self.page = status_page(self.snapshots)
         self.keepers: dict[str, Keeper] = {}
@@ -57,7 +59,9 @@ class Backbone:
             )
 
     async def _stored(self, prefix: str) -> Snapshot | None:
-        return self.keepers[prefix].stored if prefix in self.keepers else None
+        if prefix in self.keepers:
+            return self.keepers[prefix].stored
+        return None
 
     async def start(self) -> None:
         """Start all parts, or none; raises PortError if the dashboard's port is taken."""
@@ -77,7 +81,8 @@ class Backbone:
         """Let browsers open this peer's invitations, if a proxy or tunnel gives it an https address."""
         secure = [a for a in self.swarm.contact.addresses if a.startswith("wss://") and relay_of(a) is None]
         if secure and self.swarm.network is not None:
-            board, page_at = self._file.dashboard, self.swarm.network.node.linker.listener.page_at
+            board = self._file.dashboard
+            page_at = self.swarm.network.node.linker.listener.page_at
             public = board.enabled and board.host != "localhost" and not is_loopback(board.host)
             page_at["/join"] = join_page(self.swarm.run, live=public)
             if public:
@@ -101,7 +106,8 @@ class Backbone:
         return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values())
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
-        branch, records = keeper.branch, (keeper.trainers, keeper.progress.assistants)
+        branch = keeper.branch
+        records = (keeper.trainers, keeper.progress.assistants)
         rows = peer_rows(self.swarm.services.peers, self._file.peer_name, *records)
         return replace(
             seen,
@@ -144,7 +150,10 @@ def serve(
         options=options or file.options,
         accept_terms=accept_terms,
     ) as swarm:
-        token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None
+        if any(one.repo for one in file.collaborations):
+            token = find_secret("HF_TOKEN")
+        else:
+            token = None
         backbone = swarm.runtime.call(on_loop(lambda: Backbone(swarm, file, hub_token=token)))
         swarm.runtime.call(backbone.start())
         try:

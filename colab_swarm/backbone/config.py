@@ -114,7 +114,9 @@ class RunFile(_Table, frozen=True):
 
     @property
     def allowlist(self) -> Allowlist | None:
-        return Allowlist(self.allow_users, self.allow_organisations) if self.access == "allowlist" else None
+        if self.access == "allowlist":
+            return Allowlist(self.allow_users, self.allow_organisations)
+        return None
 
     @property
     def options(self) -> NetworkOptions:

@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -42,12 +43,15 @@ logger = logging.getLogger(__name__)
 LOOK_S = 3.0
 RETRY_S = 30.0  # After a checkpoint that failed
 PUBLISH_S = 15.0
-TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
+TTL_S = 4 * PUBLISH_S
+GONE_S = 0.5
 SILENCE_S = 6.0  # trainers that are not linked here count as gone after this
 MAX_POINTS = 2000  # beyond that every other one is left out, but never of the newest quarter
-MAX_WAITING, FORWARD_S = 1000, 5.0
+MAX_WAITING = 1000
+FORWARD_S = 5.0
 RESUMED_BY = {"wandb": "id", "trackio": "name"}  # the argument of ``init`` that finds a run again
-FIRST_PUSH_RETRY_S, MAX_PUSH_RETRY_S = 60.0, 3600.0
+FIRST_PUSH_RETRY_S = 60.0
+MAX_PUSH_RETRY_S = 3600.0
 HUB_FILE = "state.safetensors"
 CARD = """---
 tags:
@@ -107,9 +111,16 @@ class LossCurve:
 
     def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
         """Take the loss of a record of the swarm's step ``now`` or the one before."""
-        step = record.step if record.samples else record.step - 1  # of the batch that has just ended
+        # of the batch that has just ended
+        if record.samples:
+            step = record.step
+        else:
+            step = record.step - 1
         first = max(self.points[-1].step + 1 if self.points else 0, now - 1)
-        loss = math.nan if record.loss is None or record.syncing else record.loss
+        if record.loss is None or record.syncing:
+            loss = math.nan
+        else:
+            loss = record.loss
         if first <= step <= now and abs(loss) < 1e9:
             self._reported.setdefault(step, {})[peer] = (loss, record.samples_per_s)
 
@@ -133,7 +144,9 @@ def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
     half = passed[-1] / 2
     index = next(i for i, weight in enumerate(passed) if weight >= half or math.isclose(weight, half))
     between = math.isclose(passed[index], half) and index + 1 < len(values)
-    return (values[index][0] + values[index + 1][0]) / 2 if between else values[index][0]
+    if between:
+        return (values[index][0] + values[index + 1][0]) / 2
+    return values[index][0]
 
 
 class Forwarder:
@@ -141,7 +154,8 @@ class Forwarder:
 
     def __init__(self, settings: Forward, prefix: str) -> None:
         require(importlib.util.find_spec(settings.to), f"to forward losses: pip install {settings.to}")
-        self._settings, self._run_id = settings, prefix.replace("/", "-")
+        self._settings = settings
+        self._run_id = prefix.replace("/", "-")
         self._waiting: queue.Queue[LossPoint | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="colab-swarm-forward", daemon=True)
         self._thread.start()
@@ -241,10 +255,12 @@ class HubPush:
             raise ValueError(f"to push to {settings.repo}: pip install huggingface_hub") from error
         disable_progress_bars()
         self._api = HfApi(endpoint=endpoint, token=token)
-        self._settings, self._retry_s = settings, retry_s
+        self._settings = settings
+        self._retry_s = retry_s
         self.newest: tuple[Path, str] | None = None
         self._closed = threading.Event()
-        self.state, self.failures = f"{settings.repo}: nothing pushed yet", 0
+        self.state = f"{settings.repo}: nothing pushed yet"
+        self.failures = 0
         threading.Thread(target=self._run, name="colab-swarm-hub", daemon=True).start()
 
     def close(self) -> None:
@@ -252,8 +268,10 @@ class HubPush:
         self._closed.set()
 
     def _run(self) -> None:
-        every_s, retry_s = 60 * self._settings.push_every_minutes, self._retry_s
-        pushed, wait_s = None, 0.0
+        every_s = 60 * self._settings.push_every_minutes
+        retry_s = self._retry_s
+        pushed = None
+        wait_s = 0.0
         while not self._closed.wait(wait_s):
             newest = self.newest
             if newest is None or newest is pushed:
@@ -261,24 +279,34 @@ class HubPush:
                 continue
             try:
                 self._push(*newest)
-                done, pushed, wait_s, retry_s = "pushed", newest, every_s, self._retry_s
+                done = "pushed"
+                pushed = newest
+                wait_s = every_s
+                retry_s = self._retry_s
             except Exception as error:  # the Hub's and the network's errors are many: all are retried
                 self.failures += 1
                 done = f"not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
                 logger.warning("%s not pushed to %s: %s", newest[1], self._settings.repo, error)
-                wait_s, retry_s = retry_s, min(2 * retry_s, MAX_PUSH_RETRY_S)
+                wait_s = retry_s
+                retry_s = min(2 * retry_s, MAX_PUSH_RETRY_S)
             self.state = f"{self._settings.repo}: {newest[1]} {done}"
 
     def _push(self, path: Path, title: str) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        repo, link = self._settings.repo, path.with_name("pushing")  # the checkpoint may be deleted meanwhile
+        # the checkpoint may be deleted meanwhile
+        repo = self._settings.repo
+        link = path.with_name("pushing")
         link.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             link.hardlink_to(path)
         self._api.create_repo(repo, private=self._settings.private, exist_ok=True)
         card = CARD.format(repo=repo, file=HUB_FILE, title=title).encode()
-        state = link if link.exists() else path  # not an open file, which Xet does not upload
+        # not an open file, which Xet does not upload
+        if link.exists():
+            state = link
+        else:
+            state = path
         added = [CommitOperationAdd(HUB_FILE, state), CommitOperationAdd("README.md", card)]
         self._api.create_commit(repo, added, commit_message=title)
         link.unlink(missing_ok=True)
@@ -302,9 +330,16 @@ class Keeper:
         on_standing_in: Callable[[str], object],
         forward: Forward | None = None,
     ) -> None:
-        self._services, self._prefix, self._name = services, prefix, name
-        self.settings, self.hub, self._on_standing_in = settings, hub, on_standing_in
-        self._forwarder = None if forward is None else Forwarder(forward, prefix)
+        self._services = services
+        self._prefix = prefix
+        self._name = name
+        self.settings = settings
+        self.hub = hub
+        self._on_standing_in = on_standing_in
+        if forward is None:
+            self._forwarder = None
+        else:
+            self._forwarder = Forwarder(forward, prefix)
         self._losses = folder / "losses.jsonl"
         self.curve = LossCurve(read_losses(self._losses))  # continues after a restart
         self.progress = Progress(services.peers.id, WATCHING, prefix)
@@ -312,7 +347,8 @@ class Keeper:
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
         self.vault = Vault(folder, keep=settings.keep)
-        self._saved_step, self._saved_at = self.vault.newest_step, time.time()
+        self._saved_step = self.vault.newest_step
+        self._saved_at = time.time()
         self.stored: Snapshot | None = None  # for late joiners, while there are no trainers
         self._published_at = self._failed_at = float("-inf")
         self._saving: asyncio.Task[None] | None = None
@@ -324,8 +360,10 @@ class Keeper:
         return None if self.stored is None else self.stored.manifest.step
 
     def kept(self) -> KeptModel:
-        hub = () if self.hub is None else (self.hub.state, self.hub.failures)
-        return KeptModel(self.vault.checkpoints, self.standing_in, *hub)
+        kept = KeptModel(self.vault.checkpoints, self.standing_in)
+        if self.hub is None:
+            return kept
+        return replace(kept, hub=self.hub.state, hub_failures=self.hub.failures)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
@@ -354,12 +392,14 @@ class Keeper:
 
     async def look(self) -> None:
         """Read the peers' records; stand in or save a checkpoint if due."""
-        services, branch_before = self._services, self._last_branch
+        services = self._services
+        branch_before = self._last_branch
         await self.progress.refresh(services.dht, services.peers)
         branch = self._last_branch = self.branch
         if branch != branch_before or (branch is not None and branch.peers & services.peers.linked()):
             self._heard_at = loop_now()
-        if points := self.curve.on_records(self.trainers, branch, at=time.time()):
+        points = self.curve.on_records(self.trainers, branch, at=time.time())
+        if points:
             self._append(points)
         await self._stand_in(branch)
         idle = self._saving is None or self._saving.done()
@@ -388,18 +428,23 @@ class Keeper:
     @property
     def branch(self) -> Branch | None:
         """The branch that the swarm is on, or None while nobody trains."""
-        return branch if (branch := self.progress.branch()).peers else None
+        branch = self.progress.branch()
+        return branch if branch.peers else None
 
     def _due(self, step: int) -> bool:
-        ahead, old_s = step - self._saved_step, time.time() - self._saved_at
-        every_steps, every_s = self.settings.every_steps, 60 * self.settings.every_minutes
+        ahead = step - self._saved_step
+        old_s = time.time() - self._saved_at
+        every_steps = self.settings.every_steps
+        every_s = 60 * self.settings.every_minutes
         enough = (every_steps and ahead >= every_steps) or (every_s and old_s >= every_s)
         return ahead > 0 and bool(enough) and loop_now() - self._failed_at >= RETRY_S
 
     async def _save(self, branch: Branch) -> None:
         try:
-            peers, rng = self._services.peers, self._services.rng
-            donors, others = sorted(branch.peers), sorted(self.progress.assistants.keys() - {peers.id})
+            peers = self._services.peers
+            rng = self._services.rng
+            donors = sorted(branch.peers)
+            others = sorted(self.progress.assistants.keys() - {peers.id})
             rng.shuffle(donors)
             rng.shuffle(others)
             try:
@@ -413,7 +458,8 @@ class Keeper:
             self._failed_at = loop_now()
         else:
             step = snapshot.manifest.step
-            self._saved_step, self._saved_at = step, time.time()
+            self._saved_step = step
+            self._saved_at = time.time()
             loss = self.curve.loss_at(step)
             title = f"Step {step}" + ("" if loss is None else f", loss {loss:.3f}")
             logger.info("%s: %s saved", self._prefix, title)
@@ -421,17 +467,24 @@ class Keeper:
                 self.hub.newest = path, title
 
     async def _stand_in(self, branch: Branch | None) -> None:
-        newest, silent = self._saved_step, loop_now() - self._heard_at >= SILENCE_S  # records outlive peers
+        # records outlive peers
+        newest = self._saved_step
+        silent = loop_now() - self._heard_at >= SILENCE_S
         if newest and (silent or branch is None or branch.step < newest):
             if self.stored is None:
                 self._on_standing_in(self._prefix)
                 found = self.stored = await asyncio.to_thread(self.vault.latest)
-                self._saved_step = 0 if found is None else found.manifest.step  # files may be damaged
+                # files may be damaged
+                if found is None:
+                    self._saved_step = 0
+                else:
+                    self._saved_step = found.manifest.step
                 self._published_at = float("-inf")
             if self.stored is not None and loop_now() - self._published_at >= PUBLISH_S:
                 await self._publish(self.stored, TTL_S)
         elif self.stored is not None:
-            stored, self.stored = self.stored, None
+            stored = self.stored
+            self.stored = None
             await self._publish(stored, GONE_S)
 
     async def _publish(self, snapshot: Snapshot, ttl_s: float) -> None:

@@ -50,7 +50,8 @@ class Command(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
-STATUS_EVERY_S, LOOK_S = 5.0, 0.2
+STATUS_EVERY_S = 5.0
+LOOK_S = 0.2
 DEMO_S = 600.0  # time limit
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
 ABOUT = "Train one large model together with others."
@@ -120,7 +121,8 @@ def _network_options(options: Options, *, relay: bool | RelayQuota = False) -> N
 
 def _given(options: Options, *names: str) -> dict[str, Any]:
     """Return the options that have a value."""
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _say(text: str) -> None:
@@ -142,8 +144,13 @@ def _report(options: Options, event: str, text: str = "", /, **facts: Any) -> No
 
 
 def _shown(facts: dict[str, Any]) -> str:
-    rounded = {name: f"{fact:.4g}" if isinstance(fact, float) else fact for name, fact in facts.items()}
-    return "  ".join(f"{name} {fact}" for name, fact in rounded.items() if fact is not None)
+    words: list[str] = []
+    for name, fact in facts.items():
+        if isinstance(fact, float):
+            words.append(f"{name} {fact:.4g}")
+        elif fact is not None:
+            words.append(f"{name} {fact}")
+    return "  ".join(words)
 
 
 def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
@@ -165,7 +172,8 @@ def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
 def _step_line(step: dict[str, Any], last: int = 0) -> str:
     """Return a step's line; ``last`` is the step that the training ends at, 0 if none is set."""
     loss = "" if step["loss"] is None else f"loss {step['loss']:.3f}   "
-    goal, speed = f"/{last}" if last else "", step["swarm_samples_per_s"]
+    goal = f"/{last}" if last else ""
+    speed = step["swarm_samples_per_s"]
     return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}   {speed:.1f} samples/s"
 
 
@@ -253,7 +261,8 @@ def _demo(options: Options) -> None:
                 if event["step"] <= last:  # another peer was first to report it
                     continue
                 last = event["step"]
-            if line := _demo_line(name, event, options.steps):
+            line = _demo_line(name, event, options.steps)
+            if line:
                 _say(line)
             if last >= options.steps // 2 and "dave" not in crew.by_name:
                 crew.by_name["carol"].kill()
@@ -317,7 +326,10 @@ def _create(options: Options) -> None:
             _report_facts(options, swarm.invite(hours=options.hours).facts)
         return
     with serve(file, network, accept_terms=options.accept_terms) as served:
-        dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
+        if served.dashboard:
+            dashboard = {"dashboard": served.dashboard}
+        else:
+            dashboard = {}
         _stay(served.swarm, options, served.invite.facts | dashboard)
 
 
@@ -414,7 +426,8 @@ def _coordinate(options: Options) -> None:
 
     given = _given(options, "folder", "store", "servers", "host", "port", "url", "tunnel", "accept_terms")
     with coordinate(options.job, access="open" if options.open else "invite", **given) as coordinator:
-        link, done = str(coordinator.link), False
+        link = str(coordinator.link)
+        done = False
         _report(options, "link", link, link=link, page=coordinator.url)
         if not options.json_lines:
             print(f"status page: {coordinator.url}\nCtrl-C stops it, the same command continues.", flush=True)
@@ -441,7 +454,8 @@ def _volunteer(options: Options) -> None:
     try:
         while not one.wait(LOOK_S) and time.monotonic() <= until:
             if time.monotonic() - reported_at >= STATUS_EVERY_S:
-                reported_at, seen = time.monotonic(), one.snapshot()
+                reported_at = time.monotonic()
+                seen = one.snapshot()
                 _report(options, "status", volunteer_line(seen), state=seen.state, accepted=seen.accepted)
     finally:
         one.stop()

@@ -130,7 +130,8 @@ class Storage:
     """
 
     def __init__(self, settings: DHTSettings, role_by: Callable[[bytes, bytes, float], Role]) -> None:
-        self._settings, self._role_by = settings, role_by
+        self._settings = settings
+        self._role_by = role_by
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
         self._owned = Counter[bytes]()  # bytes by owner
         # by voucher: keys and owners, the oldest first, and bytes there
@@ -149,10 +150,13 @@ class Storage:
         self._sweep(now)
         held, end = self._keys.get(key, {}).get(record.owner, (None, 0.0))
         if held is not None and end > now and record.rank <= held.rank:
-            return None if record.signed_bytes(key) == held.signed_bytes(key) else "a newer record is held"
+            if record.signed_bytes(key) == held.signed_bytes(key):
+                return None
+            return "a newer record is held"
         if self.role_of(record) < Role.REDUCER:
             return "its owner is no member of the run, or may only watch"
-        if fault := self.fault_of(key, record, swarm_time=swarm_time) or self._crowded(key, record, held):
+        fault = self.fault_of(key, record, swarm_time=swarm_time) or self._crowded(key, record, held)
+        if fault:
             return fault
         if held is not None:
             self._drop(key, record.owner)
@@ -164,7 +168,8 @@ class Storage:
 
     def _crowded(self, key: bytes, record: Record, held: Record | None) -> str | None:
         """Make room for a record in place of ``held``; return why there is none, or None."""
-        settings, more_bytes = self._settings, record.size_bytes - (held.size_bytes if held else 0)
+        settings = self._settings
+        more_bytes = record.size_bytes - (held.size_bytes if held else 0)
         if self._owned[record.owner] + more_bytes > settings.owner_bytes:
             return f"its owner has {settings.owner_bytes} bytes here"
         others = {owner: one for owner, (one, _) in self._keys.get(key, {}).items() if owner != record.owner}
@@ -185,7 +190,8 @@ class Storage:
             vouched[record.voucher] += more_bytes
             greedy = max(vouched, key=lambda voucher: vouched[voucher])
             held_by = (one for one in self._vouched.get(greedy, ()) if one != (key, record.owner))
-            if (oldest := next(held_by, None)) is None:
+            oldest = next(held_by, None)
+            if oldest is None:
                 return f"this peer is full: {settings.total_bytes} bytes"
             self._drop(*oldest)
         return None
@@ -202,7 +208,8 @@ class Storage:
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
         if len(record.value) > self._settings.value_bytes or len(record.membership) > MAX_MEMBERSHIP_BYTES:
             return f"a value of {len(record.value)} bytes, or its membership, is too long"
-        max_ttl_s, left_s = self._settings.max_ttl_s, record.expires_at - swarm_time
+        max_ttl_s = self._settings.max_ttl_s
+        left_s = record.expires_at - swarm_time
         if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
             return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
         if record.expires_at - record.written_at > max_ttl_s + CLOCK_SLACK_S:
@@ -240,7 +247,8 @@ _verified: OrderedDict[bytes, None] = OrderedDict()  # by all peers of this proc
 
 def _signed(key: bytes, record: Record) -> bool:
     data = record.signed_bytes(key)
-    if (digest := hashlib.sha256(data + record.signature).digest()) in _verified:
+    digest = hashlib.sha256(data + record.signature).digest()
+    if digest in _verified:
         return True
     if not verify(record.owner, record.signature, data):
         return False  # not remembered: forgeries must not push out the genuine

@@ -38,7 +38,8 @@ class RoutingTable:
     """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket."""
 
     def __init__(self, me: PeerId, *, bucket_size: int = 20) -> None:
-        self._me, self._bucket_size = me, bucket_size
+        self._me = me
+        self._bucket_size = bucket_size
         self._buckets: dict[int, dict[PeerId, Contact]] = {}  # in the order of last contact
         self._touched_at: dict[int, float] = {}
         self._failures: dict[PeerId, int] = {}
@@ -92,7 +93,8 @@ class RoutingTable:
 
     def refresh_targets(self, now: float, *, older_than_s: float, rng: random.Random) -> list[bytes]:
         """Return a random id in the range of each bucket without contact for ``older_than_s``."""
-        me, targets = int.from_bytes(self._me, "big"), list[bytes]()
+        me = int.from_bytes(self._me, "big")
+        targets = list[bytes]()
         for i, touched_at in self._touched_at.items():
             if now - touched_at >= older_than_s:
                 free_bits = ID_BITS - i - 1
@@ -123,8 +125,11 @@ class Lookup:
     def __init__(
         self, target: bytes, seeds: Iterable[Contact], *, width: int, alpha: int, patience_s: float = 1.0
     ) -> None:
-        self.target, self.calls = target, 0
-        self.width, self._alpha, self.patience_s = width, alpha, patience_s
+        self.target = target
+        self.calls = 0
+        self.width = width
+        self._alpha = alpha
+        self.patience_s = patience_s
         self._candidates: dict[PeerId, _Candidate] = {}
         self._by_distance: list[tuple[int, _Candidate]] = []
         self._add(seeds, hops=1)

@@ -73,7 +73,9 @@ class BackgroundTasks:
     """The background tasks of one service, on the event loop; ``what`` names them in a `Fault`."""
 
     def __init__(self, what: str, events: EventLog, rng: random.Random) -> None:
-        self._what, self._events, self._rng = what, events, rng
+        self._what = what
+        self._events = events
+        self._rng = rng
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -87,7 +89,8 @@ class BackgroundTasks:
         self.spawn(self._repeat(period_s, work, rest))
 
     async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:
-        took_s, now = 0.0, asyncio.get_running_loop().time
+        took_s = 0.0
+        now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(max(period_s, rest * took_s) * self._rng.uniform(0.8, 1.0))
             began = now()
@@ -135,7 +138,9 @@ class DHT:
     ) -> None:
         self.settings = settings
         self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
-        self._peers, self._rng, self._now = peers, rng, asyncio.get_running_loop().time
+        self._peers = peers
+        self._rng = rng
+        self._now = asyncio.get_running_loop().time
         self._tasks = BackgroundTasks("upkeep of the DHT", events or EventLog(), rng)
         self._storage = Storage(settings, peers.role_by)
         self._patience = Patience(MIN_PATIENCE_S, settings.timeout_s, 1.0)
@@ -159,12 +164,15 @@ class DHT:
 
         It replaces this peer's earlier value under the key. Raises `ValueError` if it is too large.
         """
-        peers, id, now = self._peers, key_id(key), self._peers.time()
+        peers = self._peers
+        id = key_id(key)
+        now = self._peers.time()
         self._last_version = max(self._last_version + 1, int(now * 1e6))
         data = msgspec.msgpack.encode(value)
         record = Record(data, now + ttl_s, self._last_version, ttl_s, peers.public_key, peers.membership)
         record = msgspec.structs.replace(record, signature=peers.sign(record.signed_bytes(id)))
-        if fault := self._storage.fault_of(id, record, swarm_time=now):
+        fault = self._storage.fault_of(id, record, swarm_time=now)
+        if fault:
             raise ValueError(f"cannot publish under {key!r}: {fault}")
         return await self._store(id, (record,))
 
@@ -193,15 +201,19 @@ class DHT:
 
     async def read(self, key: str | bytes) -> Reading:
         """Do as `get`, and count hops and calls."""
-        merged, lookup, first = await self._gather(id := key_id(key))
+        id = key_id(key)
+        merged, lookup, first = await self._gather(id)
         return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
 
     async def records(self, key: str | bytes) -> tuple[Record, ...]:
         """Return the live records under ``key`` as they were written, with their signatures."""
-        return (await self._gather(id := key_id(key)))[0].get(id, now=self._now())
+        id = key_id(key)
+        merged, _, _ = await self._gather(id)
+        return merged.get(id, now=self._now())
 
     async def _gather(self, id: bytes) -> tuple[Storage, Lookup, list[PeerId]]:
-        merged, first = Storage(self.settings, self._peers.role_by), list[PeerId]()
+        merged = Storage(self.settings, self._peers.role_by)
+        first = list[PeerId]()
         lookup = self._lookup(id, width=self.settings.read_replicas)
         ask = partial(self._ask, id, merged, first)
         await self._search(lookup, ask)
@@ -217,7 +229,8 @@ class DHT:
         peer itself. A write that missed this holder is missed, and a dishonest peer on the way can
         hide all records.
         """
-        id, width = key_id(key), self.settings.parallel
+        id = key_id(key)
+        width = self.settings.parallel
         merged = Storage(self.settings, self._peers.role_by)
         async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
             if "" in await self._put(merged, id, answer.records):
@@ -226,7 +239,8 @@ class DHT:
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
         """Return the contact of ``peer``; None if it is not known and does not answer."""
-        if (known := self._peers.contact_of(peer)).addresses:
+        known = self._peers.contact_of(peer)
+        if known.addresses:
             return known
         nearest = (await self.find_near(peer, width=self.settings.parallel)).nearest(1)
         return nearest[0] if nearest and nearest[0].id == peer else None
@@ -313,11 +327,13 @@ class DHT:
         self, target: bytes, merged: Storage | None, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
         """Query a peer for contacts and, to put them into ``merged``, records; ``first`` sent some."""
-        records, contacts = tuple[Record, ...](), tuple[Contact, ...]()
+        records = tuple[Record, ...]()
+        contacts = tuple[Contact, ...]()
         if contact.id != self._peers.id:
             message = FindNear(target, self._peers.contact, merged is not None)
             answer = await self._call(contact, message, FoundNear)
-            records, contacts = answer.records, answer.contacts
+            records = answer.records
+            contacts = answer.contacts
         elif merged is not None:
             records = self._storage.get(target, now=self._now())
         if merged is not None and "" in await self._put(merged, target, records):
@@ -325,7 +341,8 @@ class DHT:
         return contacts
 
     def _found_in(self, merged: Storage, key: bytes) -> dict[PeerId, Found]:
-        now, decode = self._peers.time(), msgspec.msgpack.decode
+        now = self._peers.time()
+        decode = msgspec.msgpack.decode
         records = merged.get(key, now=self._now())
         return {
             one.writer: Found(
@@ -336,7 +353,8 @@ class DHT:
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
         """Yield our records or, without any, the answers of the ``width`` nearest peers."""
-        if held := self._storage.get(key, now=self._now()):
+        held = self._storage.get(key, now=self._now())
+        if held:
             yield Fetched(held, 0)
         elif relays > 0:
             asked = [self._forward(key, relays - 1, contact) for contact in self.table.nearest(key, width)]
@@ -360,7 +378,8 @@ class DHT:
         lookup = self._lookup(key, width=width, seeds=seeds)
         await self._search(lookup, partial(self._ask_store, key, records, taken))
         remember(self._replicas, key, lookup.nearest(width), REMEMBERED)
-        if refused := {text for refusals in taken for text in refusals if text}:
+        refused = {text for refusals in taken for text in refusals if text}
+        if refused:
             logger.info("records were refused: %s", "; ".join(sorted(refused)))
         return sum(not any(refusals) for refusals in taken)
 
@@ -383,12 +402,18 @@ class DHT:
         return tuple(refusals)
 
     async def _on_find(self, caller: PeerId, message: FindNear) -> FoundNear:
-        records = self._storage.get(message.key, now=self._now()) if message.records else ()
+        if message.records:
+            records = self._storage.get(message.key, now=self._now())
+        else:
+            records = ()
         return FoundNear(self._nearest_for(caller, message.key, message.asker), records)
 
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
         require(len(message.key) == ID_BYTES, f"a key of {len(message.key)} bytes, not {ID_BYTES}", Refusal)
-        relays = 0 if self._nearest_to(message.key) else min(message.relays, MAX_RELAYS)
+        if self._nearest_to(message.key):
+            relays = 0
+        else:
+            relays = min(message.relays, MAX_RELAYS)
         async for answer in self._fetch(message.key, relays=relays, width=RELAY_WIDTH):
             if answer.records:
                 return answer
@@ -421,7 +446,8 @@ class DHT:
 
     async def _refresh(self) -> None:
         """Look up ourselves and an id in each quiet bucket, from contacts and entries on."""
-        width, period_s = self.settings.bucket_size, self.settings.refresh_s
+        width = self.settings.bucket_size
+        period_s = self.settings.refresh_s
         stale = self.table.refresh_targets(self._now(), older_than_s=period_s, rng=self._rng)
         seeds = [*self.table.nearest(self._peers.id, width), *self._entries]
         await self.find_near(self._peers.id, width=width, seeds=seeds)
@@ -432,13 +458,15 @@ class DHT:
         """Query a lost peer again; if it is back, its contacts join two halves of a swarm."""
         if if_cut_off and len(self.table):
             return
-        if lost := [*self.table.lost.values()] or ([] if len(self.table) else self._entries):
+        lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
+        if lost:
             seeds = [self._rng.choice(lost)]
             await self.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
 
     async def _republish(self) -> None:
         for key in list(self._storage):
-            if (records := self._storage.get(key, now=self._now())) and self._nearest_to(key):
+            records = self._storage.get(key, now=self._now())
+            if records and self._nearest_to(key):
                 await self._store(key, records)
 
 

@@ -42,9 +42,11 @@ class PeerExchange(PieceExchange):
         self.opening = ElasticLink(prefix, tuple(member.id for member in members))
         me = self.opening.members.index(peers.id)
         super().__init__(events, me, [member.id.hex() for member in members])
-        self._peers, self._timeout_s = peers, timeout_s
+        self._peers = peers
+        self._timeout_s = timeout_s
         self._dialled = [bool(member.addresses) for member in members]
-        self._begun, self._all_ready = asyncio.Event(), asyncio.Event()
+        self._begun = asyncio.Event()
+        self._all_ready = asyncio.Event()
         self._unready = {index for index in range(len(members)) if index != me}
         self._queues: dict[int, asyncio.Queue[tuple[Piece, Buffer] | None]] = {
             index: asyncio.Queue() for index in self._unready
@@ -62,7 +64,8 @@ class PeerExchange(PieceExchange):
             names = ", ".join(short(self.opening.members[index]) for index in self._unready)
             raise StateError(f"{names} did not get ready in {self._timeout_s:g} s: restart all peers")
         if self.lost:
-            ids, lost = self.opening.members, self.lost.items()
+            ids = self.opening.members
+            lost = self.lost.items()
             reasons = "; ".join(f"{short(ids[index])}: {reason}" for index, reason in lost)
             raise StateError(f"a member was lost before the first step ({reasons}): restart all peers")
 
@@ -157,7 +160,10 @@ async def enter_group(
     services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
 ) -> AsyncIterator[PeerExchange]:
     """With ``services`` bound, an `EnterGroup`. Its services run until all members are ready."""
-    router, prefix, count, wait_s = services.router, settings.prefix, settings.peers, settings.wait_s
+    router = services.router
+    prefix = settings.prefix
+    count = settings.peers
+    wait_s = settings.wait_s
     name = prefix.rpartition("/")[2]
     formation = GroupFormationSettings(2.0, 2.0, max_window_s=10.0, call_timeout_s=5.0, size=count)
     assembly = Assembly(router, services.dht, prefix, formation, timeout_s=wait_s, terms=terms)

@@ -65,7 +65,10 @@ class GradientLedger:
         self.lost: set[int] = set()
         self.late: list[Late] = []  # corrected when the open step is closed
         self.ready = False  # the own gradient is complete, so the step may end
-        self._sizes, self._peers, self._me, self._scheduler = tuple(sizes), peers, me, scheduler
+        self._sizes = tuple(sizes)
+        self._peers = peers
+        self._me = me
+        self._scheduler = scheduler
         # By (peer, step) of open steps: buckets, and the squared norm of all of them.
         self._gradients: dict[tuple[int, int], dict[int, Floats]] = defaultdict(dict)
         self._squares: dict[tuple[int, int], float] = defaultdict(float)
@@ -83,7 +86,8 @@ class GradientLedger:
             raise ValueError(f"bucket {bucket} with {values.size} values of step {step} in step {self.step}")
         self._add(self._me, step, bucket, values)
         if len(own) == len(self._sizes):
-            self.ready, self._ready_since = True, now
+            self.ready = True
+            self._ready_since = now
 
     def on_received(self, peer: int, step: int, bucket: int, values: Floats) -> bool:
         """Add a bucket of another peer; return False if it is refused.
@@ -106,7 +110,10 @@ class GradientLedger:
         if bucket not in owed:
             return False
         owed.remove(bucket)
-        change = values - self._stood_in[step][bucket] if self._scheduler.stand_in else values
+        if self._scheduler.stand_in:
+            change = values - self._stood_in[step][bucket]
+        else:
+            change = values
         self.late.append(Late(peer, step, bucket, values, change))
         self._forget_settled()
         return True
@@ -117,7 +124,8 @@ class GradientLedger:
         self._forget_settled()
 
     def standing(self, now: float) -> StepStatus:
-        oldest, keys = self.step - self._scheduler.max_delay, [(peer, self.step) for peer in self._others()]
+        oldest = self.step - self._scheduler.max_delay
+        keys = [(peer, self.step) for peer in self._others()]
         owed = set(self._owed) | {key for key in keys if len(self._gradients[key]) < len(self._sizes)}
         return StepStatus(
             own_norm=math.sqrt(self._squares[self._me, self.step]),
@@ -133,20 +141,24 @@ class GradientLedger:
     def close_step(self) -> Closed:
         if not self.ready:
             raise ValueError(f"step {self.step} cannot end: this peer's own gradient is not complete")
-        buckets, arrived = range(len(self._sizes)), {}
+        buckets = range(len(self._sizes))
+        arrived = {}
         for peer in range(self._peers):
             arrived[peer] = self._gradients.pop((peer, self.step), {})
             self._squares.pop((peer, self.step), None)
         for peer in self._others():
-            if lacking := set(buckets) - arrived[peer].keys():
+            lacking = set(buckets) - arrived[peer].keys()
+            if lacking:
                 self._owed[peer, self.step] = lacking
-        gradients, own = [self._sum(bucket, arrived) for bucket in buckets], arrived[self._me]
+        gradients = [self._sum(bucket, arrived) for bucket in buckets]
+        own = arrived[self._me]
         for late in self.late:
             gradients[late.bucket] += late.change / np.float32(self._peers)
         if self._scheduler.stand_in:
             self._stood_in[self.step] = own
         closed = Closed(self.step, gradients, arrived, tuple(self.late), self.missing)
-        self.late, self.ready = [], False
+        self.late = []
+        self.ready = False
         self.step += 1
         self._forget_settled()
         return closed
@@ -206,7 +218,8 @@ class Recent:
 class _Sum:
     def __init__(self) -> None:
         self.buckets: dict[int, Floats] = {}
-        self.squares, self.count = 0.0, 0
+        self.squares = 0.0
+        self.count = 0
 
     def add(self, bucket: int, values: Floats) -> None:
         self.squares += float(np.dot(values, values))
@@ -231,8 +244,11 @@ class Meter:
     """
 
     def __init__(self, buckets: int, peers: int) -> None:
-        self._buckets, self._peers = buckets, peers
-        self._variance, self._measured, self._largest = Recent(), Recent(), 0.0
+        self._buckets = buckets
+        self._peers = peers
+        self._variance = Recent()
+        self._measured = Recent()
+        self._largest = 0.0
         self._norms = [Recent() for _ in range(peers)]
         # ||g||^2 by step and peer, not counted yet
         self._totals: dict[int, dict[int, float]] = defaultdict(dict)
@@ -248,7 +264,8 @@ class Meter:
         if len(norms) == self._buckets:
             total, residual_total = map(sum, zip(*norms, strict=True))
             self._totals[step][peer] = total
-            self._largest, self._residuals[peer] = max(self._largest, total), math.sqrt(residual_total)
+            self._largest = max(self._largest, total)
+            self._residuals[peer] = math.sqrt(residual_total)
             del self._parts[peer, step]
 
     def on_closed(self, closed: Closed) -> list[float]:
@@ -287,7 +304,8 @@ class Meter:
 
     def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
         m = math.sqrt(max(recent.value for recent in self._norms))
-        sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
+        sigma = math.sqrt(self._variance.value)
+        largest = math.sqrt(self._largest)
         return StepFacts(self._peers, m, sigma, gamma, crashed, largest)
 
     @property

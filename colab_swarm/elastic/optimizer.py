@@ -136,16 +136,22 @@ class ElasticOptimizer(WrappedOptimizer):
         pace: Callable[[float], float] | None = None,
     ) -> None:
         """Use `Swarm.elastic_optimizer` or `group_optimizer`."""
-        self._runtime, self._inner, self._settings, self._events = runtime, optimizer, settings, events
-        self._pace, self._closed = pace, False
+        self._runtime = runtime
+        self._inner = optimizer
+        self._settings = settings
+        self._events = events
+        self._pace = pace
+        self._closed = False
         self._replica = Replica(UpdateRule(optimizer))
         most = chunk_values(settings.compression)  # an encoded bucket is one packet on a peer link
         self._buckets = Buckets(self._replica.model, most=most, on_full=self._on_full)
-        self._codec, sizes = codec_of(settings.compression), self._buckets.sizes
+        self._codec = codec_of(settings.compression)
+        sizes = self._buckets.sizes
         lossy = any(self._codec.gamma(numel) for numel in sizes)
         self._feedback = ErrorFeedback(sum(sizes)) if settings.error_feedback and lossy else None
         self._carried: Floats | None = None  # corrections of an earlier group, for all members
-        self._step, self._history = 0, deque[ElasticStep](maxlen=500)
+        self._step = 0
+        self._history = deque[ElasticStep](maxlen=500)
         try:
             runtime.call(self._enter(enter))
         except BaseException:  # an interrupt included: the hooks must not stay
@@ -153,14 +159,17 @@ class ElasticOptimizer(WrappedOptimizer):
             raise
 
     async def _enter(self, enter: EnterGroup) -> None:
-        self._loop, sizes, settings = asyncio.get_running_loop(), self._buckets.sizes, self._settings
+        self._loop = asyncio.get_running_loop()
+        sizes = self._buckets.sizes
+        settings = self._settings
         terms = (  # that all members must agree on
             f"{settings.peers} peers, {settings.scheduler!r}, {settings.compression}, "
             f"error_feedback={settings.error_feedback}, {sum(sizes)} values in {len(sizes)} buckets, "
             f"model {self._replica.schema.hex()[:8]}"
         )
         async with enter(settings, terms, self._replica) as exchange:
-            self._exchange, self._steps = exchange, ElasticSteps(exchange, settings, sizes)
+            self._exchange = exchange
+            self._steps = ElasticSteps(exchange, settings, sizes)
             try:
                 await exchange.begin()
             except BaseException:  # a cancel included: the others must not wait for this member
@@ -176,7 +185,8 @@ class ElasticOptimizer(WrappedOptimizer):
         return self._steps.meter
 
     def snapshot(self) -> ElasticSnapshot:
-        scheduler, exchange = repr(self._settings.scheduler), self._exchange
+        scheduler = repr(self._settings.scheduler)
+        exchange = self._exchange
         return ElasticSnapshot(scheduler, exchange.me, exchange.members, tuple(self._history), self._closed)
 
     @torch.no_grad()
@@ -208,7 +218,8 @@ class ElasticOptimizer(WrappedOptimizer):
             self._inner.zero_grad(set_to_none=True)
         if self._feedback is not None:
             self._feedback.settle()
-        self._step, self._carried = self._step + 1, None
+        self._step = self._step + 1
+        self._carried = None
         self._buckets.begin()
         self._steps.finished = None
         self._history.append(result)
@@ -236,7 +247,8 @@ class ElasticOptimizer(WrappedOptimizer):
         if not math.isfinite(squares):
             reason = f"bucket {bucket} of step {self._step} was not finite (NaN or Inf) and counts as zero"
             self._events.emit(BatchDropped(self._loop.time(), reason))
-            values, squares = np.zeros_like(values), 0.0
+            values = np.zeros_like(values)
+            squares = 0.0
         residual_squares = 0.0
         if self._feedback is None:
             payload = self._codec.encode(values)
@@ -250,12 +262,18 @@ class ElasticOptimizer(WrappedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and this member's debts: residuals, corrections."""
         corrections = torch.from_numpy(self._runtime.call(self._corrections()))
-        residual = {} if self._feedback is None else self._feedback.state_dict()
+        if self._feedback is None:
+            residual = {}
+        else:
+            residual = self._feedback.state_dict()
         return {"optimizer": self._inner.state_dict(), "corrections": corrections, **residual}
 
     async def _corrections(self) -> Floats:
         carried = self._carried
-        total = np.zeros(sum(self._buckets.sizes), np.float32) if carried is None else carried.copy()
+        if carried is None:
+            total = np.zeros(sum(self._buckets.sizes), np.float32)
+        else:
+            total = carried.copy()
         for late in self._steps.ledger.late:
             total[self._buckets.span(late.bucket)] += late.change
         return total
@@ -280,7 +298,8 @@ class ElasticOptimizer(WrappedOptimizer):
             self._carried = corrections
 
     def __repr__(self) -> str:
-        inner, scheduler = type(self._inner).__name__, self._settings.scheduler
+        inner = type(self._inner).__name__
+        scheduler = self._settings.scheduler
         members = f"{self._exchange.members} members, {len(self._steps.ledger.lost)} lost"
         state = "left" if self._closed else members
         return f"ElasticOptimizer({inner}, {scheduler}, step={self._step}, {state})"

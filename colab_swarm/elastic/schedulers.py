@@ -127,16 +127,20 @@ class NormBounded(Scheduler):
         )
 
     def _enough(self, status: StepStatus) -> bool:
-        own, arrived = status.own_norm, status.norms
+        own = status.own_norm
+        arrived = status.norms
         if self.measure == "l0":
-            own, arrived = status.own_numel, status.numels
+            own = status.own_numel
+            arrived = status.numels
         return all(
             numel == status.own_numel or (self.beta < 1 and one >= self.beta * own)
             for one, numel in zip(arrived, status.numels, strict=True)
         )
 
     def _relaxed(self, facts: StepFacts) -> float:
-        return 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
+        if self.beta == 1:
+            return 0.0
+        return bounded_staleness(facts.peers, 1, facts.m)
 
 
 @dataclass(frozen=True)

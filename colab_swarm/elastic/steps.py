@@ -102,7 +102,10 @@ class PieceExchange(ABC):
     steps: "ElasticSteps"
 
     def __init__(self, events: EventLog, me: int, names: Sequence[str]) -> None:
-        self._events, self.me, self._names, self.members = events, me, names, len(names)
+        self._events = events
+        self.me = me
+        self._names = names
+        self.members = len(names)
         self.lost: dict[int, str] = {}  # members, with reasons
 
     @abstractmethod
@@ -137,10 +140,13 @@ class ElasticSteps:
         self.ledger = GradientLedger(sizes, exchange.members, exchange.me, settings.scheduler)
         self.meter = Meter(len(sizes), exchange.members)
         self.finished: tuple[Closed, ElasticStep] | None = None  # not applied yet
-        self._exchange, self._scheduler, self._sizes = exchange, settings.scheduler, sizes
+        self._exchange = exchange
+        self._scheduler = settings.scheduler
+        self._sizes = sizes
         exchange.steps = self
         self._codec = codec_of(settings.compression)
         gamma = max(self._codec.gamma(numel) for numel in sizes)
+        # without error feedback a lossy codec has no bound
         self._gamma = gamma if settings.error_feedback or not gamma else None
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -204,7 +210,8 @@ class ElasticSteps:
             self._changed.clear()
             seconds = self._scheduler.ask_again_s(status)
             await wait_until(None if seconds is None else self._loop.time() + seconds, self._changed)
-        measured, lost = self.meter.measured, tuple(sorted(self.ledger.lost))
+        measured = self.meter.measured
+        lost = tuple(sorted(self.ledger.lost))
         bound = self._scheduler.bound(self.meter.facts(gamma=self._gamma, crashed=len(lost)))
         closed = self.ledger.close_step()
         step = ElasticStep(closed.step, status.waited_s, status.missing, measured, bound, lost)

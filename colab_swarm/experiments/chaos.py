@@ -21,7 +21,10 @@ from colab_swarm.sim import ScriptedFault
 from colab_swarm.swarm.simulation import Simulation, simulate
 from colab_swarm.swarm.swarm import Swarm
 
-BATCH, BATCH_S, STEP_S = 16, 0.1, 1.2  # samples and seconds of a micro-batch; of a step if all peers train
+# samples and seconds of a micro-batch; of a step if all peers train
+BATCH = 16
+BATCH_S = 0.1
+STEP_S = 1.2
 START_S = 120.0  # virtual time limit for the first step of all peers
 SETTLE_S = 20.0  # without random faults, at the end: forks that last longer count
 
@@ -30,7 +33,9 @@ class ChaosMeter:
     """Measures a training by what happens to its peers, at rising times in seconds."""
 
     def __init__(self, peers: Iterable[str]) -> None:
-        self.peers, self.step, self.faults = tuple(peers), 0, 0
+        self.peers = tuple(peers)
+        self.step = 0
+        self.faults = 0
         self.training: set[str] = set()  # they have taken a step since they were started
         self.disturbed_until: dict[str, float] = {}  # by a freeze or a cut
         self.errors: list[str] = []
@@ -39,12 +44,16 @@ class ChaosMeter:
         self._started_at: dict[str, float] = {}  # of started peers that do not train yet
         self._stepped_at = dict.fromkeys(self.peers, -math.inf)
         self._began = self._at = self._waited_s = self._longest_s = self._available_s = 0.0
-        self._undisturbed, self._first = 0.0, 0
+        self._undisturbed = 0.0
+        self._first = 0
 
     def begin(self, at: float) -> None:
         """Start to measure; earlier steps give the undisturbed speed."""
         self._undisturbed = self._per_minute(at)
-        self._first, self._began, self._at, self._restarts_s = self.step, at, at, []
+        self._first = self.step
+        self._began = at
+        self._at = at
+        self._restarts_s = []
         self._waited_s = self._longest_s = self._available_s = 0.0
 
     def _per_minute(self, at: float) -> float:
@@ -55,8 +64,10 @@ class ChaosMeter:
         for end in sorted(ends):
             well = sum(self.disturbed_until.get(peer, self._at) <= self._at for peer in self.training)
             self._available_s += well * (end - self._at)
-            self._waited_s += (end - self._at) * (well >= 2)
-            self._longest_s, self._at = max(self._longest_s, self._waited_s), end
+            if well >= 2:
+                self._waited_s += end - self._at
+            self._longest_s = max(self._longest_s, self._waited_s)
+            self._at = end
 
     def on_fault(self, at: float, fault: ScriptedFault) -> None:
         """Count a fault other than a restart."""
@@ -83,19 +94,27 @@ class ChaosMeter:
     def on_step(self, at: float, peer: str, step: int, lineage: str) -> None:
         """The peer took a step with the swarm, to ``step``."""
         self._pass_time(at)
-        if (started_at := self._started_at.pop(peer, None)) is not None:
+        started_at = self._started_at.pop(peer, None)
+        if started_at is not None:
             self._restarts_s.append(at - started_at)
         self.training.add(peer)
-        self._lineages[peer][step], self._stepped_at[peer] = lineage, at
+        self._lineages[peer][step] = lineage
+        self._stepped_at[peer] = at
         if step > self.step:
-            self.step, self._waited_s = step, 0.0
+            self.step = step
+            self._waited_s = 0.0
 
     def report(self, at: float) -> dict[str, Any]:
         """Return the figures by name; a fork lasts if a peer still steps where the leader took another way."""
         self._pass_time(at)
-        taken, starts, lasted_s = self._lineages, self._restarts_s, max(at - self._began, 1e-9)
+        taken = self._lineages
+        starts = self._restarts_s
+        lasted_s = max(at - self._began, 1e-9)
         last = {peer: max(taken[peer]) for peer in self.peers if self._stepped_at[peer] > at - SETTLE_S}
-        leader = taken[max(last, key=lambda peer: last[peer])] if last else {}
+        if last:
+            leader = taken[max(last, key=lambda peer: last[peer])]
+        else:
+            leader = {}
         return {
             "faults": self.faults,
             "steps": self.step - self._first,
@@ -199,7 +218,8 @@ def _play(
     limit_s: float,
     tell: Callable[[str], object],
 ) -> None:
-    began, coming = stage.now(), deque(faults)
+    began = stage.now()
+    coming = deque(faults)
     while (now := stage.now() - began) < limit_s:
         while coming and coming[0].at <= now:
             fault = coming.popleft()

@@ -56,7 +56,8 @@ from colab_swarm.tensors.codecs import Floats
 
 T = TypeVar("T")
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0, silence_s=60.0)
-RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
+RESNET50 = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema")
+SCALE = 2
 
 
 def host(bps: float, *, trains: bool = True) -> Ticket:
@@ -65,7 +66,8 @@ def host(bps: float, *, trains: bool = True) -> Ticket:
 
 def scaled(offer: Ticket, terms: RoundTerms, scale: int) -> Ticket:
     """Return a peer's offer to average ``scale`` times fewer values, over as much a slower link."""
-    terms, bps = msgspec.structs.replace(terms, numel=terms.numel // scale), (offer.upload_bps or 0.0) / scale
+    terms = msgspec.structs.replace(terms, numel=terms.numel // scale)
+    bps = (offer.upload_bps or 0.0) / scale
     return msgspec.structs.replace(offer, terms=terms, upload_bps=bps, download_bps=bps)
 
 
@@ -96,7 +98,8 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
     group = formation.form(bytes(16), strategy)
 
     async def take_part(peer: SimPeers) -> RoundResult:
-        averager, brought = Averager(peer, PATIENT), tickets[peer.id]
+        averager = Averager(peer, PATIENT)
+        brought = tickets[peer.id]
         if brought.assists:
             return await averager.reduce(group)
         values = np.full(brought.terms.numel, float(peers.index(peer)), np.float32)
@@ -115,7 +118,8 @@ def one_server(tickets: Sequence[Ticket]) -> SharePlan:
     return SharePlan(tuple(float(index == server) for index in range(len(tickets))))
 
 
-A, B = (host(GIGABIT),) * 8, (host(0.2 * GIGABIT),) * 16
+A = (host(GIGABIT),) * 8
+B = (host(0.2 * GIGABIT),) * 16
 TABLE = {
     "a": (A, (1.19, 4.73, 1.20)),
     "b": (B, (5.3, 39.6, 5.3)),
@@ -141,7 +145,8 @@ def run_strategy(report: Report) -> None:
         gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
         report.add(f"speedup_c{end}", gain, "times", "adaptive against all-reduce; published 1.92")
     report.add("prediction_error", max(errors), "", "simulated against predicted, adaptive, worst of 4")
-    setups = [random_setup(random.Random(seed)) for seed in range(10 if report.quick else 50)]
+    seeds = range(10) if report.quick else range(50)
+    setups = [random_setup(random.Random(seed)) for seed in seeds]
     took_s = [timeit(partial(plan_round, setup), number=1) for setup in setups]
     report.add("solve_ms_64", 1e3 * statistics.median(took_s), "ms", "random setups of 64 peers")
 
@@ -149,14 +154,17 @@ def run_strategy(report: Report) -> None:
 def random_setup(rng: random.Random) -> list[Ticket]:
     tickets = []
     for _ in range(64):
-        up, down, assists = rng.lognormvariate(0, 1), rng.lognormvariate(0, 1), rng.random() < 0.1
+        up = rng.lognormvariate(0, 1)
+        down = rng.lognormvariate(0, 1)
+        assists = rng.random() < 0.1
         dialable = assists or rng.random() < 0.8
         tickets.append(Ticket(RESNET50, float(not assists), dialable, up * 1e8, down * 1e8, assists))
     return tickets
 
 
 def plot_strategy(report: Report, path: str) -> None:
-    figures, panels = report.figures, list[Any]()
+    figures = report.figures
+    panels = list[Any]()
     marks = {"predicted": ("", "o"), "simulated": ("_simulated", "_")}
     for name in TABLE:
         lines: Lines = {
@@ -169,7 +177,9 @@ def plot_strategy(report: Report, path: str) -> None:
 
 ALBERT_LARGE = RoundTerms("bench", 0, b"lineage", 18_105_474, b"schema", "float16", "float16")
 SLOWDOWN = 2.5
-BATCH, TRAINERS, WHOLE_STEPS = 4096, 16, 10
+BATCH = 4096
+TRAINERS = 16
+WHOLE_STEPS = 10
 HIGH = (host(25 * GIGABIT),) * TRAINERS
 MIXED = tuple(host(one.upload_bps) for one in DEDLOC16.hosts)
 ASSISTED = (*MIXED, *(host(GIGABIT, trains=False),) * 4)
@@ -192,7 +202,8 @@ def run_albert(report: Report) -> None:
     for name, step in steps.items():
         report.add(f"{name}_s", max(step), "s", f"averaging {step[1]:.2f} s")
         report.add(f"{name}_sequential_s", sum(step), "s", "without delayed updates")
-    naive, balanced = steps["heterogeneous"], steps["load_balancing"]
+    naive = steps["heterogeneous"]
+    balanced = steps["load_balancing"]
     rates = [1 / max(steps[name]) for name in ("auxiliary", "part_time_on")]  # 8 hours each
     share = statistics.mean(rates) * max(steps["high_bandwidth"])
     hidden = 1 - (max(balanced) - balanced[0]) / balanced[1]
@@ -236,7 +247,8 @@ def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
 
 
 def plot_albert(report: Report, path: str) -> None:
-    figures, scaling = report.figures, Lines()
+    figures = report.figures
+    scaling = Lines()
     shares = [figures["high_bandwidth_s"] / figures[f"{name}_s"] for name in SETUPS]
     speeds: Lines = {"simulated": (shares, [name.replace("_", " ") for name in SETUPS], "o")}
     for name in ("high_bandwidth", "load_balancing"):
@@ -308,7 +320,9 @@ class _Player(Averager):
     def __init__(self, town: Town, network: SimNetwork, name: str, *, listen: bool) -> None:
         self.peers = network.peer(name, listen=listen)
         super().__init__(self.peers)
-        self._town, self._network, self._name = town, network, name
+        self._town = town
+        self._network = network
+        self._name = name
         self.dht = DHT(self.peers, DHTSettings(), random.Random(name))
         self.averager = MoshpitAverager(PrefixRouter(self.peers), self.dht, self, "town/average")
         self.held = {0: town.vector(name)}  # by rounds done
@@ -328,8 +342,11 @@ class _Player(Averager):
         return result
 
     async def play(self, passes: int) -> None:
-        weight, values = self._town.weight(self._name), self.held[0]
-        group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
+        weight = self._town.weight(self._name)
+        values = self.held[0]
+        group_size = self._town.group_size
+        if self._name in self._town.liars:
+            group_size = 1_000_000
         for _ in range(passes):
             values, result = await self.averager.average(values, weight=weight, group_size=group_size)
             self.results.append(result)
@@ -343,13 +360,15 @@ def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = 
 
 
 async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> GroupRun:
-    network, listening = SimNetwork(LAN, seed=town.seed), town.count - town.clients
+    network = SimNetwork(LAN, seed=town.seed)
+    listening = town.count - town.clients
     players = {n: _Player(town, network, n, listen=i < listening) for i, n in enumerate(town.names())}
     for name, player in players.items():
         await player.dht.bootstrap([] if name == "p0" else [players["p0"].peers.contact])
         player.dht.start()
     script(network)
-    began, tasks = loop_now(), dict[str, asyncio.Task[None]]()
+    began = loop_now()
+    tasks = dict[str, asyncio.Task[None]]()
     for name, player in players.items():
         tasks[name] = asyncio.create_task(player.play(passes))
         player.peers.when_down(tasks[name].cancel)
@@ -396,10 +415,8 @@ def run_groups(report: Report) -> None:
 
 
 def _measure_crashes(report: Report, size: int) -> None:
-    towns = [
-        Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed)
-        for seed in range(1 if report.quick else 10)
-    ]
+    seeds = range(1) if report.quick else range(10)
+    towns = [Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed) for seed in seeds]
     stories = [play(town, passes=2) for town in towns]
     spreads = [story.spread() for story in stories]
     kept = max(now / before for one in spreads for before, now in pairwise(one) if before > 1e-12)
@@ -415,7 +432,9 @@ def _measure_crashes(report: Report, size: int) -> None:
 
 
 def plot_groups(report: Report, path: str) -> None:
-    figures, percents, spreads = report.figures, np.geomspace(0.1, 50, 400), Lines()
+    figures = report.figures
+    percents = np.geomspace(0.1, 50, 400)
+    spreads = Lines()
     chosen: Lines = {
         f"{peers} peers": (percents, [chosen_size(peers, q / 100) for q in percents], "-")
         for peers in (16, 64, 256)

@@ -11,7 +11,7 @@ those for compression 24 (int8) to 10,000 times (onebit).
 import heapq
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -72,7 +72,8 @@ class Member:
         self.ledger = GradientLedger(scene.sizes, scene.peers, index, self.scheduler)
         self.meter = Meter(len(scene.sizes), scene.peers)
         self.feedback = ErrorFeedback(len(start))
-        self.parameters, self.velocity = start.copy(), np.zeros_like(start)
+        self.parameters = start.copy()
+        self.velocity = np.zeros_like(start)
         self.history: list[Floats] = []
         self.found: list[float] = []
         self.betas: list[float] = []
@@ -87,12 +88,14 @@ class Emulation:
     """
 
     def __init__(self, scene: Scene, start: Floats, gradient: Gradient) -> None:
-        self._scene, self._gradient = scene, gradient
+        self._scene = scene
+        self._gradient = gradient
         self._codec = codec_of(scene.codec)
         self._parts = [slice(*ends) for ends in pairwise([0, *accumulate(scene.sizes)])]
         self.members = [Member(scene, index, start) for index in range(scene.peers)]
         self.distances: dict[tuple[int, int], float] = {}
-        self.moments, self.measured = Meter(1, scene.peers), 0.0
+        self.moments = Meter(1, scene.peers)
+        self.measured = 0.0
         self._gradients: dict[int, dict[int, dict[int, Floats]]] = defaultdict(dict)  # as in `Closed.arrived`
         self._gamma = max(map(self._codec.gamma, scene.sizes))
         self.ratios: list[float] = []
@@ -118,7 +121,8 @@ class Emulation:
         return self
 
     def _measure(self) -> None:
-        scene, recent = self._scene, [Recent() for _ in self.members]
+        scene = self._scene
+        recent = [Recent() for _ in self.members]
         exact = self.members[0].history[0].astype(np.float64)
         for step in range(scene.steps + 1):
             for peer, member in enumerate(self.members):
@@ -133,16 +137,16 @@ class Emulation:
                 exact -= scene.alpha / scene.peers * buckets[0].astype(np.float64)
             self.moments.on_closed(Closed(step, [], gradients, (), frozenset()))
             crashed = sum(crash.step < step for crash in scene.crashes.values())
-            if bound := self.members[0].scheduler.bound(
-                self.moments.facts(gamma=self._gamma, crashed=crashed)
-            ):
+            bound = self.members[0].scheduler.bound(self.moments.facts(gamma=self._gamma, crashed=crashed))
+            if bound:
                 self.ratios.append(self.measured / bound)
 
     def _at(self, at: float, event: Callable[..., None], *arguments: object) -> None:
         heapq.heappush(self._events, (at, next(self._order), partial(event, *arguments)))
 
     def _begin(self, peer: int) -> None:
-        member, scene = self.members[peer], self._scene
+        member = self.members[peer]
+        scene = self._scene
         step = member.ledger.step
         member.history.append(member.parameters.copy())
         if step == scene.steps:
@@ -158,22 +162,32 @@ class Emulation:
             self._at(self._now + bucket_s * (bucket + 1), self._produce, peer, step, bucket, gradient)
 
     def _produce(self, peer: int, step: int, bucket: int, gradient: Floats) -> None:
-        member, crash, part = self.members[peer], self._scene.crashes.get(peer), self._parts[bucket]
+        member = self.members[peer]
+        crash = self._scene.crashes.get(peer)
+        part = self._parts[bucket]
         wanted = gradient[part] + member.feedback.residual[part]
         sent = member.feedback.encode(self._codec, part.start, gradient[part])[1].copy()
-        own, lost = gradient[part], wanted - sent
+        own = gradient[part]
+        lost = wanted - sent
         squares = float(np.dot(own, own)), float(np.dot(lost, lost))
         member.ledger.on_own(step, bucket, sent, now=self._now)
         member.meter.on_norms(peer, step, *squares)
-        last_words = crash if crash is not None and crash.step == step else None
-        for other in range(self._scene.peers) if last_words is None else last_words.reached:
+        last_words = None
+        receivers: Iterable[int] = range(self._scene.peers)
+        if crash is not None and crash.step == step:
+            last_words = crash
+            receivers = crash.reached
+        for other in receivers:
             if other != peer:
                 at = self._now + self._scene.delay(peer, other, step, bucket)
                 self._arrivals[peer, other] = at = max(at, self._arrivals.get((peer, other), 0.0))
                 self._at(at, self._arrive, other, peer, step, bucket, sent, squares)
         if bucket == len(self._scene.sizes) - 1:
             member.feedback.settle()
-            self._end_step(peer) if last_words is None else self._crash(peer)
+            if last_words is None:
+                self._end_step(peer)
+            else:
+                self._crash(peer)
 
     def _arrive(
         self, peer: int, sender: int, step: int, bucket: int, values: Floats, squares: tuple[float, float]
@@ -205,7 +219,8 @@ class Emulation:
             self._at(self._now + seconds, self._end_step, peer)
 
     def _close_step(self, peer: int, status: schedulers.StepStatus) -> None:
-        member, scene = self.members[peer], self._scene
+        member = self.members[peer]
+        scene = self._scene
         member.waited_s += status.waited_s
         closed = member.ledger.close_step()
         distances = member.meter.on_closed(closed)
@@ -232,7 +247,8 @@ SCHEDULERS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "stale_3": partial(schedulers.BoundedStaleness, 3),
     "crash_1": partial(schedulers.CrashTolerant, 1, 0.3),
 }
-BATCH, BUCKETS = 32, 8
+BATCH = 32
+BUCKETS = 8
 COMPRESSED = Scene((), schedulers.Synchronous, steps=400, momentum=0.9, decay=True)
 _MLP = Scene((), schedulers.Synchronous, peers=4, steps=150, alpha=0.6, momentum=0.9, decay=True)
 STRESS: dict[Model, Scene] = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
@@ -244,8 +260,10 @@ class ConsistencyTask:
 
     def __init__(self, seed: int, model: Model = "mlp", data: str = "digits") -> None:
         job = classification_job(data, shape=shape_of(data), model=model)
-        self._train, self._test = tensors(job.data()), tensors(job.validation())
-        self._model, self._seed = job.with_plan(seed=seed).first_model(), seed
+        self._train = tensors(job.data())
+        self._test = tensors(job.validation())
+        self._model = job.with_plan(seed=seed).first_model()
+        self._seed = seed
         self._parameters = list(self._model.parameters())[::-1]
         self.start: Floats = parameters_to_vector(self._parameters).detach().numpy()
         self.sizes = tuple(map(len, np.array_split(self.start, BUCKETS)))
@@ -303,9 +321,13 @@ def accuracies(report: Report, data: str, model: Model, seeds: int) -> float:
 
 
 def ratios(report: Report, steps: int, peers: int = 4, data: str = "digits") -> None:
-    task, found = ConsistencyTask(0, data=data), list[float]()
+    task = ConsistencyTask(0, data=data)
+    found = list[float]()
     for name, scheduler in SCHEDULERS.items():
-        crashes = {peers - 1: Crash(steps // 2, frozenset({0}))} if name == "crash_1" else {}
+        if name == "crash_1":
+            crashes = {peers - 1: Crash(steps // 2, frozenset({0}))}
+        else:
+            crashes = {}
         for codec in CODECS:
             scene = Scene((), scheduler, peers=peers, steps=steps, codec=codec, crashes=crashes)
             run = emulate(task, scene, 0)
@@ -316,7 +338,8 @@ def ratios(report: Report, steps: int, peers: int = 4, data: str = "digits") -> 
 
 
 def compressions(report: Report, data: str, seeds: int) -> None:
-    topk, found = replace(COMPRESSED, codec="topk:0.01"), []
+    topk = replace(COMPRESSED, codec="topk:0.01")
+    found = []
     for seed in range(seeds):
         task = ConsistencyTask(seed, data=data)
         for like in (COMPRESSED, topk, replace(topk, feedback=False)):
@@ -339,11 +362,13 @@ def run_emulated(report: Report, data: str = "digits") -> None:
 
 
 def plot(report: Report, path: str) -> None:
-    figures, panels = report.figures, []
+    figures = report.figures
+    panels = []
     for kind in ("accuracy", "distance"):
         lines = dict[str, Any]()
         for model in STRESS:
-            if variance := figures.get(f"{kind}_{model}_variance"):
+            variance = figures.get(f"{kind}_{model}_variance")
+            if variance:
                 values = [figures[f"{kind}_{model}_beta_{beta:g}"] for beta in BETAS]
                 lines[f"{model}, norm-bounded"] = BETAS, values, "o-"
                 lines[f"{model}, variance-bounded"] = (0, 1), (variance, variance), "--"

@@ -91,7 +91,8 @@ async def _measure_chain(report: Report, chain: Chain) -> None:
     for expert in experts:
         server.add(expert)
     infos = [ExpertInfo(expert.uid, host.contact, chain.sample, 0, 0.0) for expert in experts]
-    calls, rates = calls_of(guest, timeout_s=600.0), dict[str, float]()
+    calls = calls_of(guest, timeout_s=600.0)
+    rates = dict[str, float]()
     for ms in (0, 200) if report.quick else (0, 50, 100, 150, 200):
         rates[f"{ms}ms"] = await _travelled(chain, calls, infos, ms / 1000)
         rates[f"model_parallel_{ms}ms"] = await _passed_on(chain, server, experts, ms / 1000)
@@ -104,14 +105,16 @@ async def _measure_chain(report: Report, chain: Chain) -> None:
 
 
 def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
-    dht, rng = DHT(node, DHTSettings(), random.Random(0)), random.Random(0)
+    dht = DHT(node, DHTSettings(), random.Random(0))
+    rng = random.Random(0)
     directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
     return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
 
 
 async def _travelled(chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], delay_s: float) -> float:
     """Return the throughput of many batches that travel along the chain at once."""
-    inputs, done = np.random.default_rng(0).standard_normal((chain.batch, *chain.sample), np.float32), 0
+    inputs = np.random.default_rng(0).standard_normal((chain.batch, *chain.sample), np.float32)
+    done = 0
 
     async def travel(rng: random.Random) -> None:
         nonlocal done
@@ -123,7 +126,8 @@ async def _travelled(chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], 
     async with asyncio.TaskGroup() as group:
         travels = [group.create_task(travel(random.Random(seed))) for seed in range(chain.in_flight)]
         await asyncio.sleep(max(1.0, 5 * delay_s))  # until batches are spread over the chain
-        before, began = done, time.perf_counter()
+        before = done
+        began = time.perf_counter()
         await asyncio.sleep(chain.seconds)
         rate = chain.samples_per_s(done - before, time.perf_counter() - began)
         for task in travels:
@@ -133,8 +137,11 @@ async def _travelled(chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], 
 
 async def _passed_on(chain: Chain, server: ExpertServer, experts: list[Expert], delay_s: float) -> float:
     """Return the throughput of one batch that goes from block to block."""
-    rng, inputs = random.Random(0), torch.randn(chain.batch, *chain.sample)
-    done, began, luck_s = 0, time.perf_counter(), 0.0
+    rng = random.Random(0)
+    inputs = torch.randn(chain.batch, *chain.sample)
+    done = 0
+    began = time.perf_counter()
+    luck_s = 0.0
     while time.perf_counter() - began < min(4.0, chain.seconds):
         await server.device.run(partial(experts[done % len(experts)].forward, inputs))
         done += 1
@@ -148,8 +155,12 @@ def _exponential(mean_s: float, rng: random.Random) -> float:
     return rng.expovariate(1 / mean_s) if mean_s else 0.0
 
 
-DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
-BATCH, LR = 4, 1e-3
+DIM = 64
+LAYERS = 4
+K = 4
+CLASSES = 10
+BATCH = 4
+LR = 1e-3
 TEST_SAMPLES = 360  # the first ones
 
 
@@ -209,8 +220,13 @@ class Trunk(nn.Module):
         super().__init__()
         self.stem = nn.Linear(pixels, DIM)
         self.head = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
-        self.blocks = nn.Sequential(*(FeedForward(DIM, 2 * DIM) for _ in range(0 if sides else LAYERS)))
-        self.gates = nn.ModuleList(Gating(DIM, sides) for _ in range(LAYERS if sides else 0))
+        self.blocks = nn.Sequential()
+        self.gates = nn.ModuleList()
+        for _ in range(LAYERS):
+            if sides:
+                self.gates.append(Gating(DIM, sides))
+            else:
+                self.blocks.append(FeedForward(DIM, 2 * DIM))
 
 
 class Mixing:
@@ -234,7 +250,8 @@ class Mixing:
         return self.mixed_BD.detach().requires_grad_()
 
     def experts_backward(self, failed: Tensor, lr: float) -> Tensor:
-        grads_BKD, x_grads_BD = self._outputs_BKD.grad, self._x_BD.grad
+        grads_BKD = self._outputs_BKD.grad
+        x_grads_BD = self._x_BD.grad
         assert grads_BKD is not None and x_grads_BD is not None
         used_BK = self._answered_BK & ~failed[self._chosen_BK]
         return x_grads_BD + self._experts.backward(
@@ -259,10 +276,12 @@ def _samples(data: str) -> tuple[Tensor, Tensor]:
 class ConvergenceEmulation:
     def __init__(self, scene: ConvergenceScene, seed: int) -> None:
         torch.manual_seed(seed)
-        self._scene, self._rng = scene, random.Random(seed)
+        self._scene = scene
+        self._rng = random.Random(seed)
         self._chance = torch.Generator().manual_seed(seed)
         self._inputs, self._labels = _samples(scene.data)
-        self._trunk, self._experts = Trunk(self._inputs.shape[1], scene.sides), math.prod(scene.sides)
+        self._trunk = Trunk(self._inputs.shape[1], scene.sides)
+        self._experts = math.prod(scene.sides)
         self._trunk.gates.requires_grad_(not scene.faithful)
         self._layers = [Experts(self._experts) for _ in self._trunk.gates]
         trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
@@ -281,14 +300,16 @@ class ConvergenceEmulation:
             self._taken += 1
             replica.load_state_dict(self._trunk.state_dict())
             rows = torch.tensor([self._rng.randrange(TEST_SAMPLES, len(self._labels)) for _ in range(BATCH)])
-            x, y = self._inputs[rows], self._labels[rows]
+            x = self._inputs[rows]
+            y = self._labels[rows]
             if self._layers:
                 await self._through_experts(replica, x, y)
             else:
                 cross_entropy(replica.head(replica.blocks(replica.stem(x))), y).backward()  # type: ignore[no-untyped-call]
                 await self._delay(1.0)
             for parameter, copied in zip(self._trunk.parameters(), replica.parameters(), strict=True):
-                parameter.grad, copied.grad = copied.grad, None
+                parameter.grad = copied.grad
+                copied.grad = None
             self._update()
 
     async def _through_experts(self, replica: Trunk, x: Tensor, y: Tensor) -> None:
@@ -358,7 +379,8 @@ def plot_convergence(report: Report, path: str) -> None:
     for delay in DELAYS:
         lines: Lines = {}
         for model in MODELS:
-            if curves := report.curves.get(f"{model}_{delay}"):
+            curves = report.curves.get(f"{model}_{delay}")
+            if curves:
                 lines[model] = range(len(curves[0])), torch.tensor(curves).mean(0), "-"
         settings = {"title": delay, "xlabel": "part of the run", "ylabel": "accuracy on unseen digits"}
         panels.append((settings, lines))

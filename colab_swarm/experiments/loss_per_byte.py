@@ -36,10 +36,14 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.communication import HOME_BPS, WAYS, plan_communication
 from colab_swarm.training.part import TrainingPart
 
-LOCAL_STEPS, STEP_S, PEERS = 30, 10.0, 4
+LOCAL_STEPS = 30
+STEP_S = 10.0
+PEERS = 4
 LORA = 22 * 8 * (2048 + 2048 + 2048 + 256)  # values, in a model of 1.1 billion (TinyLlama)
 RANK = 8
-LONG, VALIDATION = 64, 128  # bytes of a text, and texts
+# bytes of a text, and texts
+LONG = 64
+VALIDATION = 128
 ROUNDS = 4  # of `rest`; the first one does not count
 POINTS = 20  # of a curve
 LARGE = 350_000_000  # values
@@ -56,7 +60,8 @@ class Size(NamedTuple):
     rate: float
 
 
-QUICK, FULL = Size(2, 64, 16, 40, 10, 2e-3), Size(4, 128, 32, 600, LOCAL_STEPS, 2e-3)
+QUICK = Size(2, 64, 16, 40, 10, 2e-3)
+FULL = Size(4, 128, 32, 600, LOCAL_STEPS, 2e-3)
 
 
 def wait_trainers(swarm: Swarm, part: TrainingPart, count: int) -> None:
@@ -65,7 +70,8 @@ def wait_trainers(swarm: Swarm, part: TrainingPart, count: int) -> None:
 
 
 def ways(local_steps: int) -> dict[str, dict[str, Any]]:
-    local, often = {"local_steps": local_steps}, {"local_steps": max(local_steps // 10, 2)}
+    local = {"local_steps": local_steps}
+    often = {"local_steps": max(local_steps // 10, 2)}
     sparse = {"compression": "sparseloco"}
     return {
         "float32": {},
@@ -95,18 +101,21 @@ class GPT(torch.nn.Module):
         torch.manual_seed(0)
         self.bytes = torch.nn.Embedding(256, size.width)
         self.places = torch.nn.Embedding(LONG, size.width)
-        heads, wide = size.width // 32, 4 * size.width
+        heads = size.width // 32
+        wide = 4 * size.width
         layer = torch.nn.TransformerEncoderLayer(
             size.width, heads, wide, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = torch.nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
-        self.norm, self.head = torch.nn.LayerNorm(size.width), torch.nn.Linear(size.width, 256, bias=False)
+        self.norm = torch.nn.LayerNorm(size.width)
+        self.head = torch.nn.Linear(size.width, 256, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
 
     def loss(self, texts_BL: torch.Tensor) -> torch.Tensor:
-        given_BL, wanted_BL = texts_BL[:, :-1], texts_BL[:, 1:]
+        given_BL = texts_BL[:, :-1]
+        wanted_BL = texts_BL[:, 1:]
         mask = torch.nn.Transformer.generate_square_subsequent_mask(LONG, device=given_BL.device)
         hidden = self.bytes(given_BL) + self.places.weight
         hidden = self.blocks(hidden, mask=mask, is_causal=True)
@@ -179,7 +188,8 @@ class Outcome(NamedTuple):
 def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None = None) -> Outcome:
     """Train on the sources or, with an adapter only, on another text."""
     options = ways(size.local_steps)[way]
-    local_steps, micro = options.get("local_steps", 1), size.batch // peers
+    local_steps = options.get("local_steps", 1)
+    micro = size.batch // peers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     unseen = texts(0, VALIDATION, unseen=True, of=of).to(device)
 
@@ -195,7 +205,9 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             **options,
         )
         wait_trainers(swarm, optimizer.collaboration, peers)
-        own, batch, steps = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed, 0, 0
+        own = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed
+        batch = 0
+        steps = 0
         curve = list[tuple[int, float, float]]()
 
         def look() -> None:
@@ -223,19 +235,24 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
 
 def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, float]:
     """Return the part of the time without computing, and the bytes that a peer sends a round."""
-    numel, step_s = numel // scale, STEP_S / scale
+    numel = numel // scale
+    step_s = STEP_S / scale
 
     def work(swarm: Swarm) -> tuple[float, int]:
         net = torch.nn.Linear(numel // 8, 8, bias=False)
         torch.nn.init.zeros_(net.weight)  # equal at all peers, so none loads the state of another
-        sgd, noise = torch.optim.SGD(net.parameters(), lr=1e-6), np.random.default_rng(swarm.id[0])
+        sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
+        noise = np.random.default_rng(swarm.id[0])
         optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, matchmaking_timeout_s=20, **options)
         wait_trainers(swarm, optimizer.collaboration, PEERS)
         gradient = torch.from_numpy(noise.normal(size=numel).astype(np.float32))
-        batches, began, begun = 0, 0.0, 0
+        batches = 0
+        began = 0.0
+        begun = 0
         while optimizer.global_step < ROUNDS:
             if optimizer.global_step == 1 and not began:
-                began, begun = swarm.runtime.time(), batches
+                began = swarm.runtime.time()
+                begun = batches
             net.weight.grad = gradient.view_as(net.weight)
             optimizer.step(samples=1)
             batches += 1
@@ -255,7 +272,10 @@ def run(report: Report) -> None:
         for name in ways(size.local_steps):
             found = [train(name, size, peers, seed) for seed in range(seeds)]
             losses = [one.loss for one in found]
-            spread = f"{min(losses):.3f} to {max(losses):.3f}" if seeds > 1 else ""
+            if seeds > 1:
+                spread = f"{min(losses):.3f} to {max(losses):.3f}"
+            else:
+                spread = ""
             report.add(f"{name}_{peers}_loss", statistics.mean(losses), "nats a byte", spread)
             report.add(f"{name}_{peers}_mb", statistics.mean(one.sent_bytes for one in found) / 1e6, "MB")
             report.curves[f"{name}, {peers} peers"] = found[0].curve
@@ -299,7 +319,8 @@ def report_choices(report: Report, size: Size, peers: int) -> None:
 
 def report_waits(report: Report) -> None:
     """Models of 350 M values on home lines, a smaller one with dense rounds, and a round of LoRA."""
-    scale, of = 200 if report.quick else 20, ways(LOCAL_STEPS)
+    scale = 200 if report.quick else 20
+    of = ways(LOCAL_STEPS)
     for name in ("float32", "sparse", "overlap"):
         waits, _ = rest(of[name], 350_000_000, scale)
         report.add(f"waits_350m_{name}", waits, "of the time", "" if name == "float32" else "<= 0.1 wanted")

@@ -61,10 +61,12 @@ def beside_paper(*rows: tuple[str, str, str, bool, str]) -> str:
 
     A row ends with whether the figures agree, and the reason if they do not.
     """
-    shown = [("", "paper", "ours", "verdict")]
-    shown += [(*row[:3], "agrees" if row[3] else f"differs, because {row[4]}") for row in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
+    table = [("", "paper", "ours", "verdict")]
+    for quantity, published, measured, agrees, reason in rows:
+        verdict = "agrees" if agrees else f"differs, because {reason}"
+        table.append((quantity, published, measured, verdict))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 Lines: TypeAlias = dict[str, tuple[Iterable[Any], Iterable[Any], str]]

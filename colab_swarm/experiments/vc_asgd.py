@@ -47,14 +47,19 @@ class Epoch:
 
 
 def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
-    plan, rng = job.plan, random.Random(seed)
-    rows, validation = job.rows(), job.validation_rows()
+    plan = job.plan
+    rng = random.Random(seed)
+    rows = job.rows()
+    validation = job.validation_rows()
     parts = rows.cut(plan.subsets_of(len(rows), rows.size_bytes), seed=plan.seed)
-    schema = Schema.of(model := job.first_model())
+    model = job.first_model()
+    schema = Schema.of(model)
     values: Floats = schema.flatten(model)
-    epochs, now = list[Epoch](), 0.0
+    epochs = list[Epoch]()
+    now = 0.0
     for epoch in range(1, plan.max_epochs + 1):
-        waiting, accuracies = rng.sample(range(len(parts)), len(parts)), []
+        waiting = rng.sample(range(len(parts)), len(parts))
+        accuracies = []
         flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters
         free = list(SPEEDS) * 4  # units at a time
         while waiting or flying:
@@ -74,7 +79,10 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
 
 
 def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
-    size = {"subsets": 20, "max_epochs": 8} if quick else {"subsets": 50, "max_epochs": 40}
+    if quick:
+        size = {"subsets": 20, "max_epochs": 8}
+    else:
+        size = {"subsets": 50, "max_epochs": 40}
     plan = WorkPlan(**size, local_epochs=4, batch_size=8, alpha=alpha, seed=seed, validation_samples=400)
     return classification_job(
         data, shape=shape_of(data), model="mlp" if data == "digits" else "resnet", plan=plan
@@ -177,13 +185,15 @@ class _Fleet:
     """Instances that request units from a dispatcher; results are assimilated at once."""
 
     def __init__(self, model: PreemptionModel, seed: int) -> None:
-        self._model, self._rng = model, random.Random(seed)
+        self._model = model
+        self._rng = random.Random(seed)
         plan = WorkPlan(
             subsets=model.units, max_epochs=model.epochs, deadline_s=model.deadline_s, in_flight=model.slots
         )
         digests = [f"{unit:064x}" for unit in range(model.units)]
         self._dispatcher = Dispatcher(plan, digests, random.Random(seed + 1))
-        self._kills, self._ended_at = 0, 0.0
+        self._kills = 0
+        self._ended_at = 0.0
 
     async def run(self) -> tuple[float, int]:
         async with asyncio.TaskGroup() as instances:
@@ -206,13 +216,15 @@ class _Fleet:
         while not dispatcher.state.finished:
             now = loop_now()
             self._commit(*dispatcher.expired(now=now))
-            if not (given := dispatcher.assign(instance, 1, (), now=now)):
+            given = dispatcher.assign(instance, 1, (), now=now)
+            if not given:
                 await asyncio.sleep(dispatcher.wait_s(instance, now=now))
                 continue
             self._commit(*given)
             await asyncio.sleep(self._model.unit_s)
             now = self._ended_at = loop_now()
-            unit, name = given[0].unit, given[0].assignment
+            unit = given[0].unit
+            name = given[0].assignment
             self._commit(
                 *dispatcher.on_result(name, 1.0, lambda *_: 0.0, now=now),
                 Assimilated(at=now, unit=unit, assignment=name, server="", version=0, seconds=0.0),

@@ -21,7 +21,8 @@ class SwarmSteps(Callback):
     """Ends the training after ``max_steps`` of the swarm or with the session, counts samples, logs metrics."""
 
     def __init__(self, max_steps: int) -> None:
-        self._max_steps, self._samples = max_steps, 0.0
+        self._max_steps = max_steps
+        self._samples = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require(

@@ -76,7 +76,8 @@ def attach(
     optimizer.raises_at_end = False
     trainer.optimizer = optimizer
     trainer.args = copy.copy(args)  # those of another Trainer stay
-    trainer.args.max_steps, trainer.args.max_grad_norm = ENDLESS, 0.0
+    trainer.args.max_steps = ENDLESS
+    trainer.args.max_grad_norm = 0.0
     _shuffle(trainer, seed=int.from_bytes(swarm.id[:4]))
     trainer.remove_callback(DefaultFlowCallback)
     trainer.callback_handler.callbacks.insert(0, SwarmFlow(trainer, optimizer, max_steps))
@@ -100,14 +101,25 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     """Lets a Trainer count samples and targets for the swarm, and log, evaluate, save and end by the swarm's steps."""
 
     def __init__(self, trainer: Trainer, optimizer: SwarmOptimizer, max_steps: int) -> None:
-        self._trainer, self.optimizer, self.max_steps = trainer, optimizer, max_steps
-        self._step, self._loss = 0, torch.tensor(0.0)  # the loss of this peer's present step
+        self._trainer = trainer
+        self.optimizer = optimizer
+        self.max_steps = max_steps
+        # the loss of this peer's present step
+        self._step = 0
+        self._loss = torch.tensor(0.0)
         self._samples = self._weight = self._counted = 0.0
-        self._logged, self._total = MeanLoss(), MeanLoss()  # since the last log, and in all
-        self._batches, self._compute = trainer.get_batch_samples, trainer.training_step
-        self._log, self._train = trainer.log, trainer.train
-        trainer.get_batch_samples, trainer.training_step = self.get_batch_samples, self.training_step
-        trainer.log, trainer.train, trainer.create_scheduler = self.log, self.train, self.create_scheduler
+        # since the last log, and in all
+        self._logged = MeanLoss()
+        self._total = MeanLoss()
+        self._batches = trainer.get_batch_samples
+        self._compute = trainer.training_step
+        self._log = trainer.log
+        self._train = trainer.train
+        trainer.get_batch_samples = self.get_batch_samples
+        trainer.training_step = self.training_step
+        trainer.log = self.log
+        trainer.train = self.train
+        trainer.create_scheduler = self.create_scheduler
         self.create_scheduler()
 
     def create_scheduler(self, *_: Any, **__: Any) -> Any:
@@ -118,11 +130,12 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[Sequence[Any], Any]:
         """Return the micro-batches of this peer's next step, counted."""
         batches, items = self._batches(*arguments, **named)
-        samples = sum(len(one) if isinstance(one, list) else find_batch_size(one) or 1 for one in batches)
+        samples = sum(map(_samples_in, batches))
         self._samples = self._weight = float(samples)
         self._loss = torch.tensor(0.0)
         if items is not None and self._by_targets:
-            args, self._weight = self._trainer.args, float(torch.as_tensor(items).flatten()[0])
+            args = self._trainer.args
+            self._weight = float(torch.as_tensor(items).flatten()[0])
             if args.n_gpu > 1 and not args.average_tokens_across_devices:
                 self._weight *= args.n_gpu  # the Trainer has divided it
         return batches, items
@@ -142,7 +155,8 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:
         """Log the mean loss of this peer's samples, and the swarm's metrics."""
         if "loss" in logs:
-            logs["loss"], self._logged = self._logged.value or logs["loss"], MeanLoss()
+            logs["loss"] = self._logged.value or logs["loss"]
+            self._logged = MeanLoss()
             logs |= self.optimizer.metrics()
         if "train_loss" in logs:
             logs["train_loss"] = self._total.value or logs["train_loss"]
@@ -159,7 +173,9 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     ) -> None:
         state.compute_steps(args, self.max_steps)  # settings that are parts of all steps
         self._step = state.global_step = self.optimizer.global_step
-        state.max_steps, self._total, self._counted = self.max_steps, MeanLoss(), 0.0
+        state.max_steps = self.max_steps
+        self._total = MeanLoss()
+        self._counted = 0.0
         data = self._trainer.train_dataset
         if hasattr(data, "__len__"):  # to be shown: passes of all peers together
             samples = self.max_steps * self.optimizer.settings.target_batch_size
@@ -172,10 +188,18 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
             for mean in (self._logged, self._total):
                 mean.add(self._loss, self._weight)
             self._counted += self._samples
-        before, self._step = self._step, self.optimizer.global_step
+        before = self._step
+        self._step = self.optimizer.global_step
         for step in range(before + 1, self._step + 1):  # a peer that catches up takes several at once
             state.global_step = step
             control = super().on_step_end(args, state, control, **more)
         state.global_step = self._step
         control.should_training_stop |= self._step >= self.max_steps or self.optimizer.over
         return control
+
+
+def _samples_in(batch: Any) -> int:
+    """Return the samples of a micro-batch; 1 where it has no tensor."""
+    if isinstance(batch, list):
+        return len(batch)
+    return find_batch_size(batch) or 1

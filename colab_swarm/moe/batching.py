@@ -83,7 +83,9 @@ class Batching:
         self.limits = limits
         self._queues: dict[Key, deque[Call]] = {}
         self._inside: dict[Call, None] = {}
-        self._held, self._kin = Counter[bytes](), Counter[bytes]()  # bytes by caller, by voucher
+        # bytes by caller, by voucher
+        self._held = Counter[bytes]()
+        self._kin = Counter[bytes]()
         self._byte_s = 1e-9  # to compute a byte of a call, mean of the last batches; the first is a guess
 
     def admit(self, call: Call) -> float | None:
@@ -93,21 +95,26 @@ class Batching:
         """
         limits = self.limits
         require(call.samples >= 1, f"a call of {call.samples} samples: send at least one")
-        mine, most = call.size_bytes / 2**20, limits.max_batch_bytes / 2**20
+        mine = call.size_bytes / 2**20
+        most = limits.max_batch_bytes / 2**20
         require(mine <= most, f"a call of {mine:.4g} MiB: this host takes {most:.4g} MiB at once; split it")
-        if (retry_s := self._busy_s(call, call.size_bytes)) is None:
+        retry_s = self._busy_s(call, call.size_bytes)
+        if retry_s is None:
             self._inside[call] = None
         return retry_s
 
     def hold(self, call: Call, more_bytes: int) -> float | None:
         """Take memory for a part that a call received; return None, or the seconds to wait before a retry."""
-        if (retry_s := self._busy_s(call, more_bytes)) is None:
+        retry_s = self._busy_s(call, more_bytes)
+        if retry_s is None:
             self._count(call, more_bytes)
         return retry_s
 
     def _busy_s(self, call: Call, more_bytes: int) -> float | None:
-        held, after = self._held.total(), call.held_bytes + more_bytes
-        own, kin = self._held[call.caller] - call.held_bytes, self._kin[call.voucher] - call.held_bytes
+        held = self._held.total()
+        after = call.held_bytes + more_bytes
+        own = self._held[call.caller] - call.held_bytes
+        kin = self._kin[call.voucher] - call.held_bytes
         free = self.limits.max_held_bytes - held - more_bytes
         # a caller's or voucher's only call may fill what is free: it may be as large as a batch
         if free >= 0 and (not own or own + after <= free) and (not kin or kin + after <= KIN_SHARE * free):
@@ -143,9 +150,11 @@ class Batching:
         key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
         queue = self._queues[key]
         batch = [queue.popleft()]
-        samples, size_bytes = batch[0].samples, batch[0].size_bytes
+        samples = batch[0].samples
+        size_bytes = batch[0].size_bytes
         while queue:
-            samples, size_bytes = samples + queue[0].samples, size_bytes + queue[0].size_bytes
+            samples = samples + queue[0].samples
+            size_bytes = size_bytes + queue[0].size_bytes
             if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:
                 break
             batch.append(queue.popleft())
@@ -163,7 +172,8 @@ class Batching:
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
     """Compute calls of one key as one batch; return the answer or the error of each."""
     samples = sum(call.samples for call in calls)
-    key, row = calls[0].key, 0
+    key = calls[0].key
+    row = 0
     stacks = [np.empty((samples, *key.shape), np.float32) for _ in range(1 + key.backward)]
     answers: list[tuple[Call, Outcome]] = []
     valid: list[Call] = []

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 MAX_RETRY_S = 60.0
 # an answer's norm relative to that of the inputs and of ones, measured: at most 6; relative to the gradients'
 # norm, measured where a layer norm blows up inputs of 0.001: 18,000
-MOST_FORWARD, MOST_BACKWARD = 1e3, 1e6
+MOST_FORWARD = 1e3
+MOST_BACKWARD = 1e6
 DECAY = 0.99  # of an expert's share, per batch without it
 FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 LAST = 200  # calls of an expert that are remembered
@@ -105,8 +106,11 @@ class ExpertCalls:
         codec: str = "float32",
         timeout_s: float = 30.0,
     ) -> None:
-        self.directory, self.runtime, self.timeout_s = directory, runtime, timeout_s
-        self._peers, self._codec = peers, codec_of(codec)
+        self.directory = directory
+        self.runtime = runtime
+        self.timeout_s = timeout_s
+        self._peers = peers
+        self._codec = codec_of(codec)
         self._lock = threading.Lock()  # of counters and shares
         self._counts = Counter[str]()
         self._shares: dict[str, float] = {}
@@ -189,7 +193,9 @@ class ExpertCalls:
                     await end_tasks(sending)
         except (PeerError, ValueError) as error:
             busy = isinstance(error, CallRefused) and error.code == "busy"
-            retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
+            retry_s = getattr(error, "retry_s", None)
+            if busy:
+                retry_s = LINK_BUSY_RETRY_S
             raise ExpertError(
                 f"expert {info.uid} at {short(info.host.id)}: {error}", retry_s=retry_s
             ) from error
@@ -220,8 +226,12 @@ class ExpertCalls:
 def _require_bounded(values: Floats, tensors: Sequence[Floats]) -> None:
     """Raise `ExpertError` if an answer is out of proportion to the last tensor of its call."""
     with np.errstate(over="ignore"):  # a stranger's values may overflow
-        given, norm = float(np.linalg.norm(tensors[-1])), float(np.linalg.norm(values))
-    most = MOST_BACKWARD * given if len(tensors) > 1 else MOST_FORWARD * (given + values.size**0.5)
+        given = float(np.linalg.norm(tensors[-1]))
+        norm = float(np.linalg.norm(values))
+    if len(tensors) > 1:
+        most = MOST_BACKWARD * given
+    else:
+        most = MOST_FORWARD * (given + values.size**0.5)
     require(norm <= most, f"sent values of norm {norm:.3g}, the limit is {most:.3g}", ExpertError)
 
 
@@ -256,7 +266,10 @@ class _Served:
             self._last.append((now, now - call.arrived_at, call.samples))
 
     def statistics(self, queued: int, now: float) -> ExpertStatistics:
-        seconds = max(1.0, now - self._last[0][0]) if self._last else math.inf
+        if self._last:
+            seconds = max(1.0, now - self._last[0][0])
+        else:
+            seconds = math.inf
         return ExpertStatistics(
             uid=self.expert.uid,
             step=self.expert.step,
@@ -280,7 +293,9 @@ class ExpertServer:
     def __init__(
         self, peers: Peers, events: EventLog, limits: BatchLimits | None = None, gate: PauseGate | None = None
     ) -> None:
-        self._peers, self._events, self._gate = peers, events, gate or PauseGate()
+        self._peers = peers
+        self._events = events
+        self._gate = gate or PauseGate()
         self.device = DeviceThread()
         self._served: dict[str, _Served] = {}
         self._lock = threading.Lock()  # of the batching, which loop and thread share
@@ -339,15 +354,12 @@ class ExpertServer:
                 self._batching.leave(call)
 
     def _accepted(self, opening: ForwardExpert, stream: Stream) -> Call:
-        uid, shape = opening.uid, opening.shape
+        uid = opening.uid
+        shape = opening.shape
         require(uid in self._served, f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again", Refusal)
         expert = self._served[uid].expert
         require(
-            len(shape) == len(expert.shape)
-            and all(
-                0 < side <= LONGEST if expected == ANY_LENGTH else side == expected
-                for side, expected in zip(shape, expert.shape, strict=True)
-            ),
+            _fits(shape, expert.shape),
             f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}; a {ANY_LENGTH} stands for "
             f"1 to {LONGEST}",
             Refusal,
@@ -356,9 +368,11 @@ class ExpertServer:
             codec = codec_of(opening.codec[:SHOWN_CHARS])
         except ValueError as error:
             raise Refusal(str(error)) from error
-        loop, key = asyncio.get_running_loop(), Key(uid, isinstance(opening, BackwardExpert), shape)
+        loop = asyncio.get_running_loop()
+        key = Key(uid, isinstance(opening, BackwardExpert), shape)
         size_bytes = (1 + key.backward) * opening.samples * math.prod(shape) * 4
-        who, answer = (stream.peer, stream.voucher), loop.create_future()
+        who = (stream.peer, stream.voucher)
+        answer = loop.create_future()
         return Call(key, *who, opening.samples, size_bytes, loop.time(), codec, answer)
 
     async def _receive(self, call: Call, stream: Stream) -> float | None:
@@ -408,8 +422,10 @@ class ExpertServer:
             calls = self._batching.take()
         if not calls:
             return []
-        key, began = calls[0].key, time.perf_counter()
-        if (served := self._served.get(key.uid)) is None:
+        key = calls[0].key
+        began = time.perf_counter()
+        served = self._served.get(key.uid)
+        if served is None:
             return [(call, _gone(key.uid)) for call in calls]
         try:
             answers = compute(served.expert, calls)
@@ -422,7 +438,8 @@ class ExpertServer:
     def _deliver(self, working: asyncio.Future[list[tuple[Call, Outcome]]]) -> None:
         if working.cancelled():
             return
-        now, answers = loop_now(), working.result()
+        now = loop_now()
+        answers = working.result()
         for call, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
                 text = f"{type(answer).__name__}: {answer}"
@@ -441,3 +458,15 @@ class ExpertServer:
 
 def _gone(uid: str) -> Refusal:
     return Refusal(f"{uid} is no longer hosted here: look it up again")
+
+
+def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Return True for the shape of samples that an expert takes; some of its sides may have any length."""
+    if len(shape) != len(expected):
+        return False
+    for side, wanted in zip(shape, expected, strict=True):
+        if wanted == ANY_LENGTH and not 0 < side <= LONGEST:
+            return False
+        if wanted not in (ANY_LENGTH, side):
+            return False
+    return True

@@ -45,7 +45,8 @@ MAX_SEEN = 100_000  # claims whose first sight is remembered
 LOSS_S = 60.0  # links lost within this time were lost at once
 NAMED_S = 3600.0  # between two events that name a peer
 CUT_OFF_S = 3600.0  # for which a host yields that lost most links, unless they come back
-FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
+FIRST_BAN_S = 5.0
+LONGEST_BAN_S = 300.0
 WITNESSES = 2  # hosts that announce a prefix; the others stay silent
 EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then what is unknown counts as dead
 MAX_GUESSES = 32  # guessed pages that a search reads at once; with more, it reads dimension by dimension
@@ -79,12 +80,17 @@ class Cache:
 
     async def get(self, keys: Iterable[GridPage], *, fresh: bool = False) -> dict[GridPage, Listing]:
         """Return the values of all keys, reading missing ones in parallel; ``fresh``: only by reads that start now."""
-        cached = {key: None if fresh else self.peek(key) for key in keys}
-        reads = {key: self._begin(key, fresh=fresh) for key, value in cached.items() if value is None}
+        listings: dict[GridPage, Listing] = {}
+        reads: dict[GridPage, asyncio.Task[Listing]] = {}
+        for key in keys:
+            cached = None if fresh else self.peek(key)
+            if cached is None:
+                reads[key] = self._begin(key, fresh=fresh)
+            else:
+                listings[key] = cached
         # shielded: a caller that is cancelled must not end the read of the others
-        read = await asyncio.gather(*map(asyncio.shield, reads.values()))
-        found = {key: value for key, value in cached.items() if value is not None}
-        return found | dict(zip(reads, read, strict=True))
+        values = await asyncio.gather(*map(asyncio.shield, reads.values()))
+        return listings | dict(zip(reads, values, strict=True))
 
     def forget(self, key: GridPage) -> None:
         self._entries.pop(key, None)
@@ -125,8 +131,11 @@ class Directory:
 
     def __init__(self, services: RunServices, settings: DirectorySettings = DirectorySettings()) -> None:
         self.settings = settings
-        self._peers, self._dht, self._events = services.peers, services.dht, services.events
-        self._rng, self._run_id = services.rng, services.run_id
+        self._peers = services.peers
+        self._dht = services.dht
+        self._events = services.events
+        self._rng = services.rng
+        self._run_id = services.run_id
         self._now = asyncio.get_running_loop().time
         self._bans = Bans(FIRST_BAN_S, LONGEST_BAN_S)
         self._cache = Cache(self._read)
@@ -137,7 +146,9 @@ class Directory:
         self._named = LeftOut[PeerId](NAMED_S, NAMED_S)
         self._lost: dict[PeerId, float] = {}  # when the link to a peer was lost
         self._unwatch = self._peers.on_lost(self._on_lost)
-        self._full, self._cut_off_until = 0, -math.inf  # links before the loss
+        # links before the loss
+        self._full = 0
+        self._cut_off_until = -math.inf
 
     async def close(self) -> None:
         self._unwatch()
@@ -153,7 +164,8 @@ class Directory:
         await self._publish(grid, self._mine.get(grid, ()))
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
-        mine, gone = self._mine.setdefault(grid, {}), {grid.index(uid) for uid in uids}
+        mine = self._mine.setdefault(grid, {})
+        gone = {grid.index(uid) for uid in uids}
         for index in gone:
             mine.pop(index, None)
         await self._publish(grid, gone)
@@ -165,7 +177,8 @@ class Directory:
         """
         held: list[str] = []
         while chosen := await self._vacant(grid, count - len(held), wanted):
-            uids, began = [*map(grid.uid, chosen)], self._now()
+            uids = [*map(grid.uid, chosen)]
+            began = self._now()
             for index in chosen:
                 self._hold(grid, index, (), CLAIMED)
             await self._publish(grid, chosen)
@@ -190,17 +203,18 @@ class Directory:
         pages = {uid: GridPage.of(grid, grid.index(uid)) for uid in uids if grid.index(uid) in mine}
         listings = await self._cache.get(dict.fromkeys(pages.values()), fresh=True)
         lost = []
+        me = self._peers.id
         for uid, page in pages.items():
             place = mine[grid.index(uid)]
-            me, live = self._peers.id, listings[page].live(place.index, self._now())
-            own = CUT_OFF if self._cut_off else place.claimed_ms
-            others = [one for one in live if one.host.id != me]
-            if any(one.claim < (own, me) for one in others):
+            own_ms = CUT_OFF if self._cut_off else place.claimed_ms
+            others = [info for info in listings[page].live(place.index, self._now()) if info.host.id != me]
+            if any(info.claim < (own_ms, me) for info in others):
                 lost.append(uid)
                 continue
-            for one in others:
-                if one.claimed_ms < own and self._named.fail(one.host.id, self._now()) is not None:
-                    text = f"{short(one.host.id)} claims {uid} and others, late: this peer keeps its experts"
+            for info in others:
+                claims_earlier = info.claimed_ms < own_ms
+                if claims_earlier and self._named.fail(info.host.id, self._now()) is not None:
+                    text = f"{short(info.host.id)} claims {uid} and others, late: this peer keeps its experts"
                     self._events.emit(Notice(self._now(), text))
         return lost
 
@@ -209,35 +223,46 @@ class Directory:
         return self._now() < self._cut_off_until
 
     def _on_lost(self, peer: PeerId) -> None:
-        now, linked = self._now(), self._peers.linked()
+        now = self._now()
+        linked = self._peers.linked()
         remember(self._lost, peer, now, MAX_ENTRIES)
-        gone = {one for one, at in self._lost.items() if now - at < LOSS_S} - linked
-        vouchers = {one: self._peers.voucher_of(one) for one in linked | gone}
+        gone = {former for former, lost_at in self._lost.items() if now - lost_at < LOSS_S} - linked
+        vouchers = {former: self._peers.voucher_of(former) for former in linked | gone}
+        # peers of one voucher have one vote together
         sizes = Counter(vouchers.values())
-        if 2 * sum(1 / sizes[vouchers[one]] for one in gone) > len(sizes):
-            self._full, self._cut_off_until = len(vouchers), now + CUT_OFF_S
+        votes_gone = sum(1 / sizes[vouchers[former]] for former in gone)
+        if 2 * votes_gone > len(sizes):
+            self._full = len(vouchers)
+            self._cut_off_until = now + CUT_OFF_S
 
     def _hold(self, grid: Grid, index: Index, shape: tuple[int, ...], step: int) -> None:
         mine = self._mine.setdefault(grid, {})
         claimed_ms = mine[index].claimed_ms if index in mine else CUT_OFF
-        if self._cut_off or claimed_ms == CUT_OFF:
-            claimed_ms = CUT_OFF if self._cut_off else int(self._peers.time() * 1000)
+        if self._cut_off:
+            claimed_ms = CUT_OFF
+        elif claimed_ms == CUT_OFF:
+            claimed_ms = int(self._peers.time() * 1000)
         mine[index] = ExpertPlace(grid.number(index) % PAGE, claimed_ms, step, shape)
 
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
-        places = None if wanted is None else set(map(grid.index, wanted))
-        numbers: Sequence[int] = sorted({grid.number(place) // PAGE for place in places or ()})
-        if places is None:
-            numbers = range(-(-grid.size // PAGE))
+        if wanted is None:
+            places = None
+            numbers: Sequence[int] = range(-(-grid.size // PAGE))
+        else:
+            places = set(map(grid.index, wanted))
+            numbers = sorted({grid.number(place) // PAGE for place in places})
         numbers = self._rng.sample(numbers, min(len(numbers), 1024))
         chosen: list[Index] = []
         while numbers and len(chosen) < count:
-            some, numbers = numbers[:PAGES_AT_ONCE], numbers[PAGES_AT_ONCE:]
-            pages = [GridPage(grid, len(grid.sides), number) for number in some]
-            for page, listing in (await self._cache.get(pages, fresh=True)).items():
-                free = page.indices(range(PAGE)) - page.indices(listing.taken(self._peers.id, self._now()))
+            pages = [GridPage(grid, len(grid.sides), number) for number in numbers[:PAGES_AT_ONCE]]
+            numbers = numbers[PAGES_AT_ONCE:]
+            listings = await self._cache.get(pages, fresh=True)
+            for page, listing in listings.items():
+                taken = listing.taken(self._peers.id, self._now())
+                free = page.indices(range(PAGE)) - page.indices(taken)
                 free -= self._mine.get(grid, {}).keys()
-                free = free if places is None else free & places
+                if places is not None:
+                    free &= places
                 chosen += self._rng.sample(sorted(free), len(free))
         return chosen[:count]
 
@@ -247,18 +272,27 @@ class Directory:
         await asyncio.gather(*map(self._publish_page, sorted(pages, key=lambda page: page[1:])))
 
     async def _publish_page(self, page: GridPage) -> None:
-        mine = self._mine[page.grid].items()
-        here = {i: place for i, place in mine if GridPage.of(page.grid, i[: page.depth]) == page}
+        places: list[ExpertPlace] = []
+        served_positions: set[int] = set()
+        for index, place in self._mine[page.grid].items():
+            prefix = index[: page.depth]
+            if GridPage.of(page.grid, prefix) != page:
+                continue
+            places.append(place)
+            if place.step != CLAIMED:
+                served_positions.add(page.grid.number(prefix) % PAGE)
         if page.depth == len(page.grid.sides):
             addresses = short_addresses(self._peers.contact)
-            places = sorted(here.values(), key=lambda place: place.index)
+            places.sort(key=lambda place: place.index)
         else:
-            served = (i[: page.depth] for i, place in here.items() if place.step != CLAIMED)
-            positions = {page.grid.number(prefix) % PAGE for prefix in served}
-            addresses, places = (), [*map(ExpertPlace, await self._unwitnessed(page, positions))]
-        if not places and page not in self._published:
+            addresses = ()
+            places = [*map(ExpertPlace, await self._unwitnessed(page, served_positions))]
+        if places:
+            self._published.add(page)
+        elif page in self._published:
+            self._published.discard(page)
+        else:
             return
-        (self._published.add if places else self._published.discard)(page)
         record = GridRecord(addresses, tuple(places))
         if not await self._dht.publish(page.key(self._run_id), record, ttl_s=self.settings.ttl_s):
             logger.info("no peer stored the record of %s; the next announcement retries", page)
@@ -270,8 +304,10 @@ class Directory:
         by_host = (await self._cache.get([page]))[page].by_host
         # a host that stops announcing is replaced before its record expires
         fresh_at = self._now() + self.settings.ttl_s / 2
-        smaller = [held.items() for host, held in by_host.items() if host < self._peers.id]
-        witnesses = Counter(position for held in smaller for position, one in held if one.until > fresh_at)
+        witnesses = Counter[int]()
+        for host, infos in by_host.items():
+            if host < self._peers.id:
+                witnesses.update(position for position, info in infos.items() if info.until > fresh_at)
         return sorted(position for position in positions if witnesses[position] < WITNESSES)
 
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
@@ -279,7 +315,8 @@ class Directory:
         index = grid.index(uid)
         for fresh in (False, True):  # the first, quick read may have missed it
             listings = await self._cache.get([GridPage.of(grid, index)], fresh=fresh)
-            if infos := self._infos(grid, [index], listings):
+            infos = self._infos(grid, [index], listings)
+            if infos:
                 return infos[index]
         return None
 
@@ -288,10 +325,12 @@ class Directory:
         indices: list[Index] = [()]
         listings: dict[GridPage, Listing] = {}
         for _ in grid.sides:
-            pages = dict.fromkeys(page for prefix in indices for page in GridPage.below(grid, prefix))
-            listings = await self._cache.get(pages)
-            masks = {prefix: self._mask(grid, prefix, listings) for prefix in indices}
-            indices = [(*prefix, int(j)) for prefix in indices for j in np.flatnonzero(masks[prefix])]
+            listings = await self._cache.get(_pages_below(grid, indices))
+            children: list[Index] = []
+            for prefix in indices:
+                mask = self._mask(grid, prefix, listings)
+                children += [(*prefix, int(position)) for position in np.flatnonzero(mask)]
+            indices = children
         return list(self._infos(grid, indices, listings).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
@@ -305,12 +344,12 @@ class Directory:
             shapes and shapes == [(shapes[0][0], side) for side in grid.sides],
             f"scores of shapes {shapes} do not fit {grid}: (samples, side) each",
         )
-        found, listings = await self._search(grid, scores, k)
-        if not any(found):  # the first, quick reads may have missed them
+        best, listings = await self._search(grid, scores, k)
+        if not any(best):  # the first, quick reads may have missed them
             await self._cache.get(listings, fresh=True)
-            found, listings = await self._search(grid, scores, k)
-        infos = self._infos(grid, set(itertools.chain(*found)), listings)
-        chosen = [[infos[index] for index in sample if index in infos] for sample in found]
+            best, listings = await self._search(grid, scores, k)
+        infos = self._infos(grid, set(itertools.chain(*best)), listings)
+        chosen = [[infos[index] for index in sample if index in infos] for sample in best]
         require(
             any(chosen) or not chosen,
             f"no expert of {grid} can be called: host some, check the prefix, or wait for their hosts",
@@ -321,33 +360,35 @@ class Directory:
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
     ) -> tuple[list[list[Index]], dict[GridPage, Listing]]:
-        known: dict[GridPage, Listing] = {}
+        listings: dict[GridPage, Listing] = {}
         for _ in range(len(grid.sides) + EXTRA_WAITS):
-            found, unknown = beam_search(scores, k, partial(self._children, grid, known))
+            best, unknown = beam_search(scores, k, partial(self._children, grid, listings))
             if not unknown:
-                break
-            below = dict.fromkeys(page for prefix in unknown for page in GridPage.below(grid, prefix))
-            pages = [page for page in below if page not in known]
+                return best, listings
+            pages = [page for page in _pages_below(grid, unknown) if page not in listings]
             if len(pages) > MAX_GUESSES:
-                depth = min(page.depth for page in pages)  # known to be live, the others are guesses
+                # the shortest prefixes are known to be live, the others are guesses
+                depth = min(page.depth for page in pages)
                 pages = [page for page in pages if page.depth == depth]
-            known |= await self._cache.get(pages)
-        else:
-            found = beam_search(scores, k, partial(self._children, grid, known, patient=False))[0]
-        return found, known
+            listings |= await self._cache.get(pages)
+        best, _ = beam_search(scores, k, partial(self._children, grid, listings, patient=False))
+        return best, listings
 
     def _children(
-        self, grid: Grid, known: dict[GridPage, Listing], prefix: Index, *, patient: bool = True
+        self, grid: Grid, listings: dict[GridPage, Listing], prefix: Index, *, patient: bool = True
     ) -> Mask | None:
         for page in GridPage.below(grid, prefix):
-            listing = known.get(page) or self._cache.peek(page)
+            listing = listings.get(page) or self._cache.peek(page)
             if listing is None:
-                return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
-            known[page] = listing
-        return self._mask(grid, prefix, known)
+                if patient:
+                    return None
+                return np.zeros(grid.sides[len(prefix)], np.bool_)
+            listings[page] = listing
+        return self._mask(grid, prefix, listings)
 
     def _mask(self, grid: Grid, prefix: Index, listings: Mapping[GridPage, Listing]) -> Mask:
-        side, now = grid.sides[len(prefix)], self._now()
+        side = grid.sides[len(prefix)]
+        now = self._now()
         masks = [listings[page].mask(now, self._bans) for page in GridPage.below(grid, prefix)]
         begin = grid.number(prefix) * side % PAGE
         return np.concatenate(masks)[begin : begin + side]
@@ -357,24 +398,34 @@ class Directory:
     ) -> dict[Index, ExpertInfo]:
         infos: dict[Index, ExpertInfo] = {}
         for index in indices:
-            listing, position = listings.get(GridPage.of(grid, index)), grid.number(index) % PAGE
-            if listing and (info := listing.usable(position, self._now(), self._bans)):
+            listing = listings.get(GridPage.of(grid, index))
+            position = grid.number(index) % PAGE
+            if listing is None:
+                continue
+            info = listing.usable(position, self._now(), self._bans)
+            if info is not None:
                 infos[index] = info
                 self._peers.learn(info.host)
         return infos
 
     async def _read(self, page: GridPage, old: Listing | None, fresh: bool) -> tuple[Listing, float]:
         read = self._dht.read if old or fresh else self._dht.fetch
-        found, now = (await read(page.key(self._run_id))).found.items(), self._now()
-        kept = {} if old is None else old.by_host
-        by_host = {h: held for h, held in kept.items() if any(one.until > now for one in held.values())}
-        by_host |= self._dated(announced(page, found, now=now, swarm_time=self._peers.time()))
-        served = any(one.step != CLAIMED for held in by_host.values() for one in held.values())
-        return Listing(by_host), self.settings.cache_s if served else self.settings.absent_s
+        reading = await read(page.key(self._run_id))
+        now = self._now()
+        by_host: Announced = {}
+        if old is not None:
+            for host, infos in old.by_host.items():
+                if any(info.until > now for info in infos.values()):
+                    by_host[host] = infos
+        by_host |= self._dated(announced(page, reading.found.items(), now=now, swarm_time=self._peers.time()))
+        everything = itertools.chain(*(infos.values() for infos in by_host.values()))
+        is_served = any(info.step != CLAIMED for info in everything)
+        return Listing(by_host), self.settings.cache_s if is_served else self.settings.absent_s
 
     def _dated(self, by_host: Announced) -> Announced:
         """Note when each claim was first seen."""
-        seen_ms, now = int((self._peers.time() - self.settings.ttl_s) * 1000), self._now()
+        seen_ms = int((self._peers.time() - self.settings.ttl_s) * 1000)
+        now = self._now()
         for host, held in by_host.items():
             for position, info in held.items():
                 first_ms, until = self._seen.get((host, info.uid), (seen_ms, math.inf))
@@ -385,7 +436,8 @@ class Directory:
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
-        if (seconds := self._bans.fail((info.uid, info.host.id), self._now())) is not None:
+        seconds = self._bans.fail((info.uid, info.host.id), self._now())
+        if seconds is not None:
             self._events.emit(ExpertBanned(self._now(), info.uid, reason, seconds))
 
     def on_success(self, info: ExpertInfo) -> None:
@@ -394,3 +446,11 @@ class Directory:
     def banned(self) -> set[str]:
         """Return the experts that this peer does not call for a while because they failed."""
         return {uid for uid, _ in self._bans.ends(self._now())}
+
+
+def _pages_below(grid: Grid, prefixes: Iterable[Index]) -> list[GridPage]:
+    """Return the pages with the children of these prefixes, each once."""
+    pages: dict[GridPage, None] = {}
+    for prefix in prefixes:
+        pages.update(dict.fromkeys(GridPage.below(grid, prefix)))
+    return list(pages)

@@ -100,13 +100,22 @@ class Expert:
     """
 
     def __init__(self, uid: str, module: nn.Module, rule: ExpertRule, sample: tuple[int, ...]) -> None:
-        self.uid, self.shape, self.step = uid, tuple(sample), 0
-        self._rule, self._device = rule, accelerator()
+        self.uid = uid
+        self.shape = tuple(sample)
+        self.step = 0
+        self._rule = rule
+        self._device = accelerator()
         self._module = module.to(self._device)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         # torch refuses an optimizer without parameters
-        optimizer = rule.optimizer(self._parameters) if self._parameters else None
-        scheduler = rule.scheduler(optimizer) if rule.scheduler and optimizer else None
+        if self._parameters:
+            optimizer = rule.optimizer(self._parameters)
+        else:
+            optimizer = None
+        if rule.scheduler and optimizer:
+            scheduler = rule.scheduler(optimizer)
+        else:
+            scheduler = None
         self._learning: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
 
     @torch.no_grad()
@@ -170,7 +179,10 @@ class Expert:
 
     def _call(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        outputs = functional_call(self._module, buffers, (inputs,)) if buffers else self._module(inputs)
+        if buffers:
+            outputs = functional_call(self._module, buffers, (inputs,))
+        else:
+            outputs = self._module(inputs)
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
             found = type(outputs).__name__
             if isinstance(outputs, Tensor):
@@ -205,7 +217,11 @@ class ExpertModel:
 
 
 def _usual(sample: Sequence[int]) -> tuple[int, ...]:
-    return tuple(128 if side == ANY_LENGTH else side for side in sample)
+    sides = list(sample)
+    for axis, side in enumerate(sides):
+        if side == ANY_LENGTH:
+            sides[axis] = 128
+    return tuple(sides)
 
 
 def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
@@ -297,8 +313,12 @@ def plan_host(
     experts; None: three quarters of the number that fits in the free memory. Raises `ValueError` if
     none fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
     """
-    module, rule = make_expert(), rule or ADAM
-    shape = getattr(module, "sample", None) if sample is None else sample
+    module = make_expert()
+    rule = rule or ADAM
+    if sample is None:
+        shape = getattr(module, "sample", None)
+    else:
+        shape = sample
     if not isinstance(shape, Sequence):
         raise ValueError(
             f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
@@ -313,7 +333,10 @@ def plan_host(
         uids = tuple(dict.fromkeys(map(grid.uid, map(grid.index, count))))
         return replace(plan, count=len(uids), capacity=len(uids), uids=uids, arithmetic=why)
     require(count is not None or fit, f"{why}. Use smaller experts, or give count=1 to try")
-    number = max(1, int(0.75 * fit)) if count is None else min(count, grid.size)
+    if count is None:
+        number = max(1, int(0.75 * fit))
+    else:
+        number = min(count, grid.size)
     require(number >= 1, f"count={count}: host at least one expert")
     capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"

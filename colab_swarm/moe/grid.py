@@ -31,7 +31,8 @@ Index: TypeAlias = tuple[int, ...]  # A point of the grid, or its first coordina
 Mask: TypeAlias = npt.NDArray[np.bool_]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Doubles: TypeAlias = npt.NDArray[np.float64]
-MAX_DIMENSIONS, MAX_SIDE = 4, 4096
+MAX_DIMENSIONS = 4
+MAX_SIDE = 4096
 MAX_NAME_CHARS = 128
 MAX_HOLDERS = 8  # of the saves of an expert
 _HUGE = 1e300
@@ -77,12 +78,12 @@ class Grid:
     def index(self, uid: str) -> Index:
         """Return the place of an expert; raise `ValueError` if the name is not in this grid."""
         head, *tail = uid.rsplit(".", len(self.sides))
-        within = len(tail) == len(self.sides) and all(
-            part.isascii() and part.isdigit() and str(int(part)) == part and int(part) < side
-            for part, side in zip(tail, self.sides, strict=True)
-        )
-        if head != self.prefix or not within:
+        if head != self.prefix or len(tail) != len(self.sides):
             raise ValueError(f"{uid!r} is not an expert of {self}")
+        for part, side in zip(tail, self.sides, strict=True):
+            is_number = part.isascii() and part.isdigit() and str(int(part)) == part
+            if not (is_number and int(part) < side):
+                raise ValueError(f"{uid!r} is not an expert of {self}")
         return tuple(map(int, tail))
 
     def contains(self, uid: str) -> bool:
@@ -127,8 +128,11 @@ class GridPage(NamedTuple):
 
     def index_at(self, position: int) -> Index | None:
         """Return the expert or prefix at a position of the page; None beyond the grid's end."""
-        sides, number = self.grid.sides[: self.depth], self.number * PAGE + position
-        return tuple(map(int, np.unravel_index(number, sides))) if number < math.prod(sides) else None
+        sides = self.grid.sides[: self.depth]
+        number = self.number * PAGE + position
+        if number < math.prod(sides):
+            return tuple(map(int, np.unravel_index(number, sides)))
+        return None
 
     def indices(self, positions: Iterable[int]) -> set[Index]:
         """Return the experts or prefixes at these positions, without those beyond the grid's end."""
@@ -157,9 +161,8 @@ class ExpertPlace(Message, frozen=True):
     """One expert of a page; in a page of prefixes, one that leads to experts."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]  # in its page
-    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=CUT_OFF)] = (
-        0  # the host's swarm time when it claimed the place, milliseconds
-    )
+    # the host's swarm time when it claimed the place, milliseconds
+    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=CUT_OFF)] = 0
     # optimizer steps in its weights; `CLAIMED`: not served yet
     step: Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)] = 0
     shape: Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)] = ()  # of one sample; -1: any length
@@ -193,13 +196,18 @@ def announced(
             row = msgspec.convert(record.value, GridRecord)
         except msgspec.ValidationError:
             continue
-        contact, until = Contact(peer, row.addresses), now + record.expires_at - swarm_time
-        if is_sound(contact):
-            held = by_host.setdefault(contact.id, {})
-            for one in row.places:
-                if (index := page.index_at(one.index)) is not None:
-                    uid = page.grid.uid(index)
-                    held[one.index] = ExpertInfo(uid, contact, one.shape, one.step, until, one.claimed_ms)
+        contact = Contact(peer, row.addresses)
+        until = now + record.expires_at - swarm_time
+        if not is_sound(contact):
+            continue
+        infos = by_host.setdefault(contact.id, {})
+        for place in row.places:
+            index = page.index_at(place.index)
+            if index is not None:
+                uid = page.grid.uid(index)
+                infos[place.index] = ExpertInfo(
+                    uid, contact, place.shape, place.step, until, place.claimed_ms
+                )
     return by_host
 
 
@@ -207,34 +215,47 @@ class Listing:
     def __init__(self, by_host: Announced) -> None:
         self.by_host = by_host
         self._by_position: dict[int, list[ExpertInfo]] = {}
-        everything = itertools.chain(*(held.items() for held in by_host.values()))
-        for position, info in sorted(everything, key=lambda item: item[1].claim):
-            self._by_position.setdefault(position, []).append(info)
+        for infos in by_host.values():
+            for position, info in infos.items():
+                self._by_position.setdefault(position, []).append(info)
+        for claims in self._by_position.values():
+            claims.sort(key=lambda info: info.claim)
         self._mask: Mask = np.zeros(PAGE, np.bool_)
-        self._mask_version, self._mask_until = -1, 0.0  # -1: not computed yet
+        # -1: not computed yet
+        self._mask_version = -1
+        self._mask_until = 0.0
 
     def taken(self, me: PeerId, now: float) -> set[int]:
         """Return the positions that peers other than ``me`` hold or claim."""
-        others = (held for host, held in self.by_host.items() if host != me)
-        return {position for held in others for position, one in held.items() if one.until > now}
+        positions: set[int] = set()
+        for host, infos in self.by_host.items():
+            if host != me:
+                positions.update(position for position, info in infos.items() if info.until > now)
+        return positions
 
     def live(self, position: int, now: float) -> Iterator[ExpertInfo]:
         """Yield the announcements of a position that have not expired, the rightful owner's first."""
-        return (one for one in self._by_position.get(position, ()) if one.until > now)
+        for info in self._by_position.get(position, ()):
+            if info.until > now:
+                yield info
 
     def usable(self, position: int, now: float, bans: Bans) -> ExpertInfo | None:
         """Return the first announcement that can be called and is not banned, or None."""
-        served = (one for one in self.live(position, now) if one.step != CLAIMED)
-        return next((one for one in served if not bans.holds((one.uid, one.host.id), now)), None)
+        for info in self.live(position, now):
+            if info.step != CLAIMED and not bans.holds((info.uid, info.host.id), now):
+                return info
+        return None
 
     def mask(self, now: float, bans: Bans) -> Mask:
         """Return which positions of the page are usable; computed again only after a change."""
         if self._mask_version != bans.version or now >= self._mask_until:
             self._mask = np.zeros(PAGE, np.bool_)
-            self._mask[[place for place in self._by_position if self.usable(place, now, bans)]] = True
-            ends = (one.until for one in itertools.chain(*self._by_position.values()) if one.until > now)
+            ends = [*bans.ends(now).values()]
+            for position in self._by_position:
+                self._mask[position] = self.usable(position, now, bans) is not None
+                ends += [info.until for info in self.live(position, now)]
             self._mask_version = bans.version
-            self._mask_until = min([*bans.ends(now).values(), *ends], default=math.inf)
+            self._mask_until = min(ends, default=math.inf)
         return self._mask
 
 
@@ -249,18 +270,22 @@ def beam_search(
     returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
+    # by prefix: next indices that lead to no live expert
     barren: dict[Index, set[int]] = {}
     grown = True
     while grown:
         grown, unknown, experts, beam_NB = _descend(clean, k, children, barren)
-    return [[experts[u] for u in row if u != _NONE] for row in beam_NB.tolist()], sorted(unknown)
+    best = [[experts[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
+    return best, sorted(unknown)
 
 
 def _descend(
     scores: list[_Doubles], k: int, children: Callable[[Index], Mask | None], barren: dict[Index, set[int]]
 ) -> tuple[bool, set[Index], list[Index], _Ints]:
     """Walk once; return whether more are ``barren``, unknown prefixes, experts, each sample's best."""
-    samples, unknown, grown = len(scores[0]), set[Index](), False
+    samples = len(scores[0])
+    unknown = set[Index]()
+    grown = False
     prefixes: list[Index] = [()]
     beam_NB: _Ints = np.zeros((samples, 1), np.int64)
     totals_NB = np.zeros((samples, 1))
@@ -268,7 +293,8 @@ def _descend(
         side = scores_NM.shape[1]
         alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)  # the last, empty row is that of `_NONE`
         for u, prefix in enumerate(prefixes):
-            if (mask := children(prefix)) is None:
+            mask = children(prefix)
+            if mask is None:
                 unknown.add(prefix)
             alive_UM[u] = True if mask is None else mask
             if prefix in barren:
@@ -294,10 +320,14 @@ def _best(sums_NBM: _Doubles, beam_NB: _Ints, count: int) -> tuple[_Ints, _Doubl
         threshold = np.partition(values, width * side - count, axis=1)[:, width * side - count]
         worthy &= values >= threshold[:, None]
     rows, columns = np.nonzero(worthy)
-    codes, found = beam_NB[rows, columns // side] * side + columns % side, values[rows, columns]
-    order = np.lexsort((codes, -found, rows))
+    codes = beam_NB[rows, columns // side] * side + columns % side
+    sums = values[rows, columns]
+    order = np.lexsort((codes, -sums, rows))
     rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    order, rank = order[rank < count], rank[rank < count]
-    chosen, largest = np.full((samples, count), _NONE, np.int64), np.full((samples, count), -np.inf)
-    chosen[rows[order], rank], largest[rows[order], rank] = codes[order], found[order]
+    order = order[rank < count]
+    rank = rank[rank < count]
+    chosen = np.full((samples, count), _NONE, np.int64)
+    largest = np.full((samples, count), -np.inf)
+    chosen[rows[order], rank] = codes[order]
+    largest[rows[order], rank] = sums[order]
     return chosen, largest

@@ -47,7 +47,9 @@ class HostResources:
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True)
             folder = Path(self._temporary.name)
-        self.services, self.directory, self.folder = services, directory, folder
+        self.services = services
+        self.directory = directory
+        self.folder = folder
         self.server = ExpertServer(services.peers, services.events, gate=services.gate)
         self.saves = ExpertSaves(services, ReplicaStore(self.folder, me=services.peers.id))
 
@@ -64,12 +66,17 @@ class ExpertHost:
     def __init__(
         self, runtime: Runner, resources: HostResources, plan: HostPlan, show: "Callable[[ExpertHost], Any]"
     ) -> None:
-        self.grid, self.arithmetic = plan.grid, plan.arithmetic
+        self.grid = plan.grid
+        self.arithmetic = plan.arithmetic
         self.stopped = False
         self.experts: dict[str, Expert] = {}
-        self.plan, self._services, self._saves = plan, resources.services, resources.saves
-        self._runtime, self._show = runtime, show
-        self._directory, self._server = resources.directory, resources.server
+        self.plan = plan
+        self._services = resources.services
+        self._saves = resources.saves
+        self._runtime = runtime
+        self._show = show
+        self._directory = resources.directory
+        self._server = resources.server
         self._saving = asyncio.Lock()
         self._save_fault: str | None = None
         self._tasks = BackgroundTasks("host experts", self._services.events, self._services.rng)
@@ -160,7 +167,10 @@ class ExpertHost:
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
         given = [set(some) for some in (uids, self.plan.uids) if some is not None]
-        wanted = set.intersection(*given) - self.experts.keys() if given else None
+        if given:
+            wanted = set.intersection(*given) - self.experts.keys()
+        else:
+            wanted = None
         if wanted == set():
             return
         claimed = await self._directory.claim(self.grid, count - len(self.experts), wanted=wanted)
@@ -222,11 +232,13 @@ class ExpertHost:
             others = await self._saves.others()
             for expert in [*self.experts.values()]:
                 await self._save(expert, others)
-            if saved := self._here() | {*filter(self.grid.contains, self._saves.safe)}:
+            saved = self._here() | {*filter(self.grid.contains, self._saves.safe)}
+            if saved:
                 await self._saves.publish_saved(self.grid, saved)
 
     async def _save(self, expert: Expert, others: Set[PeerId] | None = None) -> None:
-        uid, copies = expert.uid, self.plan.copies
+        uid = expert.uid
+        copies = self.plan.copies
         if not expert.step or not self._saves.due(uid, expert.step, others or set(), copies):
             return  # before its first step an expert equals a new one
         step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
@@ -276,18 +288,25 @@ class ExpertsWatch:
         grid: Grid,
         served: Callable[[], dict[str, ExpertStatistics]],
     ) -> None:
-        self._runtime, self._me, self._directory = runtime, me, directory
-        self._grid, self._served = grid, served
+        self._runtime = runtime
+        self._me = me
+        self._directory = directory
+        self._grid = grid
+        self._served = served
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=7)
         self._live: list[LiveExpert] = []
         self._seen: set[str] = set()
-        self._began_at, self._fault, self._closed = float("-inf"), "", False
+        self._began_at = float("-inf")
+        self._fault = ""
+        self._closed = False
         self._listing: asyncio.Task[None] | None = None
         self._last = ExpertsSnapshot(grid)
 
     def snapshot(self) -> ExpertsSnapshot:
         """Return the state; for any thread but the event loop's. Waits for no peer."""
-        return replace(self._last, over=True) if self._closed else self._runtime.call(self._look())
+        if self._closed:
+            return replace(self._last, over=True)
+        return self._runtime.call(self._look())
 
     def close(self) -> None:
         self._closed = True  # a look that is under way may still replace the last one
@@ -323,11 +342,11 @@ class ExpertsWatch:
         first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
         grown = {info.uid: max(0, info.step - first[info.uid]) for info in found}
         total = sum(grown.values())
-        shares = {uid: steps / total if total else None for uid, steps in grown.items()}
-        self._live = [
-            LiveExpert(one.uid, short(one.host.id), one.host.id == self._me, one.step, shares[one.uid])
-            for one in found
-        ]
+        self._live = []
+        for info in found:
+            share = grown[info.uid] / total if total else None
+            mine = info.host.id == self._me
+            self._live.append(LiveExpert(info.uid, short(info.host.id), mine, info.step, share))
 
 
 class SwarmExperts:
@@ -343,7 +362,9 @@ class SwarmExperts:
         services: RunServices,
         show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any],
     ) -> None:
-        self._runtime, self._services, self._show = runtime, services, show
+        self._runtime = runtime
+        self._services = services
+        self._show = show
         self._directory = runtime.call(on_loop(partial(Directory, services)))
         self._resources: HostResources | None = None
         self._hosts: dict[str, ExpertHost] = {}  # by prefix

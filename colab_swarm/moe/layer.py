@@ -46,7 +46,8 @@ class Gating(nn.Module):
 
 def priorities(scores: Sequence[Tensor], indices_BKG: Tensor) -> Tensor:
     """Return the priorities (B, K) of the experts at these indices, differentiable in the scores."""
-    return torch.stack([score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]).sum(0)
+    parts_BK = [score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]
+    return torch.stack(parts_BK).sum(0)
 
 
 def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
@@ -108,7 +109,8 @@ class RemoteExpert(nn.Module):
     def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
         super().__init__()
         grid.index(uid)
-        self.grid, self.uid = grid, uid
+        self.grid = grid
+        self.uid = uid
         self._calls = calls
 
     def extra_repr(self) -> str:
@@ -119,7 +121,8 @@ class RemoteExpert(nn.Module):
         return self._calls.runtime.call(self._find())
 
     async def _find(self) -> ExpertInfo:
-        info, timeout_s = None, self._calls.timeout_s
+        info = None
+        timeout_s = self._calls.timeout_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 info = await self._calls.directory.find(self.grid, self.uid)
@@ -132,22 +135,27 @@ class RemoteExpert(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `ExpertError` if it failed, in backward too, `ValueError` if the inputs do not fit."""
-        info, calls = self.info(), self._calls
+        info = self.info()
+        calls = self._calls
         sample = inputs.shape[-len(info.shape) :]
+        fits = inputs.ndim >= len(info.shape) and all(
+            expected in (-1, side) for expected, side in zip(info.shape, sample, strict=True)
+        )
         require(
-            inputs.ndim >= len(info.shape)
-            and all(size in (-1, given) for size, given in zip(info.shape, sample, strict=True)),
+            fits,
             f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}",
         )
         if not inputs.numel():
             return inputs
         with torch.autocast(inputs.device.type, enabled=False):
             samples = inputs.reshape(-1, *sample).float().cpu()
-            values, call = as_floats(samples), calls.runtime.call
-            answers = call(calls.forward(info, values))
-            outputs = attach_backward(
-                samples, answers, lambda grads: call(calls.backward(info, values, grads))
-            )
+            values = as_floats(samples)
+            answers = calls.runtime.call(calls.forward(info, values))
+
+            def backward(grads: Floats) -> Floats:
+                return calls.runtime.call(calls.backward(info, values, grads))
+
+            outputs = attach_backward(samples, answers, backward)
         return outputs.reshape(inputs.shape).to(inputs)
 
 
@@ -186,8 +194,13 @@ class MixtureOfExperts(nn.Module):
         )
         super().__init__()
         self.gating = Gating(dim, grid.sides)
-        self.grid, self.dim, self.k, self.k_min, self.grace_s = grid, dim, k, k_min, grace_s
-        self.sequences, self.reject_outliers = sequences, reject_outliers
+        self.grid = grid
+        self.dim = dim
+        self.k = k
+        self.k_min = k_min
+        self.grace_s = grace_s
+        self.sequences = sequences
+        self.reject_outliers = reject_outliers
         self.balance_loss: Tensor = torch.zeros(())
         """Of the last forward pass: add a small multiple to your loss to spread the work over the experts."""
         self._calls = calls
@@ -208,14 +221,15 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `NoExpertsError` if no expert is live, `ValueError` if inputs do not fit or are not finite."""
+        sample_axes, leading = (2, "batch, length") if self.sequences else (1, "...")
+        least_axes = 3 if self.sequences else 1
         require(
-            inputs.ndim >= (3 if self.sequences else 1) and inputs.shape[-1] == self.dim,
-            f"inputs of {self.grid} must be of shape ({'batch, length' if self.sequences else '...'}, {self.dim}), "
-            f"not {tuple(inputs.shape)}",
+            inputs.ndim >= least_axes and inputs.shape[-1] == self.dim,
+            f"inputs of {self.grid} must be of shape ({leading}, {self.dim}), not {tuple(inputs.shape)}",
         )
         if not inputs.numel():
             return inputs
-        sample = inputs.shape[-2:] if self.sequences else inputs.shape[-1:]
+        sample = inputs.shape[-sample_axes:]
         with torch.autocast(inputs.device.type, enabled=False):
             mixed = self._mix(inputs.reshape(-1, *sample).float())
         return mixed.reshape(inputs.shape).to(inputs.dtype)
@@ -227,20 +241,23 @@ class MixtureOfExperts(nn.Module):
         batch = _Batch(self, self._calls, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
         self._calls.count(batches=1)
-        device, call = samples_BS.device, self._calls.runtime.call
-        outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, lambda grads: call(batch.backward(grads)))
+        device = samples_BS.device
+
+        def backward(grads_BKS: Floats) -> Floats:
+            return self._calls.runtime.call(batch.backward(grads_BKS))
+
+        outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, backward)
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
         answered = weights_BK[answered_BK]
-        uids = np.array([info.uid for info in batch.infos], np.str_)  # one twice if two peers host it
+        # an expert that two peers host is there twice, and counts once
+        uids = np.array([info.uid for info in batch.infos], np.str_)
         used, places = np.unique(uids[batch.experts_BK[batch.answered_BK]], return_inverse=True)
-        importance_E = answered.new_zeros(len(used)).index_add(
-            0, torch.from_numpy(places).to(device), answered
-        )
-        self.balance_loss = balance_loss(
-            importance_E, self._calls.on_batch(dict(zip(used.tolist(), importance_E.tolist(), strict=True)))
-        )
+        places_of_answers = torch.from_numpy(places).to(device)
+        importance_E = answered.new_zeros(len(used)).index_add(0, places_of_answers, answered)
+        shares = dict(zip(used.tolist(), importance_E.tolist(), strict=True))
+        self.balance_loss = balance_loss(importance_E, self._calls.on_batch(shares))
         ones = (1,) * (samples_BS.ndim - 1)
         mixed_BS = (outputs_BKS.to(device) * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
@@ -254,8 +271,12 @@ class _Batch:
             all_finite(inputs_BS),
             f"inputs of {layer.grid} are not finite: lower the learning rate or clip gradients; float16 overflows",
         )
-        self._layer, self._grid, self._calls, self._inputs_BS = layer, layer.grid, calls, inputs_BS
-        batch, k = len(inputs_BS), min(layer.k, layer.grid.size)
+        self._layer = layer
+        self._grid = layer.grid
+        self._calls = calls
+        self._inputs_BS = inputs_BS
+        batch = len(inputs_BS)
+        k = min(layer.k, layer.grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
         self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
         self.indices_BKG = np.zeros((batch, k, len(layer.grid.sides)), np.int64)
@@ -283,12 +304,12 @@ class _Batch:
         self.experts_BK[rows] = -1
         try:
             async with asyncio.timeout(self._calls.timeout_s):
-                found = await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
+                best = await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
         except TimeoutError:
             logger.warning("no experts of %s found in %g s", self._grid, self._calls.timeout_s)
             return
         places = {(info.uid, info.host.id): place for place, info in enumerate(self.infos)}
-        for row, experts in zip(rows, found, strict=True):
+        for row, experts in zip(rows, best, strict=True):
             for slot, info in enumerate(experts):
                 place = places.setdefault((info.uid, info.host.id), len(places))
                 self.experts_BK[row, slot] = place
@@ -302,17 +323,21 @@ class _Batch:
                 yield info, rows, slots
 
     async def _call(self, rows: Places) -> None:
-        calls, grace_s, asked_BK = self._calls, self._layer.grace_s, np.zeros_like(self.answered_BK)
+        calls = self._calls
+        grace_s = self._layer.grace_s
+        asked_BK = np.zeros_like(self.answered_BK)
         asked_BK[rows] = True
-        tasks = {
-            asyncio.create_task(calls.forward(info, self._inputs_BS[samples])): (info, samples, slots)
-            for info, samples, slots in self._groups(asked_BK)
-        }
+        groups: dict[asyncio.Task[Floats], tuple[ExpertInfo, Places, Places]] = {}
+        samples_of: dict[asyncio.Task[Floats], Places] = {}
+        for info, samples, slots in self._groups(asked_BK):
+            task = asyncio.create_task(calls.forward(info, self._inputs_BS[samples]))
+            groups[task] = info, samples, slots
+            samples_of[task] = samples
         try:
-            await self._wait({task: samples for task, (_, samples, _) in tasks.items()}, rows)
+            await self._wait(samples_of, rows)
         finally:
-            await end_tasks(*tasks)
-        for task, (info, *places) in tasks.items():
+            await end_tasks(*groups)
+        for task, (info, *places) in groups.items():
             if task.cancelled():
                 calls.directory.on_failure(info, f"{grace_s:g} s later than others")
             if task.cancelled() or isinstance(task.exception(), ExpertError):
@@ -327,14 +352,15 @@ class _Batch:
         open_calls_B = np.zeros(len(self._inputs_BS), np.intp)
         missing_B = np.zeros_like(open_calls_B)
         missing_B[rows] = self._layer.k_min
-        for asked in calls.values():
-            open_calls_B[asked] += 1
+        for samples in calls.values():
+            open_calls_B[samples] += 1
         pending = set(calls)
         while pending and ((missing_B > 0) & (open_calls_B > 0)).any():
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 open_calls_B[calls[task]] -= 1
-                missing_B[calls[task]] -= task.exception() is None
+                if task.exception() is None:
+                    missing_B[calls[task]] -= 1
         if pending:
             await asyncio.wait(pending, timeout=self._layer.grace_s)
 
@@ -355,10 +381,10 @@ class _Batch:
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
             self._calls.count(lost_gradients=len(groups))
             return np.full_like(self._inputs_BS, np.nan)
-        calls = (
+        calls = [
             self._calls.backward(info, self._inputs_BS[rows], grads_BKS[rows, slots])
             for info, rows, slots in groups
-        )
+        ]
         results = await asyncio.gather(*calls, return_exceptions=True)
         grads_BS = np.zeros_like(self._inputs_BS)
         for (_, rows, _), result in zip(groups, results, strict=True):

@@ -11,7 +11,6 @@ may claim a save of any step: claims are tried from the highest step down.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Set
@@ -86,8 +85,10 @@ class ReplicaStore:
     """
 
     def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
-        self._chunks, self._folder = folder / "chunks", folder / "saves"
-        self._me, self._quota_bytes = me, quota_bytes
+        self._chunks = folder / "chunks"
+        self._folder = folder / "saves"
+        self._me = me
+        self._quota_bytes = quota_bytes
         self._writing = threading.Lock()  # of a chunk, which several saves may bring at once
         self._saves: dict[Path, Save] = {}
         self._coming: list[tuple[Save, int]] = []  # their chunks are being put, and the bytes they need
@@ -128,8 +129,11 @@ class ReplicaStore:
 
     def saves(self, uid: str | None = None) -> list[Save]:
         """Return the saves of one expert, or all; highest step first."""
-        found = (save for save in [*self._saves.values()] if uid in (None, save.uid))
-        return sorted(found, key=lambda save: (save.step, save.at), reverse=True)
+        # a copy, since other threads may add saves
+        saves = [*self._saves.values()]
+        if uid is not None:
+            saves = [save for save in saves if save.uid == uid]
+        return sorted(saves, key=lambda save: (save.step, save.at), reverse=True)
 
     @property
     def room_bytes(self) -> int:
@@ -144,7 +148,10 @@ class ReplicaStore:
         Raises `StateError` if there is not enough space, or the disk cannot be written.
         """
         path = self._folder / f"{save.digests[0].hex()[:32]}-{save.owner.hex()[:16]}.save"
-        size_bytes = 0 if save.owner == self._me or path in self._saves else save.size_bytes
+        if save.owner == self._me or path in self._saves:
+            size_bytes = 0
+        else:
+            size_bytes = save.size_bytes
         require(
             size_bytes <= self.room_bytes,
             f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed",
@@ -156,8 +163,7 @@ class ReplicaStore:
             yield
             write_file(path, [msgspec.msgpack.encode(save)])
             self._saves[path] = save
-            whose = [p for p, one in self._saves.items() if (one.owner, one.uid) == (save.owner, save.uid)]
-            self._drop(sorted(whose, key=lambda path: self._saves[path].at)[:-SAVES_OF_ONE])
+            self._drop(self._paths_of(save.owner, save.uid)[:-SAVES_OF_ONE])
         finally:
             self._coming.remove(coming)
             self._sweep(save.digests)
@@ -170,14 +176,20 @@ class ReplicaStore:
         name = digest.hex()
         return self._chunks / name[:2] / name
 
+    def _paths_of(self, owner: bytes, uid: str) -> list[Path]:
+        """Return the files of an owner's saves of an expert, the oldest first."""
+        paths = [path for path, save in self._saves.items() if (save.owner, save.uid) == (owner, uid)]
+        return sorted(paths, key=lambda path: self._saves[path].at)
+
     def _drop(self, paths: Iterable[Path]) -> None:
-        dropped = [(path, self._saves.pop(path)) for path in paths]
-        for path, _ in dropped:
+        digests: set[bytes] = set()
+        for path in paths:
+            digests.update(self._saves.pop(path).digests)
             _delete(path)
-        self._sweep(digest for _, save in dropped for digest in save.digests)
+        self._sweep(digests)
 
     def _needed(self) -> set[bytes]:
-        saves = itertools.chain(self._saves.values(), (save for save, _ in self._coming))
+        saves = [*self._saves.values(), *(save for save, _ in self._coming)]
         return {digest for save in saves for digest in save.digests}
 
     def _sweep(self, digests: Iterable[bytes]) -> None:
@@ -237,7 +249,9 @@ class ExpertSaves:
         self.results: dict[str, SaveResult] = {}  # of the last save of each expert
         self.safe: dict[str, SavePlace] = {}  # the newest save of each that reached enough holders
         self._failed_at: dict[PeerId, float] = {}  # swarm time
-        self._peers, self._dht, self._run_id = services.peers, services.dht, services.run_id
+        self._peers = services.peers
+        self._dht = services.dht
+        self._run_id = services.run_id
         self._tasks = BackgroundTasks("hold saved experts", services.events, services.rng)
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
         send = partial(send_chunks, read=lambda digest: asyncio.to_thread(store.get, digest))
@@ -259,9 +273,9 @@ class ExpertSaves:
             self._peers.unserve(kind)
 
     async def others(self) -> Set[PeerId]:
-        return (await self._dht.published(f"{self._run_id}/expert-holders", Contact)).keys() - {
-            self._peers.id
-        }
+        """Return the other peers that keep saves."""
+        holders = await self._dht.published(f"{self._run_id}/expert-holders", Contact)
+        return holders.keys() - {self._peers.id}
 
     async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
         self.store.expire(self._peers.time() - KEPT_S)
@@ -275,8 +289,10 @@ class ExpertSaves:
             manifest = Manifest.decode(head)
             with self.store.adding(Save.of(manifest, stream.peer, at=self._peers.time())):
                 await asyncio.to_thread(self.store.put, head)
-                chunks = ((manifest.digest(place), place) for place in range(manifest.chunks))
-                lacked = {digest: place for digest, place in chunks if digest not in self.store}
+                lacked: dict[bytes, int] = {}
+                for place in range(manifest.chunks):
+                    if manifest.digest(place) not in self.store:
+                        lacked[manifest.digest(place)] = place
                 await stream.send(LackedChunks(tuple(lacked.values())))
                 for digest, place in lacked.items():
                     chunk = await receive_chunk(stream, digest, manifest.length(place))
@@ -296,10 +312,13 @@ class ExpertSaves:
 
     async def save(self, saved: Snapshot, others: Set[PeerId], copies: int) -> SaveResult:
         """Save on this disk and at ``copies`` of the others, then publish it."""
-        uid, step = saved.manifest.subject.decode(), saved.manifest.step
+        uid = saved.manifest.subject.decode()
+        step = saved.manifest.step
         fault = await self.write(saved)
         holders = await self._spread(saved, others, copies)
-        contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
+        contacts = [*map(self._peers.contact_of, sorted(holders))]
+        if not fault:
+            contacts.append(self._peers.contact)
         place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
         record = SaveRecord((place,) if former.manifest == place.manifest else (place, former))
@@ -326,15 +345,16 @@ class ExpertSaves:
     async def _spread(self, saved: Snapshot, others: Set[PeerId], copies: int) -> list[PeerId]:
         subject = saved.manifest.subject
         last = self.results.get(subject.decode())
-        known = last.holders if last else frozenset()
+        former = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
-        able = [
-            (peer not in known, self._failed_at.get(peer, 0.0), blake3(subject + peer).digest(), peer)
-            for peer in others
-            if self._failed_at.get(peer, since) <= since
-        ]
+
+        def rank(peer: PeerId) -> tuple[bool, float, bytes]:
+            """Former holders first, then those that did not fail lately, then a random order of this expert."""
+            return peer not in former, self._failed_at.get(peer, 0.0), blake3(subject + peer).digest()
+
+        able = [peer for peer in others if self._failed_at.get(peer, since) <= since]
         holders: list[PeerId] = []
-        for *_, holder in sorted(able)[: ATTEMPTS * copies]:
+        for holder in sorted(able, key=rank)[: ATTEMPTS * copies]:
             if len(holders) == copies:
                 break
             try:
@@ -351,19 +371,24 @@ class ExpertSaves:
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
         records = await self._dht.published(self._key(grid.prefix, "saves"), tuple[Index, ...])
-        named = [set(map(grid.uid, indices)) for indices in records.values()]
-        return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
+        saved: set[str] = set()
+        for indices in records.values():
+            uids = set(map(grid.uid, indices))
+            if all(map(grid.contains, uids)):
+                saved |= uids
+        return saved
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
         """Return the saves of an expert on this disk or claimed in the DHT, and owners; highest step first.
 
         Any peer may claim anything, so no claim replaces that of another owner.
         """
-        claims = {
-            (save.owner, save.digests[0]): (PeerId(save.owner), SavePlace(save.step, save.digests[0], ()))
-            for save in self.store.saves(uid)
-        }
-        for owner, record in (await self._dht.published(self._key(uid, "save"), SaveRecord)).items():
+        claims: dict[tuple[bytes, bytes], tuple[PeerId, SavePlace]] = {}
+        for save in self.store.saves(uid):
+            place = SavePlace(save.step, save.digests[0], ())
+            claims[save.owner, place.manifest] = PeerId(save.owner), place
+        records = await self._dht.published(self._key(uid, "save"), SaveRecord)
+        for owner, record in records.items():
             for place in record.saves:
                 claims[owner, place.manifest] = owner, place
                 for contact in place.holders:
@@ -379,13 +404,14 @@ class ExpertSaves:
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
         # dead holders cost one timeout together
         answers = await asyncio.gather(*(self._head(peer, place.manifest) for peer in holders))
-        head = next((found for found in (head, *answers) if found is not None), None)
+        for answer in answers:
+            head = head or answer
         if head is None:
             raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
         manifest = Manifest.decode(head)
-        named = (manifest.subject, manifest.step) == (uid.encode(), place.step)
+        is_claimed = (manifest.subject, manifest.step) == (uid.encode(), place.step)
         require(
-            named and manifest.size_bytes <= limit_bytes,
+            is_claimed and manifest.size_bytes <= limit_bytes,
             f"a save of {uid} is of another expert or step, or larger than the expert",
             StateError,
         )

@@ -104,9 +104,14 @@ class AsyncTrainer(Generic[Batch]):
         on_update: Callable[[TrainerResult], object] | None = None,
     ) -> None:
         require(concurrency >= 1, f"concurrency={concurrency}: at least one batch must be in flight")
-        self._model, self._loss, self._optimizer = model, loss, optimizer
-        self._concurrency, self._max_grad_norm, self._patience_s = concurrency, max_grad_norm, patience_s
-        self._progress, self._on_update = progress, on_update
+        self._model = model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._concurrency = concurrency
+        self._max_grad_norm = max_grad_norm
+        self._patience_s = patience_s
+        self._progress = progress
+        self._on_update = on_update
         self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
         self._lock = threading.Lock()  # of model, optimizer and the run's result
         self.result = TrainerResult()  # of the last `fit`, even after an interrupt
@@ -188,7 +193,8 @@ class AsyncTrainer(Generic[Batch]):
                 run.count(dropped=run.result.dropped + 1)
                 return
             for here, there in zip(self._model.parameters(), replica.parameters(), strict=True):
-                here.grad, there.grad = there.grad, None
+                here.grad = there.grad
+                there.grad = None
             with torch.no_grad():
                 for buffer, newer in zip(self._model.buffers(), replica.buffers(), strict=True):
                     buffer.copy_(newer)
@@ -197,7 +203,8 @@ class AsyncTrainer(Generic[Batch]):
             self._optimizer.zero_grad(set_to_none=True)
             run.losses.append(loss)
             run.last_success = time.monotonic()
-            last, staleness = run.result, run.result.updates - version
+            last = run.result
+            staleness = run.result.updates - version
             run.count(
                 updates=last.updates + 1,
                 samples=last.samples + samples,
@@ -212,5 +219,10 @@ def samples_in(batch: Any) -> int:
     """Return the length of the first tensor in a tensor, mapping or sequence; 1 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((samples_in(part) for part in parts if isinstance(part, Tensor | Mapping | list | tuple)), 1)
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for part in batch:
+            if isinstance(part, Tensor | Mapping | list | tuple):
+                return samples_in(part)
+    return 1

@@ -52,13 +52,16 @@ class Collator:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", sequence_length: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self._tokenizer, self._length = tokenizer, sequence_length
+        self._tokenizer = tokenizer
+        self._length = sequence_length
         self._specials = torch.tensor(tokenizer.all_special_ids)
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        cls, sep = self._tokenizer.cls_token_id, self._tokenizer.sep_token_id
+        cls = self._tokenizer.cls_token_id
+        sep = self._tokenizer.sep_token_id
         input_ids = torch.full((len(samples), self._length), self._tokenizer.pad_token_id)
-        attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+        attention_mask = torch.zeros_like(input_ids)
+        token_type_ids = torch.zeros_like(input_ids)
         for row, (first, second, _) in enumerate(samples):
             tokens = [cls, *first, sep, *second, sep]
             input_ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -118,9 +121,12 @@ class ShardReader(Iterator[str]):
     def __init__(
         self, name: str, shards: Sequence[Shard], *, seed: int, wait: Callable[[float], object] | None = None
     ) -> None:
-        self.name, self.count = name, len(shards)
+        self.name = name
+        self.count = len(shards)
         self.position = StreamPosition()
-        self._shards, self._seed, self._wait = shards, seed, wait
+        self._shards = shards
+        self._seed = seed
+        self._wait = wait
         self._stream = self._passes()
 
     def __next__(self) -> str:
@@ -128,7 +134,8 @@ class ShardReader(Iterator[str]):
 
     def seek(self, position: StreamPosition) -> None:
         """Continue from a position of a reader with the same shards and seed."""
-        self.position, self._stream = position, self._passes()
+        self.position = position
+        self._stream = self._passes()
 
     def _passes(self) -> Iterator[str]:
         while True:
@@ -160,8 +167,10 @@ class ShardReader(Iterator[str]):
                     raise
                 at = self.position
                 where = f"{self.name}: shard {at.shard + 1} of {self.count}"
-                delays = delays if at.documents == begun else iter(RETRY_AFTER_S)
-                if (delay_s := next(delays, None)) is None:
+                if at.documents != begun:
+                    delays = iter(RETRY_AFTER_S)
+                delay_s = next(delays, None)
+                if delay_s is None:
                     logger.warning("%s is given up after %d documents: %s", where, at.documents, error)
                     return
                 logger.info("%s broke, retry in %g s: %s", where, delay_s, error)
@@ -178,7 +187,9 @@ class Prefetched(Iterator[T]):
     """
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
-        self._source, self._depth, self._stop = source, depth, stop
+        self._source = source
+        self._depth = depth
+        self._stop = stop
         self._ahead: deque[T] = deque()
         self._error: Exception | None = None
         self._changed = threading.Condition()  # guards ahead
@@ -259,12 +270,16 @@ class TextMix:
         seed: int,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.sources = dict(text) if isinstance(text, Mapping) else {"the text": 1.0}
+        if isinstance(text, Mapping):
+            self.sources = dict(text)
+        else:
+            self.sources = {"the text": 1.0}
         if not self.sources or not all(weight > 0 for weight in self.sources.values()):
             raise ValueError(f"sources={self.sources}: give at least one, with positive weights")
         if isinstance(text, Mapping):
-            opened = {name: open_text(name) for name in self.sources}
-            self._readers = [ShardReader(one, shards, seed=seed, wait=wait) for one, shards in opened.items()]
+            self._readers = [
+                ShardReader(name, open_text(name), seed=seed, wait=wait) for name in self.sources
+            ]
         else:
             joined = [partial(_joined, shard) for shard in open_text(text)]
             self._readers = [ShardReader("the text", joined, seed=seed)]
@@ -286,7 +301,8 @@ class TextMix:
         if set(state) != set(self.sources):
             raise ValueError(f"a state of {', '.join(state)} does not fit sources {', '.join(self.sources)}")
         for reader in self._readers:
-            if (count := state[reader.name][0]) != reader.count:
+            count = state[reader.name][0]
+            if count != reader.count:
                 raise ValueError(f"{reader.name} had {count} shards and has {reader.count}: start again")
         for reader in self._readers:
             reader.seek(StreamPosition(*state[reader.name][1:]))
@@ -312,9 +328,14 @@ class MixedBatches(Iterator[dict[str, Tensor]]):
         buffer: int = 10_000,
     ) -> None:
         check_sizes(batch_size, sequence_length)
-        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
-        self._rng, self._collate = random.Random(seed), Collator(tokenizer, sequence_length, seed)
-        self._mix, self._buffer, self._drawn = mix, buffer, 0
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self._rng = random.Random(seed)
+        self._collate = Collator(tokenizer, sequence_length, seed)
+        self._mix = mix
+        self._buffer = buffer
+        self._drawn = 0
         self._held: list[Passage] = []
 
     def __repr__(self) -> str:
@@ -333,7 +354,10 @@ class MixedBatches(Iterator[dict[str, Tensor]]):
         while len(self._held) < min(self._buffer, FIRST_PASSAGES + self._drawn):
             held = len(self._held)
             self._held += passages(self._mix.draw(self._rng), self.tokenizer, self.sequence_length - 3)
-            fruitless = fruitless + 1 if len(self._held) == held else 0
+            if len(self._held) == held:
+                fruitless += 1
+            else:
+                fruitless = 0
             if fruitless > PATIENCE_DOCUMENTS:
                 raise ValueError(
                     f"{fruitless:,} documents in a row have one sentence or none: sentence-order prediction needs "
@@ -362,14 +386,16 @@ class MixedBatches(Iterator[dict[str, Tensor]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state; ValueError if its sources, tokenizer or length are others."""
-        for name, mine in (("sequence_length", self.sequence_length), ("vocabulary", len(self.tokenizer))):
-            if state[name] != mine:
-                raise ValueError(f"a state with {name}={state[name]} does not fit {name}={mine}")
+        for name, own in (("sequence_length", self.sequence_length), ("vocabulary", len(self.tokenizer))):
+            if state[name] != own:
+                raise ValueError(f"a state with {name}={state[name]} does not fit {name}={own}")
         self._mix.load_state_dict(state["mix"])
         self._drawn = state["drawn"]
         tokens = state["tokens"].split(state["token_counts"].tolist())
-        pairs = zip(tokens, state["borders"].split(state["border_counts"].tolist()), strict=True)
-        self._held = [Passage(found.numpy().copy(), tuple(starts.tolist())) for found, starts in pairs]
+        borders = state["borders"].split(state["border_counts"].tolist())
+        self._held = []
+        for of_passage, starts in zip(tokens, borders, strict=True):
+            self._held.append(Passage(of_passage.numpy().copy(), tuple(starts.tolist())))
         self._rng.setstate(state["rng"])
         self._collate.generator.set_state(state["masks"])
 
@@ -386,7 +412,8 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     ) -> None:
         stop = threading.Event()
         self._made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
-        self.tokenizer, self.batch_size = tokenizer, self._made.batch_size
+        self.tokenizer = tokenizer
+        self.batch_size = self._made.batch_size
         self.sequence_length = self._made.sequence_length
         super().__init__(self._made, depth=8, stop=stop)
 

@@ -30,7 +30,9 @@ class PreActivation(nn.Module):
         self.norms = nn.ModuleList([nn.BatchNorm2d(channels), nn.BatchNorm2d(out)])
         self.first = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
         self.second = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        self.shortcut = nn.Conv2d(channels, out, 1, stride, bias=False) if stride == 2 else nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride == 2:
+            self.shortcut = nn.Conv2d(channels, out, 1, stride, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
         active = F.relu(self.norms[0](images))
@@ -109,6 +111,7 @@ def _digits(part: str) -> tuple[Any, Any]:
 
 def _load(path: str, part: str) -> tuple[Any, Any]:
     with np.load(path) as arrays:
-        if missing := {f"x_{part}", f"y_{part}"} - set(arrays.files):
+        missing = {f"x_{part}", f"y_{part}"} - set(arrays.files)
+        if missing:
             raise ValueError(f"{path} has no {min(missing)}: it holds {', '.join(arrays.files)}")
         return arrays[f"x_{part}"], arrays[f"y_{part}"]

@@ -45,7 +45,8 @@ def open_images(images: ImageSource) -> Sequence[Any]:
     require(len(rows), f"no image in {images!s:.80}: give at least one")
     if not hasattr(rows, "column_names"):
         return rows  # type: ignore[no-any-return]
-    if not (columns := [name for name, value in rows[0].items() if hasattr(value, "convert")]):
+    columns = [name for name, value in rows[0].items() if hasattr(value, "convert")]
+    if not columns:
         raise ValueError(f"the data set has no column of images, only {', '.join(rows.column_names)}")
     return rows[columns[0]]  # type: ignore[no-any-return]  # loads a row when it is needed
 
@@ -55,7 +56,8 @@ def _named(images: str | Path) -> Any:
         from sklearn.datasets import load_digits
 
         return load_digits().images / 16
-    if files := sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES):
+    files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES)
+    if files:
         return files
     from datasets import load_dataset
 
@@ -108,7 +110,8 @@ def random_view(image_CHW: Tensor, crops: Crops, flip: float, rng: torch.Generat
     aspect = ASPECT[0] * (ASPECT[1] / ASPECT[0]) ** aspect_u
     h = min(height, max(1, round(math.sqrt(area / aspect))))
     w = min(width, max(1, round(math.sqrt(area * aspect))))
-    top, left = int(top_u * (height - h + 1)), int(left_u * (width - w + 1))
+    top = int(top_u * (height - h + 1))
+    left = int(left_u * (width - w + 1))
     view = resized(image_CHW[:, top : top + h, left : left + w], crops.size_px)
     return view.flip(2) if flip_u < flip else view
 
@@ -142,13 +145,17 @@ def _grey(views: Tensor) -> Tensor:
 
 def _jitter(views: Tensor, strength: float, rng: torch.Generator) -> Tensor:
     """Brightness, contrast, saturation, hue; the hue is rotated in YIQ, a linear approximation of HSV."""
-    low, high = max(0.0, 1 - 0.8 * strength), 1 + 0.8 * strength
+    low = max(0.0, 1 - 0.8 * strength)
+    high = 1 + 0.8 * strength
     views = (views * _uniform(views, low, high, rng)).clamp(0, 1)
     middle = _grey(views).mean(dim=(1, 2, 3), keepdim=True)
     views = torch.lerp(middle.expand_as(views), views, _uniform(views, low, high, rng)).clamp(0, 1)
     views = torch.lerp(_grey(views), views, _uniform(views, low, high, rng)).clamp(0, 1)
     angle = 2 * math.pi * _uniform(views, -0.2 * strength, 0.2 * strength, rng).flatten()
-    cos, sin, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
+    cos = angle.cos()
+    sin = angle.sin()
+    one = torch.ones_like(angle)
+    zero = torch.zeros_like(angle)
     turn = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], dim=1).view(-1, 3, 3)
     to_yiq = torch.tensor(TO_YIQ)
     return torch.einsum("nij,njhw->nihw", to_yiq.inverse() @ turn @ to_yiq, views).clamp(0, 1)
@@ -220,7 +227,8 @@ class Swav(nn.Module):
         from transformers import ResNetConfig, ResNetModel
 
         super().__init__()
-        self.size, config = size, ResNetConfig(**size.resnet)
+        self.size = size
+        config = ResNetConfig(**size.resnet)
         self.backbone = ResNetModel(config)
         self.projection = nn.Sequential(
             nn.Linear(config.hidden_sizes[-1], size.hidden),
@@ -240,7 +248,10 @@ class Swav(nn.Module):
         (B, V, C, h, w) only predict. ``step`` is the ``optimizer.global_step``; None: no queue.
         """
         large_VBD = self._project(large_crops)
-        views_VBD = large_VBD if small_crops is None else torch.cat([large_VBD, self._project(small_crops)])
+        if small_crops is None:
+            views_VBD = large_VBD
+        else:
+            views_VBD = torch.cat([large_VBD, self._project(small_crops)])
         prototypes_KD = F.normalize(self.prototypes)
         logs_VBK = F.log_softmax((views_VBD @ prototypes_KD.T).float() / self.size.temperature, dim=-1)
         targets_TBK = self._assign(large_VBD, prototypes_KD, step)
@@ -258,7 +269,11 @@ class Swav(nn.Module):
     @torch.no_grad()
     def _assign(self, large_VBD: Tensor, prototypes_KD: Tensor, step: int | None) -> Tensor:
         """Assign the large views, (V, B, K); a full queue is balanced with them."""
-        size, former_VQD = self.size, large_VBD[:, :0] if self._queue_VQD is None else self._queue_VQD
+        size = self.size
+        if self._queue_VQD is None:
+            former_VQD = large_VBD[:, :0]
+        else:
+            former_VQD = self._queue_VQD
         queued = step is not None and step >= size.queue_from_step and former_VQD.shape[1] >= size.queue
         held_VND = torch.cat([large_VBD, former_VQD.to(large_VBD)], dim=1)
         if self.training:
@@ -349,7 +364,10 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
     ``settings`` are your own, or those of the named size. A learning rate of 0 freezes the
     prototypes for the first global steps, at all peers alike.
     """
-    chosen = SETTINGS[settings] if isinstance(settings, str) else settings
+    if isinstance(settings, str):
+        chosen = SETTINGS[settings]
+    else:
+        chosen = settings
     body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]
     groups = [{"params": body}, {"params": [model.prototypes]}]
     optimizer = Lars(groups, lr=chosen.lr, momentum=0.9, weight_decay=1e-6, trust=chosen.trust, clip=False)
@@ -371,7 +389,8 @@ def embed(model: Swav, images: ImageSource, *, size_px: int, batch_size: int = 2
 
     Batch normalization's statistics are first measured on these images: equal features at all peers.
     """
-    backbone, source = copy.deepcopy(model.backbone), (open_images(images), size_px, batch_size)
+    backbone = copy.deepcopy(model.backbone)
+    source = (open_images(images), size_px, batch_size)
     device = model.prototypes.device
     update_bn(_squares(*source), backbone, device)
     backbone.eval()

@@ -95,19 +95,24 @@ def fit_memory(
     room = USABLE * memory_bytes - RESERVED_BYTES - 6 * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
     checkpointing = plain < ENOUGH
-    if (fitting := min(saving if checkpointing else plain, MOST)) < 1:
+    fitting = min(saving if checkpointing else plain, MOST)
+    if fitting < 1:
         raise ValueError(f"{memory_bytes / 2**30:.1f} GiB cannot train {size}: use a smaller size")
     return 1 << (fitting.bit_length() - 1), checkpointing
 
 
 def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
-    layers = LAYER_VALUES + size.layers if checkpointing else LAYER_VALUES * size.layers
+    if checkpointing:
+        layers = LAYER_VALUES + size.layers
+    else:
+        layers = LAYER_VALUES * size.layers
     return sequence_length * VALUE_BYTES * (layers * size.hidden + 3 * size.vocabulary)
 
 
 def parameter_count(size: AlbertSize) -> int:
     """Count the parameters of an ALBERT for pretraining: embeddings, one shared layer, and three heads."""
-    hidden, embedding = size.hidden, 128
+    hidden = size.hidden
+    embedding = 128
     embeddings = (size.vocabulary + 512 + 2 + 2) * embedding + (embedding + 1) * hidden
     layer = 4 * (hidden + 1) * hidden + 8 * hidden * hidden + 5 * hidden + 4 * hidden
     heads = (hidden + 1) * hidden + (hidden + 3) * embedding + size.vocabulary + 2 * (hidden + 1)
@@ -154,7 +159,10 @@ def albert_optimizer(
     model: torch.nn.Module, settings: AlbertSettings | str = "tiny"
 ) -> tuple[Lamb, LambdaLR]:
     """Return LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``."""
-    chosen = SETTINGS[settings] if isinstance(settings, str) else settings
+    if isinstance(settings, str):
+        chosen = SETTINGS[settings]
+    else:
+        chosen = settings
     groups = parameter_groups(model, chosen.weight_decay)
     optimizer = Lamb(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, clamp=chosen.clamp)
 
@@ -226,7 +234,8 @@ def albert(
         model = AlbertForPreTraining(albert_config(shape, words)).train()
     if checkpointing:
         checkpoint_layers(model)
-    if (probe := getattr(swarm, "probe", None)) is not None:
+    probe = getattr(swarm, "probe", None)
+    if probe is not None:
         of_text = EXAMPLES.get(text if isinstance(text, str) else "", ENGLISH)
         probe.known = model, words, EXAMPLES.get(language, of_text)
     return model, batches
@@ -236,7 +245,10 @@ def _fit_this_machine(batch_size: int | None, shape: AlbertSize, length: int) ->
     if batch_size is not None:
         return batch_size, False
     has_gpu = torch.cuda.is_available()
-    memory_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else WITHOUT_GPU_BYTES
+    if has_gpu:
+        memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory_bytes = WITHOUT_GPU_BYTES
     return fit_memory(shape, memory_bytes, sequence_length=length)
 
 
@@ -288,8 +300,14 @@ def replies(
     """Return a reply for each gap; ``before`` are the weights that the model had at first."""
     require(MASK in question, f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
     now = fill_mask(model, tokenizer, question)
-    then = fill_mask(model, tokenizer, question, weights=before) if before else [[] for _ in now]
-    texts = [question] if len(now) == 1 else [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
+    if before:
+        then = fill_mask(model, tokenizer, question, weights=before)
+    else:
+        then = [[] for _ in now]
+    if len(now) == 1:
+        texts = [question]
+    else:
+        texts = [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
     return [Reply(*one) for one in zip(texts, map(tuple, then), map(tuple, now), strict=True)]
 
 
@@ -333,7 +351,8 @@ def masked_loss(
     hide the same tokens, so that runs can be compared. A `ValueError` if there is too little text.
     """
     check_sizes(batch_size, sequence_length)
-    collate, size = Collator(tokenizer, sequence_length, seed), sequence_length - 3
+    collate = Collator(tokenizer, sequence_length, seed)
+    size = sequence_length - 3
     samples = []
     for text in texts:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -360,7 +379,8 @@ def token_logits(output: Any) -> Tensor:
 
 def call(model: nn.Module, weights: Weights | None, **inputs: Tensor) -> Any:
     """Return the model's output in evaluation mode, with its own weights or others."""
-    own, device = dict(model.named_parameters()), next(model.parameters()).device
+    own = dict(model.named_parameters())
+    device = next(model.parameters()).device
     lent = {name: weight.to(own[name].device, own[name].dtype) for name, weight in (weights or {}).items()}
     moved = {name: one.to(device) for name, one in inputs.items()}
     modes = [(module, module.training) for module in model.modules()]

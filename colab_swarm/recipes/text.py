@@ -47,7 +47,8 @@ def open_text(text: TextSource) -> list[Shard]:
     elif not isinstance(text, Sequence):
         shards = [partial(_read_iterable, text)]
     elif text and isinstance(text[0], Path):
-        if missing := [str(path) for path in text if not Path(path).is_file()]:
+        missing = [str(path) for path in text if not Path(path).is_file()]
+        if missing:
             raise ValueError(f"there is no file {', '.join(missing)}")
         shards = [shard for path in text for shard in _open_named(str(path))]
     else:
@@ -58,7 +59,8 @@ def open_text(text: TextSource) -> list[Shard]:
 
 def _read_iterable(texts: Iterable[str | Path]) -> Iterator[str]:
     blocks = pack(map(str, texts))
-    if (first := next(blocks, None)) is None:
+    first = next(blocks, None)
+    if first is None:
         raise Stopped("the text is empty or an exhausted iterator: give a longer list")
     yield first
     yield from blocks
@@ -78,7 +80,10 @@ def pack(texts: Iterable[str]) -> Iterator[str]:
 
 def find_files(name: str) -> list[Path]:
     """Return the files of a path, or of a pattern, which must match one; none for other names."""
-    paths = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
+    if Path(name).is_file():
+        paths = [name]
+    else:
+        paths = sorted(glob.glob(name, recursive=True))
     files = [Path(path) for path in paths if Path(path).is_file()]
     require(not glob.has_magic(name) or files, f"no file matches {name!r}")
     return files
@@ -89,7 +94,8 @@ def _open_named(name: str) -> list[Shard]:
         from pydoc_data.topics import topics
 
         return open_text([topics[key] for key in sorted(topics)])
-    if not (files := find_files(name)):
+    files = find_files(name)
+    if not files:
         path, _, configuration = name.partition(":")
         try:
             return _open_rows(path, configuration or None)
@@ -120,7 +126,8 @@ def _open_rows(path: str, configuration: str | None = None, **options: str) -> l
 
 def _read_shard(file: Path, start: int) -> Iterator[str]:
     """Yield the documents of the lines that start within one shard of a file."""
-    lines, waiting = _lines(file, start), ""
+    lines = _lines(file, start)
+    waiting = ""
     if file.suffix == ".jsonl":
         yield from _cut(text_of(json.loads(line)) for line in lines if line.strip())
         return
@@ -134,7 +141,11 @@ def _read_shard(file: Path, start: int) -> Iterator[str]:
 
 
 def _lines(file: Path, start: int) -> Iterator[str]:
-    most = -1 if file.suffix == ".jsonl" else LINE_BYTES  # without line breaks it is cut at shards' borders
+    # without line breaks it is cut at shards' borders
+    if file.suffix == ".jsonl":
+        most = -1
+    else:
+        most = LINE_BYTES
     with file.open("rb") as opened:
         if start:
             opened.seek(start - 1)
@@ -212,9 +223,13 @@ def train_tokenizer(
 def load_tokenizer(source: "TokenizerSource") -> "PreTrainedTokenizerFast":
     """Load a file, a folder or a hub name, or check a tokenizer; ValueError if it is not usable."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tokenizer = _load(source) if isinstance(source, str | Path) else source
+    if isinstance(source, str | Path):
+        tokenizer = _load(source)
+    else:
+        tokenizer = source
     needed = ("pad_token", "cls_token", "sep_token", "mask_token")
-    if missing := [name for name in needed if not getattr(tokenizer, name)]:
+    missing = [name for name in needed if not getattr(tokenizer, name)]
+    if missing:
         raise ValueError(f"tokenizer {source} has no {', '.join(missing)}: masked language models need them")
     return tokenizer
 
@@ -298,7 +313,10 @@ def split_sentences(text: str) -> list[str]:
 def passages(text: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> Iterator[Passage]:
     """Cut a document into passages of about ``length`` tokens; a lone last sentence is dropped."""
     sentences = split_sentences(text)
-    encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []
+    if sentences:
+        encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"]
+    else:
+        encoded = []
     half = max(1, length // 2)  # a sentence over half a sample is cut: the sample needs a second part
     tokens: list[int] = []
     borders: list[int] = []
@@ -309,13 +327,15 @@ def passages(text: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> It
         tokens += piece
         if borders and (len(tokens) >= length or number == len(pieces)):
             yield Passage(np.array(tokens, dtype=np.int32), tuple(borders))
-            tokens, borders = [], []
+            tokens = []
+            borders = []
 
 
 def ordered(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
     """Return a passage's two parts, cut to ``length`` tokens together, and whether a coin swapped them."""
     border = rng.choice(passage.borders)
-    first, second = passage.tokens[:border], passage.tokens[border:]
+    first = passage.tokens[:border]
+    second = passage.tokens[border:]
     swapped = rng.random() < 0.5
     if swapped:
         first, second = second, first

@@ -47,11 +47,15 @@ def random_faults(
     """
     known = set(kinds) <= LASTS_S.keys()
     require(known and mean_s > 0, f"kinds={','.join(kinds)}: choose of {', '.join(LASTS_S)}")
-    faults, at, free_at = list[ScriptedFault](), 0.0, dict.fromkeys(peers, 0.0)
+    faults = list[ScriptedFault]()
+    at = 0.0
+    free_at = dict.fromkeys(peers, 0.0)
     while (at := at + rng.expovariate(1 / mean_s)) < until_s:
-        free, kind = [peer for peer in peers if free_at[peer] <= at], rng.choice(kinds)
+        free = [peer for peer in peers if free_at[peer] <= at]
+        kind = rng.choice(kinds)
         if len(free) > 1:
-            seconds, peer = min(rng.uniform(*LASTS_S[kind]), until_s - at), rng.choice(free)
+            seconds = min(rng.uniform(*LASTS_S[kind]), until_s - at)
+            peer = rng.choice(free)
             faults += _spell(kind, peer, at, at + seconds)
             free_at[peer] = at + seconds + (STARTS_S if faults[-1].name == "restart" else 0.0)
     return sorted(faults, key=lambda fault: fault.at)

@@ -45,14 +45,16 @@ class Pipe:
         self.most_bps = self.rate_bps = rate_bps
         self.free_at = 0.0
         self.peak_bps: float | None = None
-        self._second, self._second_bytes = -1, 0
+        self._second = -1
+        self._second_bytes = 0
 
     def transfer(self, size_bytes: int, now: float, *, slowness: float) -> tuple[float, float]:
         """Queue ``size_bytes``; return when the first and the last bit pass."""
         begin = max(now, self.free_at)
         self.free_at = begin + size_bytes * 8 * slowness / self.rate_bps
         if int(self.free_at) != self._second:
-            self._second, self._second_bytes = int(self.free_at), 0
+            self._second = int(self.free_at)
+            self._second_bytes = 0
         self._second_bytes += size_bytes
         if self._second_bytes >= 1 << 16:  # less traffic says nothing about the rate
             self.peak_bps = max(self.peak_bps or 0.0, self._second_bytes * 8.0)
@@ -67,12 +69,17 @@ class SimCarrier(Loopback):
 
     def __init__(self, network: "SimNetwork", near: "SimPeers", far: "SimPeers", latency_s: float) -> None:
         super().__init__()
-        self.near, self.far, self.latency_s, self._network = near, far, latency_s, network
+        self.near = near
+        self.far = far
+        self.latency_s = latency_s
+        self._network = network
         self._travelling: deque[tuple[int, float]] = deque()  # size_bytes, when its last bit arrives
         self._in_flight: deque[Callable[[], None]] = deque()
-        self._arrival_at, self._held_up = 0.0, 0
+        self._arrival_at = 0.0
+        self._held_up = 0
         self._leaving: deque[tuple[float, int]] = deque()  # when its last bit leaves, size_bytes
-        self._leaving_bytes, self._writable = 0, True
+        self._leaving_bytes = 0
+        self._writable = True
 
     @property
     def rtt_s(self) -> float:
@@ -88,7 +95,8 @@ class SimCarrier(Loopback):
     def carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
         size_bytes += 84  # headers of TCP/IP and WebSocket, and the seal
         self._in_flight.append(arrive)
-        slowness, now = self.near.slowness / self._network.width, self._loop.time()
+        slowness = self.near.slowness / self._network.width
+        now = self._loop.time()
         first_bit_at, last_bit_at = self.near.upload.transfer(size_bytes, now, slowness=slowness)
         delay_s = self._delay_s()
         self._arrival_at = max(self._arrival_at, first_bit_at + delay_s)
@@ -108,7 +116,8 @@ class SimCarrier(Loopback):
             self._loop.call_at(self._leaving[0][0], self._watch_backlog)
 
     def _delay_s(self) -> float:
-        network, delay_s = self._network, self.rtt_s / 2
+        network = self._network
+        delay_s = self.rtt_s / 2
         if network.profile.jitter_s:
             delay_s += network.rng.expovariate(1 / network.profile.jitter_s) * network.latency_factor
         while network.loss and network.rng.random() < network.loss:
@@ -132,7 +141,8 @@ class SimCarrier(Loopback):
 
     def resume(self) -> None:
         """Deliver what a healed partition had held up."""
-        held_up, self._held_up = self._held_up, 0
+        held_up = self._held_up
+        self._held_up = 0
         for _ in range(held_up):
             self._pass()
 
@@ -153,11 +163,15 @@ class SimLink(Link):
         self, network: "SimNetwork", own: "SimPeers", remote: Remote, *, carrier: Loopback, **parts: Any
     ) -> None:
         super().__init__(remote, carrier=carrier, **parts)
-        self._network, self._own, self._wire = network, own, carrier
+        self._network = network
+        self._own = own
+        self._wire = carrier
 
     @property
     def rtt_s(self) -> float | None:
-        return self._wire.rtt_s if isinstance(self._wire, SimCarrier) else None
+        if isinstance(self._wire, SimCarrier):
+            return self._wire.rtt_s
+        return None
 
     def decode(self, kind: type[M], data: memoryview) -> M:
         message = super().decode(kind, data)
@@ -176,7 +190,8 @@ class SimLink(Link):
 
     def _breaks_at(self, message: Message) -> bool:
         """Fire the faults that wait for this message; return True if one has broken the link."""
-        was_open, network = self._wire.open, self._network
+        was_open = self._wire.open
+        network = self._network
         sender = network.by_id[self.peer].name
         for trap in [trap for trap in network.traps if trap[0](message, sender, self._own.name)]:
             network.traps.remove(trap)
@@ -188,8 +203,10 @@ class SimLinker(Linker):
     """Opens links over `SimCarrier`."""
 
     def __init__(self, network: "SimNetwork", own: "SimPeers", identity: Identity) -> None:
-        self._network, self._own = network, own
-        clock, make_link = partial(network.wall_clock, own.name), partial(SimLink, network, own)
+        self._network = network
+        self._own = own
+        clock = partial(network.wall_clock, own.name)
+        make_link = partial(SimLink, network, own)
         super().__init__(identity, SETTINGS, OpenAdmission(), EventLog(), clock, make_link)
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
@@ -199,7 +216,8 @@ class SimLinker(Linker):
         return await super().link_to(peer, timeout_s)
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        network, other = self._network, self._network.by_address.get(address)
+        network = self._network
+        other = self._network.by_address.get(address)
         unanswered = PeerUnreachable(f"nobody answers at {address}")
         if other is None:
             raise unanswered
@@ -221,7 +239,8 @@ class SimLinker(Linker):
         other.linker.require_room()
         ends = (self._own, other), (other, self._own)
         near, far = (SimCarrier(self._network, one, two, latency_s) for one, two in ends)
-        near.other, far.other = far, near
+        near.other = far
+        far.other = near
         far.receiver = other.linker.accept(self._own, far, dialled=False)
         near.receiver = link = self.accept(other, near, dialled=True)
         return link
@@ -245,8 +264,13 @@ class SimPeers(Node):
     linker: SimLinker
 
     def __init__(self, network: "SimNetwork", name: str, *, host: HostProfile, role: Role) -> None:
-        self.name, self.role, self.up, self.slowness, self._network = name, role, True, 1.0, network
-        self.upload, self.download = Pipe(host.upload_bps), Pipe(host.download_bps)
+        self.name = name
+        self.role = role
+        self.up = True
+        self.slowness = 1.0
+        self._network = network
+        self.upload = Pipe(host.upload_bps)
+        self.download = Pipe(host.download_bps)
         self._down_callbacks: list[Callable[[], object]] = []
         identity = Identity(hashlib.sha256(f"{network.seed} {name}".encode()).digest())
         super().__init__(identity, SETTINGS, SimLinker(network, self, identity))
@@ -256,14 +280,17 @@ class SimPeers(Node):
 
     def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
         writer = self._network.by_id.get(id_of(public_key))
-        return super().role_by(public_key, membership, at) if writer is None else writer.role
+        if writer is None:
+            return super().role_by(public_key, membership, at)
+        return writer.role
 
     def limit(self, rate_bps: float | None) -> None:
         for pipe in (self.upload, self.download):
             pipe.rate_bps = min(pipe.most_bps, math.inf if rate_bps is None else rate_bps)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        up, down = self.upload.peak_bps, self.download.peak_bps
+        up = self.upload.peak_bps
+        down = self.download.peak_bps
         return replace(super().statistics(peer), upload_bps=up, download_bps=down)
 
     async def close(self) -> None:
@@ -358,9 +385,13 @@ class SimNetwork:
     """
 
     def __init__(self, profile: NetworkProfile = LAN, *, seed: int = 0) -> None:
-        self.profile, self.seed, self.rng = profile, seed, random.Random(seed)
+        self.profile = profile
+        self.seed = seed
+        self.rng = random.Random(seed)
         self.loop = asyncio.get_running_loop()
-        self.loss, self.latency_factor, self.width = profile.loss, 1.0, 1.0
+        self.loss = profile.loss
+        self.latency_factor = 1.0
+        self.width = 1.0
         self.fired: list[ScriptedFault] = []
         self.coming: list[ScriptedFault] = []
         self.traps: list[tuple[Callable[[Message, str, str], bool], Callable[[], None]]] = []
@@ -405,7 +436,10 @@ class SimNetwork:
 
     def __str__(self) -> str:
         host = self.profile.hosts[0]
-        kinds = f"{len(self.profile.hosts)} kinds of lines, the first " if len(self.profile.hosts) > 1 else ""
+        if len(self.profile.hosts) > 1:
+            kinds = f"{len(self.profile.hosts)} kinds of lines, the first "
+        else:
+            kinds = ""
         latency_ms = 1000 * self.profile.latency_s * self.latency_factor
         up, down = (bps * self.width / 1e6 for bps in (host.upload_bps, host.download_bps))
         bandwidth = f"{kinds}{up:g} Mbit/s up, {down:g} Mbit/s down"
@@ -509,7 +543,8 @@ class SimNetwork:
 
         def break_silent() -> None:
             for carrier in self._carriers():
-                near, far = carrier.near.name, carrier.far.name
+                near = carrier.near.name
+                far = carrier.far.name
                 if carrier.open and silent(near, far):
                     reason = f"{near} and {far} hear nothing of each other"
                     carrier.abort(reason)
@@ -528,7 +563,8 @@ class SimNetwork:
         self._skews[peer] = seconds
         for one in self.by_name.values():
             for other in one.linked():
-                theirs, ours = self.wall_clock(self.by_id[other].name), self.wall_clock(one.name)
+                theirs = self.wall_clock(self.by_id[other].name)
+                ours = self.wall_clock(one.name)
                 one.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
 
     def separated(self, one: str, other: str) -> bool:

@@ -89,7 +89,8 @@ class ChurnProfile:
         """Return all arrivals and departures before ``until_s``, in order of time; every peer starts online."""
         events: list[ChurnEvent] = []
         for peer in peers:
-            at, online = 0.0, True
+            at = 0.0
+            online = True
             while True:
                 at += rng.expovariate(1 / (self.mean_session_s if online else self.mean_absence_s))
                 if at >= until_s:

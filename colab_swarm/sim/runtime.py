@@ -30,7 +30,8 @@ class _JumpingSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return []  # callbacks are ready, those of other threads too: no need to ask the system each time
-        if ready := super().select(0):
+        ready = super().select(0)
+        if ready:
             return ready
         if timeout is None:
             raise RuntimeError("deadlock: every task is waiting and no timer is set")
@@ -75,7 +76,8 @@ class _Turn:
     """Hands control back and forth between the loop and one peer's thread."""
 
     def __init__(self) -> None:
-        self.answered, self.parked = threading.Semaphore(0), threading.Semaphore(0)
+        self.answered = threading.Semaphore(0)
+        self.parked = threading.Semaphore(0)
         self.wanted: Coroutine[Any, Any, Any] | None = None
         self.task: asyncio.Task[Any] | None = None
         self.stopped = False
@@ -106,7 +108,8 @@ class SimRuntime:
         self._turns: dict[int, _Turn] = {}
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if (turn := self._turns.get(threading.get_ident())) is None:
+        turn = self._turns.get(threading.get_ident())
+        if turn is None:
             return self._drive(coroutine)
         result: T = turn.run(coroutine).result()
         return result
@@ -141,7 +144,8 @@ class SimRuntime:
 
     async def run_thread(self, work: Callable[[], T], name: str) -> T:
         """Run blocking ``work`` in a thread that takes turns with the loop; its error is raised here."""
-        turn, finished = _Turn(), Future[T]()
+        turn = _Turn()
+        finished = Future[T]()
 
         def body() -> None:
             self._turns[threading.get_ident()] = turn

@@ -183,7 +183,8 @@ class Snapshot:
             f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share",
             StateError,
         )
-        view, size_bytes = memoryview(blob.data), chunk_bytes(blob.nbytes)
+        view = memoryview(blob.data)
+        size_bytes = chunk_bytes(blob.nbytes)
         digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
         snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
         require(
@@ -204,7 +205,8 @@ class Snapshot:
     @cached_property
     def chunks(self) -> dict[bytes, memoryview]:
         """All chunks by digest; equal chunks once."""
-        view, manifest = memoryview(self.blob.data), self.manifest
+        view = memoryview(self.blob.data)
+        manifest = self.manifest
         return {manifest.digest(chunk): view[manifest.span(chunk)] for chunk in range(manifest.chunks)}
 
     async def read(self, digest: bytes) -> memoryview | None:
@@ -226,7 +228,8 @@ async def send_chunks(
 ) -> None:
     """Send the requested chunks, as far as ``await read(digest)`` has them, and end the stream."""
     for digest in request.digests:
-        if (chunk := await read(digest)) is None:
+        chunk = await read(digest)
+        if chunk is None:
             raise Refusal(f"chunk {digest.hex()[:8]} is not here")
         await stream.send(StateChunk(), chunk)
     await stream.end()
@@ -256,7 +259,9 @@ class ChunkDownload:
     def __init__(
         self, peers: Peers, manifest: Manifest, request: Callable[[tuple[bytes, ...]], FetchChunks]
     ) -> None:
-        self._peers, self._manifest, self._request = peers, manifest, request
+        self._peers = peers
+        self._manifest = manifest
+        self._request = request
         self._queue = list(reversed(range(manifest.chunks)))
         self.blob: Blob = np.empty(manifest.size_bytes, np.uint8)
         self.used: set[PeerId] = set()
@@ -285,14 +290,18 @@ class ChunkDownload:
         require(not self._queue, missing, StateError)
 
     async def _work(self, donor: PeerId, timeout_s: float) -> bool:
-        count, now = 1, asyncio.get_running_loop().time
+        count = 1
+        now = asyncio.get_running_loop().time
         while self._queue:
             pending = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
             began = now()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._fetch(donor, pending)
-                count = min(2 * count, REQUEST_CHUNKS) if now() - began < QUICK_S else 1
+                if now() - began < QUICK_S:
+                    count = min(2 * count, REQUEST_CHUNKS)
+                else:
+                    count = 1
             except (PeerError, TimeoutError, StateError) as error:
                 logger.info("donor %s dropped: %s", short(donor), error)
                 return False
@@ -304,7 +313,8 @@ class ChunkDownload:
         request = self._request(tuple(map(self._manifest.digest, pending)))
         async with await self._peers.stream(donor, request, timeout_s=CHUNK_TIMEOUT_S) as stream:
             while pending:
-                digest, size_bytes = self._manifest.digest(pending[0]), self._manifest.length(pending[0])
+                digest = self._manifest.digest(pending[0])
+                size_bytes = self._manifest.length(pending[0])
                 self._put(pending[0], await receive_chunk(stream, digest, size_bytes))
                 del pending[0]
                 self.used.add(donor)

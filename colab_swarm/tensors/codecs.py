@@ -88,7 +88,8 @@ def codec_of(name: str) -> Codec:
     """
     if name in CODECS:
         return CODECS[name]
-    if (share := re.fullmatch(r"topk:(0\.[0-9]+)", name)) is None:
+    share = re.fullmatch(r"topk:(0\.[0-9]+)", name)
+    if share is None:
         raise ValueError(f"unknown codec {name!r}: choose one of {', '.join(_PRECISIONS)} or topk:0.01")
     codec = TopK(float(share[1]))
     require(codec.name == name, f"write codec {name!r} as {codec.name!r}: all peers must use the same name")
@@ -97,7 +98,9 @@ def codec_of(name: str) -> Codec:
 
 def mean_codec_for(codec: str) -> str:
     """Return the codec of the mean: a reducer keeps no residual, so it needs no error feedback."""
-    return codec if Precision(codec).widest.gamma(BLOCK_VALUES) <= _MAX_MEAN_GAMMA else "float16"
+    if Precision(codec).widest.gamma(BLOCK_VALUES) <= _MAX_MEAN_GAMMA:
+        return codec
+    return "float16"
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,9 @@ class Precision:
     @property
     def widest(self) -> Codec:
         """The largest codec that `at` may return, in bytes."""
-        return CODECS["float16"] if self.name == _ADAPTIVE else codec_of(self.name)
+        if self.name == _ADAPTIVE:
+            return CODECS["float16"]
+        return codec_of(self.name)
 
 
 def _as_bytes(array: npt.NDArray[Any]) -> memoryview:
@@ -223,7 +228,8 @@ class _Int8:
         return min(numel, BLOCK_VALUES) / 250**2
 
     def encode(self, values: Floats) -> Buffer:
-        numel, blocks = len(values), block_count(len(values))
+        numel = len(values)
+        blocks = block_count(len(values))
         encoded = bytearray(self.encoded_bytes(numel))
         scales = np.frombuffer(encoded, np.float32, count=blocks)
         levels = np.frombuffer(encoded, np.int8, offset=4 * blocks)
@@ -246,7 +252,10 @@ class _Int8:
             bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()),
             "an int8 block has a scale that is negative, infinite or not a number",
         )
-        levels = np.frombuffer(buffer, np.int8, offset=4 * blocks) if numel else np.empty(0, np.int8)
+        if numel:
+            levels = np.frombuffer(buffer, np.int8, offset=4 * blocks)
+        else:
+            levels = np.empty(0, np.int8)
         out = target(numel, scratch)
         for (here, rows), (_, steps) in zip(block_rows(out), block_rows(levels), strict=True):
             np.multiply(steps, scales[here, None], out=rows)

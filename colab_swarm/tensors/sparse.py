@@ -39,7 +39,8 @@ from colab_swarm.tensors.vectors import (
 )
 
 # below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better
-LEAST_SHARE, LARGEST_SHARE = 1e-4, 0.5
+LEAST_SHARE = 1e-4
+LARGEST_SHARE = 0.5
 KEPT = BLOCK_VALUES // 64  # of each block, by sparseloco
 SPARSE16 = "sparse16"
 
@@ -78,7 +79,8 @@ class TopK:
         return values[indices].tobytes() + _pack_indices(indices, len(values))
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        encoded, kept = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8), self.kept(numel)
+        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        kept = self.kept(numel)
         values = encoded[: 4 * kept].view(np.float32)
         require(all_finite(values), "a topk vector has values that are not finite")
         indices = _unpack_indices(encoded[values.nbytes :], kept, numel)
@@ -119,7 +121,8 @@ class SparseLoCo:
         return means.tobytes() + pack(codes) + pack_12(places)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        encoded, kept = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8), self.kept(numel)
+        encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        kept = self.kept(numel)
         means, codes, places = np.split(encoded, [4 * BINS, 4 * BINS + -(-kept // 4)])
         require(all_finite(means.view(np.float32)), "a sparseloco vector has means that are not finite")
         values = means.view(np.float32)[unpack(codes, kept)]
@@ -184,7 +187,8 @@ def _values_of(packed: Buffer, kept: int) -> npt.NDArray[np.uint16]:
     if not count:
         return np.frombuffer(checked(packed, 2 + 2 * kept)[2:], np.uint16)
     require(len(packed) >= 2 + 2 * count, "a sparse16 vector lacks values")
-    different, frame = np.frombuffer(packed[2 : 2 + 2 * count], np.uint16), bytes(packed[2 + 2 * count :])
+    different = np.frombuffer(packed[2 : 2 + 2 * count], np.uint16)
+    frame = bytes(packed[2 + 2 * count :])
     try:
         require(zstandard.frame_content_size(frame) == 2 * kept, "a sparse16 vector has another length")
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH, MAX_NODES = 32, 1_000_000
+MAX_DEPTH = 32
+MAX_NODES = 1_000_000
 MAX_SKELETON_BYTES = 64 << 20
 MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"
@@ -88,14 +89,16 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
         state = walk.join(json.loads(skeleton.decode()), 0)  # bytes could be UTF-16, too
     except (ValueError, RecursionError) as error:
         raise StateError(f"state skeleton cannot be read: {error}") from error
-    if unused := tensors.keys() - walk.used:
+    unused = tensors.keys() - walk.used
+    if unused:
         raise StateError(f"the skeleton does not name {len(unused)} tensors, such as {min(unused)!r}")
     return state
 
 
 class _Walk:
     def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
-        self.tensors, self.used = tensors, set[str]()
+        self.tensors = tensors
+        self.used = set[str]()
         self._names: dict[Any, str] = {}
         self._parts = 0
 
@@ -151,7 +154,9 @@ class _Walk:
         match skeleton:
             case None | bool() | int() | float() | str():
                 # raises for half a surrogate pair, which no file can hold
-                return skeleton.encode().decode() if isinstance(skeleton, str) else skeleton
+                if isinstance(skeleton, str):
+                    return skeleton.encode().decode()
+                return skeleton
             case list():
                 return [self.join(item, depth + 1) for item in skeleton]
             case {"tensor": str(name)} if len(skeleton) == 1 and name in self.tensors:
@@ -209,7 +214,10 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
 
     found: dict[str, torch.Tensor] = {}
     for name, one in tensors.items():
-        flat = torch.frombuffer(one.data, dtype=torch.uint8) if one.data.nbytes else torch.empty(0).byte()
+        if one.data.nbytes:
+            flat = torch.frombuffer(one.data, dtype=torch.uint8)
+        else:
+            flat = torch.empty(0).byte()
         try:
             found[name] = flat.view(getattr(torch, one.kind)).reshape(one.shape)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
@@ -224,7 +232,8 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: byte
     head: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in ordered.items():
-        begin, end = end, end + tensor.data.nbytes
+        begin = end
+        end = end + tensor.data.nbytes
         head[name] = {"dtype": KINDS[tensor.kind][0], "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
@@ -278,7 +287,8 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
             StateError,
         )
         tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
-        skeleton, expected = metadata["skeleton"].encode(), metadata["sha256"]
+        skeleton = metadata["skeleton"].encode()
+        expected = metadata["sha256"]
         found = digest(tensors, skeleton)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
@@ -287,7 +297,8 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
 
 
 def _tensor(entry: Any, data: memoryview) -> TensorBytes:
-    kind, shape = _TORCH_NAMES[entry["dtype"]], tuple(entry["shape"])
+    kind = _TORCH_NAMES[entry["dtype"]]
+    shape = tuple(entry["shape"])
     start, stop = entry["data_offsets"]
     require(
         0 <= start <= stop <= len(data) and stop - start == math.prod(shape) * KINDS[kind][1],
@@ -310,7 +321,8 @@ class StepFiles:
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         require(keep >= 1, f"keep={keep}: keep at least one checkpoint")
-        self.path, self.keep = Path(path), keep
+        self.path = Path(path)
+        self.keep = keep
 
     def file_of(self, step: int) -> Path:
         return self.path / f"step-{step:012}.safetensors"

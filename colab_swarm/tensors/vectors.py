@@ -33,7 +33,9 @@ def checked(buffer: Buffer, size_bytes: int) -> Buffer:
 
 
 def target(numel: int, scratch: Floats | None) -> Floats:
-    return np.empty(numel, np.float32) if scratch is None else scratch[:numel]
+    if scratch is None:
+        return np.empty(numel, np.float32)
+    return scratch[:numel]
 
 
 def block_rows(values: npt.NDArray[T]) -> Iterator[tuple[slice, npt.NDArray[T]]]:

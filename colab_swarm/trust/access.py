@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
 CALL_TIMEOUT_S = 10.0
-RETRY_S, MAX_RETRY_S = 30.0, 600.0
+RETRY_S = 30.0
+MAX_RETRY_S = 600.0
 
 
 def clock_advice(behind_s: float) -> str:
@@ -83,26 +84,40 @@ class RunMember:
         readmit: Callable[[PeerId, bytes], Role],
         behind_s: Callable[[], float],
     ) -> None:
-        self._peers, self._dht, self._admission, self._events = peers, dht, admission, events
-        self._access, self._readmit, self._behind_s = access, readmit, behind_s
+        self._peers = peers
+        self._dht = dht
+        self._admission = admission
+        self._events = events
+        self._access = access
+        self._readmit = readmit
+        self._behind_s = behind_s
         self._loop = asyncio.get_running_loop()
-        self._reported_s, self._absent = 0.0, LeftOut[str](RETRY_S, MAX_RETRY_S)  # last skew told of
+        # last skew told of
+        self._reported_s = 0.0
+        self._absent = LeftOut[str](RETRY_S, MAX_RETRY_S)
         self._unaware: set[PeerId] = set()  # linked peers that have not seen the renewed membership
         peers.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
         """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
-        invitation, saved = self._access.invitation, self._access.membership
+        invitation = self._access.invitation
+        saved = self._access.membership
         if invitation is None or invitation.grant is None:
             return
-        grant, key, now = invitation.grant, self._peers.public_key, self._peers.time()
+        grant = invitation.grant
+        key = self._peers.public_key
+        now = self._peers.time()
         if saved:
             with contextlib.suppress(NotAdmitted):
                 self._admission.check(key, saved, now=now)
                 self._admission.membership = saved
                 return
         own = Membership.by_invitation(grant, invitation.key, key=key, now=now).encode()
-        proof = saved if now > grant.join_until else b""  # an ended membership is renewed for a while
+        # an ended membership is renewed for a while
+        if now > grant.join_until:
+            proof = saved
+        else:
+            proof = b""
         if grant.offline and not proof:
             self._admission.membership = own
             return
@@ -118,15 +133,20 @@ class RunMember:
 
     async def tick(self) -> None:
         """Renew the membership if due, show it to linked peers that have not seen it, check the clock."""
-        behind_s, reported_s = self._behind_s(), self._reported_s
+        behind_s = self._behind_s()
+        reported_s = self._reported_s
         refused = abs(behind_s) > SLACK_S, abs(reported_s) > SLACK_S
         if abs(behind_s - reported_s) > REPORT_S or refused[0] != refused[1]:
             self._reported_s = behind_s
             text = clock_advice(behind_s) or "this machine's clock is right again"
             self._events.emit(Notice(self._loop.time(), text))
         if self._access.invitation is not None:
-            held, now = Membership.decode(self._admission.membership), self._peers.time()
-            due_at = held.issued_at if held.grant else (held.issued_at + held.expires_at) / 2
+            held = Membership.decode(self._admission.membership)
+            now = self._peers.time()
+            if held.grant:
+                due_at = held.issued_at
+            else:
+                due_at = (held.issued_at + held.expires_at) / 2
             if now >= due_at and not self._absent.holds("authority", now):
                 await self._renew(held)
         self._unaware &= self._peers.linked()
@@ -141,7 +161,10 @@ class RunMember:
             left_s = held.expires_at - now
             refused = isinstance(error, CallRefused) and error.code == "refused"
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
-                why = "" if refused else "the organizer's peer cannot be reached for a new one: "
+                if refused:
+                    why = ""
+                else:
+                    why = "the organizer's peer cannot be reached for a new one: "
                 text = f"{max(0.0, left_s) / 3600:.1f} h: {why}{self._words_of(error)}"
                 self._events.emit(Notice(self._loop.time(), f"membership ends in {text}"))
             return
@@ -200,8 +223,13 @@ class RevocationWatch:
         recheck: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, Any]], object],
     ) -> None:
-        self._peers, self._dht, self._admission = peers, dht, admission
-        self._events, self._rng, self._recheck, self._spawn = events, rng, recheck, spawn
+        self._peers = peers
+        self._dht = dht
+        self._admission = admission
+        self._events = events
+        self._rng = rng
+        self._recheck = recheck
+        self._spawn = spawn
         self._loop = asyncio.get_running_loop()
         self._stored_at = float("-inf")
         self.key = f"{admission.run_id}/revoked"
@@ -221,7 +249,8 @@ class RevocationWatch:
         found = (await self._dht.get(self.key)).get(id_of(self._admission.authority))
         if found is not None and isinstance(found.value, bytes):
             self._learn(found.value, source=None)
-        if linked := sorted(self._peers.linked()):
+        linked = sorted(self._peers.linked())
+        if linked:
             await self._share(self._rng.choice(linked), b"")
 
     def _learn(self, revocations: bytes, source: PeerId | None) -> None:
@@ -282,9 +311,14 @@ class Trust:
     def __init__(
         self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: "RunAccess"
     ) -> None:
-        self._node, self._events, self._rng, linker = node, events, rng, node.linker
+        self._node = node
+        self._events = events
+        self._rng = rng
+        linker = node.linker
         self._tasks: list[asyncio.Task[None]] = []
-        admission, clock, readmit = access.admission, linker.clock, linker.readmit
+        admission = access.admission
+        clock = linker.clock
+        readmit = linker.readmit
         self.contributions = Contributions(node, dht, access.run_id, linker.metering.relayed_bytes)
         self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
@@ -334,8 +368,12 @@ class Trust:
         self._watch.spread()
 
 
-HOURS, MAILBOX_HOURS = 24.0, 30 * 24.0  # of an invitation: where nobody is online, nobody makes another one
-ENTRIES, ADDRESSES = 3, 4  # of an invitation, and of each: it must fit in a QR code
+# of an invitation: where nobody is online, nobody makes another one
+HOURS = 24.0
+MAILBOX_HOURS = 30 * 24.0
+# of an invitation, and of each: it must fit in a QR code
+ENTRIES = 3
+ADDRESSES = 4
 
 
 @dataclass(frozen=True)
@@ -383,7 +421,10 @@ class RunAccess:
             allow is None or not mailbox,
             "access='allowlist' needs this peer online, to look accounts up: in a bucket, use access='invite'",
         )
-        suffix = secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]
+        if key_file is None:
+            suffix = secrets.token_hex(4)
+        else:
+            suffix = identity.id.hex()[:8]
         if access == "open" and mailbox:
             suffix = creator_suffix(identity.public_key)
         run_id = f"{name}-{suffix}"
@@ -419,7 +460,8 @@ class RunAccess:
             membership: of an earlier session, if any.
             mailbox: the address that this peer opens; its folder may have another path here than in the invitation.
         """
-        run_id, admission = invitation.run_id, None
+        run_id = invitation.run_id
+        admission = None
         if invitation.grant is not None:
             admission = MembershipAdmission(run_id, authority=invitation.authority, own=identity.public_key)
         own: dict[str, Any] = {"invitation": invitation, "mailbox": mailbox}
@@ -448,7 +490,8 @@ class RunAccess:
         where the run is in a bucket, by ``uses`` peers, by default any number. Raises `JoinError` if nobody could
         use it, `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
         """
-        limited, closed = role is not None or uses is not None, self.admission is not None
+        limited = role is not None or uses is not None
+        closed = self.admission is not None
         require(
             closed or not limited,
             "an open run has no roles and no counted invitations: create it with access='invite'",
@@ -459,7 +502,8 @@ class RunAccess:
             "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on",
             PermissionError,
         )
-        entries, usual_h = self._ways_in(peers), MAILBOX_HOURS if self.mailbox else HOURS
+        entries = self._ways_in(peers)
+        usual_h = MAILBOX_HOURS if self.mailbox else HOURS
         life_h = usual_h if hours is None else hours
         if not closed:
             return self._with_mailbox(Invite(self.run_id, entries, peers.time() + 3600 * life_h), peers)

@@ -29,7 +29,8 @@ from colab_swarm.net.membership import (
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
 
 logger = logging.getLogger(__name__)
-MEMBER_S, LISTED_MEMBER_S = 7 * 24 * 3600.0, 4 * 3600.0
+MEMBER_S = 7 * 24 * 3600.0
+LISTED_MEMBER_S = 4 * 3600.0
 GRACE_S = 7 * 24 * 3600.0  # how long an ended membership can be renewed
 Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
@@ -124,8 +125,10 @@ class Allowlist:
 def make_grant(
     run_id: str, role: Role, sign: Sign, *, join_until: float, allow: Allowlist | None, uses: int = 0
 ) -> tuple[Grant, bytes]:
-    secret, offline = os.urandom(32), allow is None and not uses
-    key, member_until = Identity(secret).public_key, join_until + member_s(allow)
+    secret = os.urandom(32)
+    offline = allow is None and not uses
+    key = Identity(secret).public_key
+    member_until = join_until + member_s(allow)
     return Grant(run_id, role, key, join_until, member_until, uses, offline).signed(sign), secret
 
 
@@ -145,8 +148,11 @@ class Authority:
         allow: Allowlist | None,
         readmit: Callable[[PeerId, bytes], Role],
     ) -> None:
-        self._peers, self._admission, self._book = peers, admission, book
-        self._allow, self._readmit = allow, readmit
+        self._peers = peers
+        self._admission = admission
+        self._book = book
+        self._allow = allow
+        self._readmit = readmit
         self._tokens = asyncio.Semaphore(8)
         self._asking: set[PeerId] = set()
         if book.revocations:
@@ -157,7 +163,8 @@ class Authority:
         """Return a new invitation's grant and its key's seed, or raise `ValueError`; 0 ``uses``: any."""
         rule = f"hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
         require(0 < hours < 1e6 and 0 <= uses <= MAX_USES, f"hours={hours}, uses={uses}: {rule}")
-        until, run_id = self._peers.time() + 3600 * hours, self._admission.run_id
+        until = self._peers.time() + 3600 * hours
+        run_id = self._admission.run_id
         return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
 
     def revoke(self, subject: PeerId) -> None:
@@ -173,7 +180,10 @@ class Authority:
         self._asking.add(peer)
         try:
             proof = self._proof_of(peer, message.proof)
-            name = proof.name if self._allow is None else await self._name_of(message.token, self._allow)
+            if self._allow is None:
+                name = proof.name
+            else:
+                name = await self._name_of(message.token, self._allow)
         finally:
             self._asking.discard(peer)
         now = self._peers.time()
@@ -181,7 +191,10 @@ class Authority:
             why = f"this invitation was for {count(proof.grant.uses, 'peer')}, and all have joined"
             raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
         end = now + member_s(self._allow)
-        invited_by = proof.invited_by if proof.grant is None else proof.grant.key
+        if proof.grant is None:
+            invited_by = proof.invited_by
+        else:
+            invited_by = proof.grant.key
         known = proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS]
         membership = Membership(*known, now, end, invited_by=invited_by).signed(self._peers.sign).encode()
         self._readmit(peer, membership)
@@ -204,7 +217,8 @@ class Authority:
     async def _name_of(self, token: str, allowlist: Allowlist) -> str:
         tokens = "https://huggingface.co/settings/tokens"
         if not token:
-            why, do = "it requires a Hugging Face account, and you gave no token", f"make one at {tokens}"
+            why = "it requires a Hugging Face account, and you gave no token"
+            do = f"make one at {tokens}"
             raise self._refusal("a peer without a name", why, f"{do} that may only read, and set HF_TOKEN")
         try:
             async with self._tokens:
@@ -222,5 +236,6 @@ class Authority:
         return account.name
 
     def _refusal(self, who: str, why: str, do: str) -> Refusal:
-        run, me = self._admission.run_id.rpartition("-")[0], f"the organizer (peer {short(self._peers.id)})"
+        run = self._admission.run_id.rpartition("-")[0]
+        me = f"the organizer (peer {short(self._peers.id)})"
         return Refusal(f"{run} does not admit {who}\nwhy: {why}\nwhat to do: {do}\nwhom to ask: {me}")

@@ -66,8 +66,12 @@ class Contribution:
     expert_calls: float = 0.0
 
     def __repr__(self) -> str:
-        given = [f"{kind}={amount:,.0f}" for kind in KINDS if (amount := getattr(self, kind))]
-        return f"Contribution({', '.join((short(self.peer), *given))})"
+        words = [short(self.peer)]
+        for kind in KINDS:
+            amount = getattr(self, kind)
+            if amount:
+                words.append(f"{kind}={amount:,.0f}")
+        return f"Contribution({', '.join(words)})"
 
 
 class ContributionLedger:
@@ -83,7 +87,8 @@ class ContributionLedger:
         require(0 <= amount < math.inf, f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
             return
-        amounts, index = self._amounts.setdefault(peer, [0.0] * len(KINDS)), KINDS.index(kind)
+        amounts = self._amounts.setdefault(peer, [0.0] * len(KINDS))
+        index = KINDS.index(kind)
         amounts[index] = min(amounts[index] + amount, MAX_AMOUNT)
         if len(self._amounts) > 2 * MAX_ROWS:
             self._amounts = dict(self._largest())
@@ -103,7 +108,10 @@ class ContributionLedger:
         for member, span in zip(group.members, group.spans(), strict=True):
             if member.id in contributors:
                 others = 1.0 - member.share / total
-                part = mine / others if others > 1e-9 else 1.0 / max(1, len(group.members) - 1)
+                if others > 1e-9:
+                    part = mine / others
+                else:
+                    part = 1.0 / max(1, len(group.members) - 1)
                 self.credit(member.id, "samples", member.samples * part)
             if span not in spans_lost:
                 self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
@@ -151,8 +159,11 @@ class Contributions:
     def __init__(
         self, peers: Peers, dht: DHT, run_id: str, relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict
     ) -> None:
-        self._peers, self._dht, self._run_id = peers, dht, run_id
-        self._relayed_bytes, self._loop = relayed_bytes, asyncio.get_running_loop()
+        self._peers = peers
+        self._dht = dht
+        self._run_id = run_id
+        self._relayed_bytes = relayed_bytes
+        self._loop = asyncio.get_running_loop()
         self._published: tuple[TallyRow, ...] = ()
         self._published_at = float("-inf")
         self._resumed = False
@@ -180,18 +191,20 @@ class Contributions:
     async def resume(self) -> None:
         """Continue from the tally that this peer published, or saved, before it was restarted."""
         records = await self._dht.records(self._key)
-        found = [tally for one in records if one.writer == self._peers.id and (tally := tally_of(one))]
+        own = [tally_of(record) for record in records if record.writer == self._peers.id]
         self._resumed = True
-        self.ledger.resume(merged(self.saved, *(tally.rows for tally in found)))
+        self.ledger.resume(merged(self.saved, *(tally.rows for tally in own if tally is not None)))
 
     async def publish(self) -> None:
         """Store the tally if it has changed, or again after a quarter of its record's life."""
         self.ledger.on_relayed(self._relayed_bytes())
-        rows, now = self.ledger.rows(), self._loop.time()
+        rows = self.ledger.rows()
+        now = self._loop.time()
         if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
             return
         if await self._dht.publish(self._key, self._own_tally(), ttl_s=RECORD_S):
-            self._published, self._published_at = rows, now
+            self._published = rows
+            self._published_at = now
 
     async def read(self) -> tuple[Contribution, ...]:
         """Return the leaderboard, this peer's newest tally included; most samples first."""
@@ -235,29 +248,34 @@ class Leaderboard(tuple[Contribution, ...]):
 
     def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> "Leaderboard":
         board = super().__new__(cls, given)
-        board.names, board.me = names, me
+        board.names = names
+        board.me = me
         return board
 
     def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
         return tuple(self), self.names, self.me
 
     def __repr__(self) -> str:
-        samples = sum(one.samples for one in self)
+        samples = sum(contribution.samples for contribution in self)
         return f"Leaderboard({count(len(self), 'peer')}, {samples:,.0f} samples)"
 
     def _repr_html_(self) -> str:
         nothing = "" if self else ": none yet"
-        rows = [
-            (
-                f"{place}.",
-                plain(self.names.get(short(one.peer), ""), 40) + " (me)" * (one.peer == self.me),
-                short(one.peer),
-                f"{one.samples:,.0f}",
-                size(one.reduced_bytes),
-                size(one.relayed_bytes),
-                f"{one.units:,.0f}",
-                f"{one.expert_calls:,.0f}",
-            )
-            for place, one in enumerate(self, 1)
-        ]
+        rows = [self._row(place, contribution) for place, contribution in enumerate(self, 1)]
         return facts(f"Leaderboard: contributions seen by other peers{nothing}", {}, COLUMNS, rows)
+
+    def _row(self, place: int, contribution: Contribution) -> tuple[str, ...]:
+        peer = short(contribution.peer)
+        name = plain(self.names.get(peer, ""), 40)
+        if contribution.peer == self.me:
+            name += " (me)"
+        return (
+            f"{place}.",
+            name,
+            peer,
+            f"{contribution.samples:,.0f}",
+            size(contribution.reduced_bytes),
+            size(contribution.relayed_bytes),
+            f"{contribution.units:,.0f}",
+            f"{contribution.expert_calls:,.0f}",
+        )
