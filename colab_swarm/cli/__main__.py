@@ -293,7 +293,7 @@ def _demo_line(name: str, event: dict[str, Any], steps: int) -> str:
 def _doctor(options: Options) -> None:
     from colab_swarm.swarm.doctor import doctor
 
-    found = doctor(options.invite, model=options.size, target_batch_size=options.target_batch_size)
+    found = doctor(options.invite, model=options.size)
     print(found)
     if not found.ready:
         sys.exit(1)
@@ -494,7 +494,7 @@ COMMANDS = (
         _doctor,
         "check whether this machine can take part",
         DOCTOR,
-        ("doctor", "doctor 'swarm://…'", "doctor --size large --target-batch-size 4096"),
+        ("doctor", "doctor 'swarm://…'", "doctor --size large"),
     ),
     Command(
         _relay,

@@ -55,7 +55,6 @@ DEMO: Arguments = {"--steps": ("number of global steps", INT | {"default": 60})}
 DOCTOR: Arguments = {
     "invite": ("also check this run", {"nargs": "?"}),
     "--size": ("size of the ALBERT to train", {"choices": SIZES}),
-    "--target-batch-size": ("samples per global step, all peers", INT),
 }
 CREATE: Arguments = {
     "run": ("name of the run, or a run.toml with its settings", {}),

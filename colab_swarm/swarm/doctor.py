@@ -1,8 +1,7 @@
-"""`doctor`: examine this machine and the swarm with traffic lights, and predict the training."""
+"""`doctor`: examine this machine and the swarm with traffic lights."""
 
 import contextlib
 import enum
-import math
 import os
 import re
 import textwrap
@@ -14,8 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import PeerError, SwarmError, require
-from colab_swarm.invite import Invite, Setting
-from colab_swarm.markup import bandwidth, count, duration, plain, text
+from colab_swarm.markup import bandwidth, count, plain, text
 from colab_swarm.net.carrier import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -27,7 +25,6 @@ from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions, internet
 from colab_swarm.swarm.overview import MODEL
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.codecs import Precision
 from colab_swarm.training.progress import ProgressRecord, read_participants
 
 if TYPE_CHECKING:
@@ -40,15 +37,12 @@ PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
 MAX_MICRO_BATCH = 512
-MIN_BPS = 1.0  # lowest bandwidth in the arithmetic
 GB = 1e9
 MAX_SKEW_S, MAX_COMPENSATED_SKEW_S = 5.0, 600.0
 SLOW_BPS = 5e6
-LONG_STEP_S = 600.0
 WIDTH = 100
 INDENT = " " * 18
 MAX_CHARS = 10_000
-UNKNOWN = Speed(math.inf, math.inf, 0.0)  # of a connection that was not measured
 
 
 @dataclass(frozen=True)
@@ -56,19 +50,7 @@ class Subject:
     name: str  # for people, such as "ALBERT-large at 512 tokens"
     parameters: int  # number of trained values
     sample_bytes: float  # saved for the backward pass of one sample
-    micro_batch: int = 0  # samples of one forward and backward pass; 0 if unknown
     samples_per_s: float = 0.0  # measured speed, with the loading of batches; 0 if unknown
-
-
-@dataclass(frozen=True)
-class Prediction:
-    target_batch_size: int  # samples of all peers for one global step
-    vector_bytes: float  # compressed size of the averaged gradients
-    samples_per_s: float  # this peer's speed
-    step_s: float  # time of a global step with its averaging
-    averaging_s: float  # time of the averaging
-    gb_per_hour: float  # sent plus received by this peer
-    share: float  # this peer's part of a step's samples, 0 to 1
 
 
 class Light(enum.Enum):  # hue, symbol and word of a result
@@ -113,7 +95,6 @@ class Diagnosis:
     """What the doctor found: a table of traffic lights in a notebook, text when printed."""
 
     checks: tuple[Check, ...]  # in the order in which to fix them; every light but green has a fix
-    prediction: Prediction | None = None  # needs a model with batches, and a target batch size
 
     @property
     def ready(self) -> bool:
@@ -156,54 +137,36 @@ def doctor(
     *,
     model: "Module | str | None" = None,
     batches: "Iterable[Mapping[str, Tensor]] | None" = None,
-    target_batch_size: int | None = None,
-    compression: str | None = None,
 ) -> Diagnosis:
     """Examine this machine, its connection and the model; show with traffic lights what to fix.
 
-    Takes some seconds. Run it while the others train: the prediction then accounts for a shared
-    machine or uplink. Raises ValueError if an argument is not usable.
+    Takes some seconds. Raises ValueError if an argument is not usable.
 
     Args:
         swarm: a swarm, or an invitation, which is joined for the examination and left.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, compression: as for `Swarm.optimizer`, if the swarm does not know them.
     """
-    if compression is not None:
-        Precision(compression)
     require(
         model is None or isinstance(model, str) or batches is not None,
         "a model is measured with its own data: pass batches=… as well",
     )
     if not isinstance(swarm, str):
-        return _examine(swarm, model, batches, target_batch_size, compression)
+        return _examine(swarm, model, batches)
     try:
         visit = join(swarm, peer_name="doctor", options=NetworkOptions(lan=False))
     except SwarmError as error:
-        found = _examine(None, model, batches, target_batch_size, compression)
+        found = _examine(None, model, batches)
         fix = "fix that, join, and run cs.doctor(cs.join(…))"
         return replace(found, checks=(*found.checks, judge("swarm", str(error), fix, Light.RED)))
     with visit:
-        target, codec = read_settings(Invite.parse(swarm).settings)
-        return _examine(visit, model, batches, target_batch_size or target, compression or codec)
-
-
-def read_settings(suggested: Mapping[str, Setting]) -> tuple[int | None, str | None]:
-    target, compression = suggested.get("target_batch_size"), suggested.get("compression")
-    try:
-        codec = Precision(compression).name if isinstance(compression, str) else None
-    except ValueError:  # no compression of this name here
-        codec = None
-    return (target if isinstance(target, int) and target > 0 else None), codec
+        return _examine(visit, model, batches)
 
 
 def _examine(
     swarm: Swarm | None,
     model: "Module | str | None",
     batches: "Iterable[Mapping[str, Tensor]] | None",
-    target_batch_size: int | None,
-    compression: str | None,
 ) -> Diagnosis:
     here, gpus = platform(), gpu_checks()
     usable = all(check.light is not RED for check in gpus)
@@ -215,11 +178,8 @@ def _examine(
         check_compute(cores(), ram_bytes, gpu(), subject),
         *gpus,
     ]
-    speeds: dict[PeerId, float] = {}
-    uplink = prediction = None
     if swarm is not None:
-        speeds, target, codec = trainers(swarm)
-        target_batch_size, compression = target_batch_size or target, compression or codec
+        speeds = trainers(swarm)
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
         uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:3]))
         found.append(check_swarm(swarm.run, len(peers), len(speeds)))
@@ -228,17 +188,7 @@ def _examine(
             # a simulated peer has no network, and its wall clock is simulated too
             behind_s = 0.0 if swarm.network is None else swarm.network.node.linker.clock.behind_s
             found += [check_clock(-behind_s), check_bandwidth(uplink)]
-    if subject is not None and subject.samples_per_s and target_batch_size:
-        prediction = predict(
-            subject,
-            target_batch_size,
-            Precision(compression or "float32", fine=0).at(0).encoded_bytes(subject.parameters),
-            tuple(speeds.values()),
-            uplink or UNKNOWN,
-            reduces=swarm is not None and bool(swarm.reachability.addresses),
-        )
-        found.append(check_prediction(prediction))
-    return Diagnosis(tuple(found), prediction)
+    return Diagnosis(tuple(found))
 
 
 def _subject(
@@ -259,7 +209,7 @@ def _subject(
     if swarm is None:
         return known
     measured = calibrate(*masked_lm.albert(model, swarm=swarm))
-    return replace(known, micro_batch=measured.micro_batch, samples_per_s=measured.samples_per_s)
+    return replace(known, samples_per_s=measured.samples_per_s)
 
 
 async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
@@ -269,19 +219,22 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
     return None
 
 
-def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
-    """Return the other trainers' speeds, and our target batch size and compression."""
-    newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
-    own = None if newest is None else newest.settings
-    with contextlib.suppress(PeerError):  # then only those are known to train who were read before
+def trainers(swarm: Swarm) -> dict[PeerId, float]:
+    """Return the other trainers' speeds in samples/s; without an answer those of the trainers known so far."""
+    newest = next(reversed(swarm.optimizers.values()), None)
+    records: Mapping[PeerId, ProgressRecord] = {}
+    with contextlib.suppress(PeerError):
         if newest is None:
             records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, f"{swarm.run_id}/{MODEL}"))
         else:
             swarm.runtime.call(newest.collaboration.refresh())
     if newest is not None:
-        records = dict(newest.collaboration.progress.records)
-    speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
-    return (speeds, None, None) if own is None else (speeds, round(own.target_batch_size), own.compression)
+        records = newest.collaboration.progress.records
+    return {
+        peer: record.samples_per_s
+        for peer, record in records.items()
+        if peer != swarm.id and record.samples_per_s
+    }
 
 
 def cores() -> int:
@@ -345,7 +298,7 @@ def calibrate(
         samples_per_s = _measure(passes, seconds, 3)
     numel = sum(parameter.numel() for parameter in trained)
     sample_bytes = sum(saved.values()) / micro_batch
-    return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
+    return Subject(type(model).__name__, numel, sample_bytes, samples_per_s)
 
 
 @contextlib.contextmanager
@@ -433,6 +386,8 @@ def check_compute(
         return judge("compute", words, fix)
     size = fitting_batch(free_bytes, subject)
     words += f"; largest micro-batch of {subject.name}: {size:,}"
+    if subject.samples_per_s:
+        words += f", measured speed: {subject.samples_per_s:,.3g} samples/s"
     if size:
         return judge("compute", words, fix)
     fix = "take a smaller model or shorter samples, or free memory: restart the kernel"
@@ -513,64 +468,6 @@ def check_bandwidth(uplink: Speed | None) -> Check:
     slow = min(uplink.upload_bps, uplink.download_bps) < SLOW_BPS
     fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')" if slow else ""
     return judge("bandwidth", words + ": slow" * slow, fix)
-
-
-def check_prediction(found: Prediction) -> Check:
-    words = (
-        f"{found.samples_per_s:,.3g} samples/s here, "
-        f"{found.share:.0%} of a step; a step of {found.target_batch_size:,} samples every {_time(found.step_s)}, "
-        f"of which {_time(found.averaging_s)} averaging; {found.gb_per_hour:.2g} GB per hour"
-    )
-    if found.averaging_s > found.step_s / 2:
-        enough = 2 ** math.ceil(math.log2(found.averaging_s * found.samples_per_s / found.share))
-        fix = f"target_batch_size={enough} or more for all peers, or compression='int8'"
-        return judge("prediction", f"{words}. Most of a step is averaging", fix)
-    fix = "invite more peers, or agree on a smaller target_batch_size" if found.step_s > LONG_STEP_S else ""
-    return judge("prediction", words, fix)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 100 else duration(seconds)
-
-
-def predict(
-    subject: Subject,
-    target_batch_size: int,
-    vector_bytes: float,
-    others: Sequence[float] = (),
-    uplink: Speed = UNKNOWN,
-    *,
-    reduces: bool = True,
-) -> Prediction:
-    """Predict a training with equal averaging shares (DeDLOC, sections 3.1 and 3.2).
-
-    n peers of S samples/s in all, a target batch of B samples, micro-batches of m::
-
-        step      = (B + n m) / S + averaging              each peer finishes its current micro-batch
-        averaging = 2 rtt + max(sent / upload, received / download)
-        sent      = received = 2 (n - 1) / n * vector      reducers; others send and receive the vector once
-
-    A lone peer averages nothing. ``others`` are the speeds of the other trainers, whose uplinks are
-    assumed to be no slower. ``reduces``: others can reach this peer, so it reduces a share.
-    """
-    peers, total, micro_batch = 1 + len(others), subject.samples_per_s + sum(others), subject.micro_batch
-    moved_bytes = averaging_s = 0.0
-    batch = float(math.ceil(target_batch_size / micro_batch) * micro_batch)
-    if others:
-        batch = target_batch_size + peers * micro_batch
-        moved_bytes = vector_bytes * (2 * (peers - 1) / peers if reduces else 1)
-        slowest_bps = max(min(uplink.upload_bps, uplink.download_bps), MIN_BPS)
-        averaging_s = 2 * uplink.rtt_s + 8 * moved_bytes / slowest_bps
-    step_s = batch / total + averaging_s
-    return Prediction(
-        target_batch_size,
-        vector_bytes,
-        samples_per_s=subject.samples_per_s,
-        step_s=step_s,
-        averaging_s=averaging_s,
-        gb_per_hour=2 * moved_bytes * 3600 / step_s / 1e9,
-        share=subject.samples_per_s / total,
-    )
 
 
 def fitting_batch(free_bytes: float, subject: Subject) -> int:

@@ -14,14 +14,13 @@ from colab_swarm.net.reachability import ReachabilityLevel as Level
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
 from colab_swarm.project import install
 from colab_swarm.swarm import doctor as checks
-from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light, Prediction, Subject
+from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light, Subject
 from tests.notebook.test_views import parsed, tags
 
 T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
 GB = 10**9
 DIRECT = Reachability(Level.DIRECT, addresses=("ws://203.0.113.7:4500",))
 LARGE = Subject("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
-PREDICTION = Prediction(4096, 4e6, 10.0, step_s=120.0, averaging_s=15.0, gb_per_hour=2.2, share=0.25)
 
 
 def test_a_healthy_peer_gets_only_green_lights() -> None:
@@ -34,7 +33,6 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         checks.check_reachability(DIRECT),
         checks.check_clock(0.2),
         checks.check_bandwidth(Speed(20e6, 100e6, 0.05)),
-        checks.check_prediction(PREDICTION),
     ]
     assert {each.light for each in found} == {GREEN}
 
@@ -57,8 +55,6 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_clock(900.0), RED, "set-ntp"),
         (checks.check_bandwidth(None), YELLOW, "run the doctor again"),
         (checks.check_bandwidth(Speed(1e6, 1e8, 0.1)), YELLOW, "compression='int8'"),
-        (checks.check_prediction(replace(PREDICTION, averaging_s=90.0)), YELLOW, "target_batch_size=4096"),
-        (checks.check_prediction(replace(PREDICTION, step_s=3000.0)), YELLOW, "invite more peers"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -128,11 +124,12 @@ def test_reachability_says_why_it_is_not_better() -> None:
     assert text == "relayed by 3fa9c0de; not direct: nobody could dial 10.0.0.2"
 
 
-def test_the_prediction_is_shown_in_words() -> None:
-    assert checks.check_prediction(PREDICTION).text == (
-        "10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
-        "of which 15 s averaging; 2.2 GB per hour"
-    )
+def test_a_measured_speed_is_told() -> None:
+    text = checks.check_compute(8, 9 * GB, T4, replace(LARGE, samples_per_s=12.34)).text
+    assert text.endswith(": 4, measured speed: 12.3 samples/s")
+
+
+def test_a_line_that_is_too_fast_to_measure_is_shown() -> None:
     assert "too fast to measure up" in checks.check_bandwidth(Speed(math.inf, 1e9, 0.0)).text
 
 
@@ -191,44 +188,6 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
 def test_texts_are_escaped(words: str) -> None:
     hostile = Check(words, Light.RED, words, words or "x")
     assert tags(html(hostile)) <= tags(html(STOP)) and "\x1b" not in str(Diagnosis((hostile,)))
-
-
-MODEL = Subject("model", 1_000_000, sample_bytes=1.0, micro_batch=8, samples_per_s=10.0)
-HOME = Speed(upload_bps=20e6, download_bps=100e6, rtt_s=0.05)
-
-
-def predicted(others: tuple[float, ...], *, reduces: bool = True) -> Prediction:
-    return checks.predict(MODEL, 256, 2e6, others, HOME, reduces=reduces)
-
-
-def test_two_equal_peers_take_half_of_a_step_each() -> None:
-    found = predicted((10.0,))
-    assert found.share == 0.5
-    # 2 (n-1)/n of 2 MB, at the slower way
-    assert found.averaging_s == pytest.approx(2 * 0.05 + 8 * 2e6 / 20e6)
-    assert found.step_s == pytest.approx((256 + 2 * 8) / 20 + found.averaging_s)
-    assert found.gb_per_hour == pytest.approx(2 * 2e6 * 3600 / found.step_s / 1e9)
-
-
-def test_a_peer_alone_moves_nothing_and_fills_the_batch_by_itself() -> None:
-    found = checks.predict(replace(MODEL, micro_batch=10), 96, 4e3)
-    assert (found.step_s, found.averaging_s, found.gb_per_hour, found.share) == (10.0, 0.0, 0.0, 1.0)
-
-
-def test_a_peer_that_only_dials_out_sends_its_vector_once() -> None:
-    reducer, dialler = (predicted((10.0,) * 9, reduces=reduces) for reduces in (True, False))
-    assert (reducer.averaging_s - 0.1) / (dialler.averaging_s - 0.1) == pytest.approx(2 * 9 / 10)
-
-
-@given(
-    st.floats(0, 1e12), st.floats(0, 1e12), st.lists(st.floats(0.01, 1e4), max_size=50), st.floats(0.01, 1e4)
-)
-def test_any_bandwidth_gives_finite_predictions(
-    upload_bps: float, download_bps: float, others: list[float], own: float
-) -> None:
-    subject = replace(MODEL, samples_per_s=own)
-    found = checks.predict(subject, 256, 2e6, tuple(others), Speed(upload_bps, download_bps, 0.1))
-    assert 0 < found.step_s < math.inf and 0 < found.share <= 1
 
 
 @given(st.floats(0, 1e12), st.integers(1, 10**9), st.floats(1e3, 1e9))
