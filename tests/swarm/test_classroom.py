@@ -1,5 +1,6 @@
-"""The board of a class: a pupil gets the run and an animal, and the roster shows who trains."""
+"""The board of a class: a pupil gets the run and an animal."""
 
+import json
 from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -8,7 +9,6 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import JoinError
-from colab_swarm.snapshot import PeerRow
 from colab_swarm.swarm import classroom
 
 ALONE = cs.NetworkOptions(lan=False)
@@ -22,22 +22,34 @@ def board() -> Iterator[classroom.Board]:
         board.close()
 
 
-def test_a_full_room_admits_no_more_pupils(board: classroom.Board) -> None:
-    answers = [board.welcome(str(number)) for number in range(classroom.MAX_PUPILS)]
-    names = [answer[1] for answer in answers if answer is not None]
+def name_for(board: classroom.Board, pupil: str) -> str:
+    with urlopen(f"http://{board.address}/{pupil}", timeout=5) as answer:
+        invitation, name = json.load(answer)
+    assert invitation.startswith("swarm://")
+    return str(name)
+
+
+def test_a_full_room_admits_no_more_pupils(board: classroom.Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classroom, "MAX_PUPILS", len(classroom.ANIMALS) + 2)
+    names = [name_for(board, f"{number:x}") for number in range(classroom.MAX_PUPILS)]
     assert len(set(names)) == classroom.MAX_PUPILS  # every pupil has another animal
-    assert (names[0], names[1], names[len(classroom.ANIMALS)]) == ("otter", "fox", "otter-2")
-    assert board.welcome("late") is None and board.welcome("0") == answers[0]
-    for who in ("late", "", "x" * 65):
-        with pytest.raises(HTTPError, match="503"):
-            urlopen(f"http://{board.address}/{who}", timeout=5)
+    assert names[:2] == ["otter", "fox"] and names[-2:] == ["otter-2", "fox-2"]
+    assert name_for(board, "0") == "otter"
+    with pytest.raises(HTTPError, match="this room is full"):
+        name_for(board, "aaaa")
+
+
+@pytest.mark.parametrize("pupil", ["", "teacher", "a" * 65])
+def test_only_a_pupils_process_is_answered(board: classroom.Board, pupil: str) -> None:
+    with pytest.raises(HTTPError, match="404"):
+        name_for(board, pupil)
 
 
 def test_the_address_on_the_board_leads_into_the_run(board: classroom.Board) -> None:
     assert len(board.address) <= len("255.255.255.255:65535")
     pupil = classroom.join(board.address)
     assert pupil.name == "otter" and pupil.run_id == board.swarm.run_id
-    assert classroom.join(board.address) is pupil
+    assert classroom.join(f" {board.address} ") is pupil
     pupil.leave()
 
 
@@ -49,10 +61,19 @@ def test_the_cell_that_opens_the_board_can_be_run_again(board: classroom.Board) 
     again.close()
 
 
-@pytest.mark.parametrize("address", ["", "192.168.1.10:8421/elsewhere", "http://192.168.1.10"])
-def test_a_mistyped_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="looks like 192"):
-        classroom.call_board(address)
+def test_a_board_whose_port_is_used_takes_a_free_one(board: classroom.Board) -> None:
+    port = int(board.address.rpartition(":")[2])
+    with cs.create("other-class", access="open", peer_name="teacher", options=ALONE) as swarm:
+        other = classroom.Board(swarm, port)
+        assert other.address != board.address
+        assert classroom.join(other.address).run == "other-class"
+        other.close()
+
+
+@pytest.mark.parametrize("address", ["192.168.1.10:8421:1", "http://192.168.1.10", "nowhere.invalid"])
+def test_a_mistyped_address_says_what_to_check(address: str) -> None:
+    with pytest.raises(JoinError, match=f"{address}.*same Wi-Fi"):
+        classroom.join(address)
 
 
 def test_a_run_with_invitations_has_no_board() -> None:
@@ -61,20 +82,7 @@ def test_a_run_with_invitations_has_no_board() -> None:
         classroom.Board(swarm, port=0)
 
 
-def test_the_roster_shows_which_pupils_train(board: classroom.Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = PeerRow("otter", "a1a1a1a1", "trainer", 7, 12.34, 0.0, reachable=True, me=False)
-    monkeypatch.setattr(board, "pupils", lambda: [("otter", row), ("fox", None)])
-    assert str(board) == f"join at {board.address}; 1 of 2 animals training"
-    text, html = classroom.draw(board).text(), classroom.draw(board).html()
-    assert "otter   step 7, 12.3 samples/s" in text and "fox     not here" in text
-    assert all(word in html for word in (board.address, "otter", "step 7, 12.3 samples/s", "not here"))
-
-
-def test_a_closed_board_shows_itself_and_says_who_calls_what_to_check(board: classroom.Board) -> None:
-    board.welcome("one")
-    assert repr(board) == f"Board(join at {board.address}; 0 of 1 animal training)"
-    assert repr(board.panel()).startswith("Panel(join at")
+def test_a_closed_board_does_not_answer(board: classroom.Board) -> None:
     board.close()
-    assert "closed" in repr(board)
     with pytest.raises(JoinError, match="same Wi-Fi"):
-        classroom.call_board(board.address)
+        classroom.join(board.address)
