@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from colab_swarm.dht.service import on_loop
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
+from colab_swarm.events import Notice
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -246,9 +247,17 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Raises ValueError if the loader gives no batch.
         """
-        from colab_swarm.swarm.batches import read
+        from colab_swarm.swarm.batches import BatchReader
 
-        return read(self, loader, optimizer, max_steps=max_steps)
+        simulated = self.network is None
+        panel = self.panel() if has_frontend() and not simulated else None
+        line_prefix = f"{self.name}: " if simulated else ""
+        reader = BatchReader(loader, optimizer, peer=self.id, warn=self._warn)
+        return reader.read(max_steps, panel=panel, line_prefix=line_prefix)
+
+    def _warn(self, sentence: str) -> None:
+        self.events.emit(Notice(self.runtime.time(), sentence))
+        print(sentence)
 
     def elastic_optimizer(
         self, optimizer: "Optimizer", *, peers: int, name: str = "model", **options: Any
