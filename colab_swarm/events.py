@@ -5,8 +5,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 logger = logging.getLogger(__name__)
+Bottleneck: TypeAlias = Literal["", "none", "upload", "download", "upload and download"]
+"""The slowest transfers of a round; ``none`` if all finish together, empty if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class RoundFinished(Event):
     predicted_s: float | None = None  # ``averaging_s`` as predicted; None if no bandwidth was known
     explanation: str = ""  # the reason for the shares, in a sentence; empty if unknown
     members: tuple[MemberTrace, ...] = ()  # the trace of each member, this peer included
+    bottleneck: Bottleneck = ""  # the one that ``explanation`` names
 
 
 @dataclass(frozen=True)

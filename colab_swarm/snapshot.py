@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from colab_swarm import events
 from colab_swarm.markup import count
@@ -101,18 +102,21 @@ class SwarmSnapshot:
     at: float = 0.0  # when the snapshot was taken, seconds since the epoch; 0 if unknown
 
 
-def _round(event: events.RoundFinished) -> str:
+def _round(event: events.RoundFinished, names: Mapping[str, str]) -> str:
     text = f"round {event.step}: {count(event.group_size, 'peer')}, {event.seconds:.2f} s"
     if event.spans_lost:
         text += f", {count(event.spans_lost, 'span')} lost"
-    text += "".join(f"; {member.peer[:8]}: {member.dropped}" for member in event.members if member.dropped)
+    for member in event.members:
+        if member.dropped:
+            short_id = member.peer[:8]
+            text += f"; {names.get(short_id, short_id)}: {member.dropped}"
     return text
 
 
 LINES: Mapping[type[events.Event], str] = {
-    events.PeerJoined: "{0.peer:.8} is linked",
-    events.PeerLeft: "{0.peer:.8} is gone: {0.reason}",
-    events.Waited: "waited {0.seconds:.1f} s for {0.peer:.8}: {0.what}",
+    events.PeerJoined: "{peer} is linked",
+    events.PeerLeft: "{peer} is gone: {0.reason}",
+    events.Waited: "waited {0.seconds:.1f} s for {peer}: {0.what}",
     events.ReachabilityChanged: "peers connect to you: {0.how}",
     events.StepFinished: "step {0.step}: {0.samples:g} samples",
     events.BatchDropped: "batch dropped: {0.reason}",
@@ -123,13 +127,15 @@ LINES: Mapping[type[events.Event], str] = {
 }
 
 
-def describe(event: events.Event) -> str:
-    """Return the event as a line of the log."""
+def describe(event: events.Event, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the event as a line of the log; ``names`` are those of peers, by short id."""
     match event:
         case events.RoundFinished():
-            return _round(event)
+            return _round(event, names)
         case events.StateReceived(step=step, size_bytes=size, donors=donors):
             return f"state of step {step}: {size / 1e6:.1f} MB from {count(len(donors), 'donor')}"
         case events.ExpertHosted(uid=uid, step=step, taken_over=True):
             return f"hosting {uid}, taken over at step {step}"
-    return LINES.get(type(event), type(event).__name__).format(event)
+    short_id = getattr(event, "peer", "")[:8]
+    line = LINES.get(type(event), type(event).__name__)
+    return line.format(event, peer=names.get(short_id, short_id))

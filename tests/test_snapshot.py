@@ -32,6 +32,10 @@ def test_an_event_is_a_line_for_people(event: Event, line: str) -> None:
     assert describe(event) == line
 
 
+def test_a_line_names_its_peer() -> None:
+    assert describe(PeerLeft(1.0, BOB, "it left"), {BOB[:8]: "bob"}) == "bob is gone: it left"
+
+
 def test_a_peer_shows_whom_it_is_linked_to_before_they_train() -> None:
     with cs.simulate(peers=2) as simulation:
         alice = simulation.swarms["alice"]

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from colab_swarm.errors import PeerError, require
+from colab_swarm.events import Bottleneck
 from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
@@ -136,6 +137,7 @@ class Group(Message, frozen=True):
     members: tuple[GroupMember, ...]
     predicted_s: float | None = None  # expected seconds of averaging; None: the organizer has no measurements
     explanation: str = ""  # one sentence on the choice of shares
+    bottleneck: Bottleneck = ""  # the one that the sentence names
 
     @property
     def round_id(self) -> bytes:
@@ -208,6 +210,7 @@ class SharePlan:
     shares: tuple[float, ...]  # relative share per ticket, >= 0; one at least is > 0 if any ticket reduces
     averaging_s: float = 0.0  # predicted seconds of one round; 0: not known
     explanation: str = ""  # one sentence for people
+    bottleneck: Bottleneck = ""  # the one that the sentence names
 
 
 Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]  # a share for each ticket, in order
@@ -358,7 +361,8 @@ class GroupFormation:
                 joined, bounded, plan.shares, strict=True
             )
         )
-        group = Group(seed, self.terms, members, plan.averaging_s or None, plan.explanation)
+        predicted_s = plan.averaging_s or None
+        group = Group(seed, self.terms, members, predicted_s, plan.explanation, plan.bottleneck)
         # as its members decode it: a weight may be an int, and all must compute the same round id
         group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group)
         group.check()

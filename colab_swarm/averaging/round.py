@@ -227,6 +227,7 @@ class RoundResult:
             averaging_s=self.seconds,
             predicted_s=self.group.predicted_s,
             explanation=self.group.explanation,
+            bottleneck=self.group.bottleneck,
             members=self.members,
         )
 

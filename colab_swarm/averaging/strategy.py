@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colab_swarm.averaging.group import Group, RoundTerms, SharePlan, Ticket, equal_shares, offer_of, reducing
+from colab_swarm.events import Bottleneck
 from colab_swarm.tensors.codecs import Precision
 from colab_swarm.tensors.sparse import Sparse, SparseLoCo, sparse16_bytes
 
@@ -44,7 +45,8 @@ def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None)
     given = np.array(loads.best() if shares is None else shares, np.float64)
     parts = given / given.sum()
     averaging_s = float(loads.seconds(parts).max(initial=0.0))
-    return SharePlan(tuple(map(float, parts)), averaging_s, loads.explain(parts))
+    explanation, bottleneck = loads.explain(parts)
+    return SharePlan(tuple(map(float, parts)), averaging_s, explanation, bottleneck)
 
 
 class _Loads:
@@ -95,10 +97,10 @@ class _Loads:
         low, high = self._bounds(seconds)
         return bool((low <= high).all() and low.sum() <= 1 <= high.sum())
 
-    def explain(self, shares: _Array) -> str:
+    def explain(self, shares: _Array) -> tuple[str, Bottleneck]:
         peers, reducers, seconds = len(shares), int(self._reduces.sum()), self.seconds(shares)
         if peers == 1:
-            return "a peer alone needs no averaging"
+            return "a peer alone needs no averaging", ""
         above = shares > (1 + 1e-3) / reducers
         what = f"{reducers} of {peers} peers reduce equal shares"
         if above.any():
@@ -109,10 +111,15 @@ class _Loads:
         low, high = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (mbit.min(), mbit.max()))
         rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
         if count == peers:
-            return f"{what} because all finish together ({rate})"
-        ways = [way for way, those in zip(("upload", "download"), slowest, strict=True) if those.any()]
-        verb, who = "is" if len(ways) == 1 else "are", f"{count} peer" + "s" * (count > 1)
-        return f"{what} because {' and '.join(ways)} of {who} ({rate}) {verb} the bottleneck"
+            return f"{what} because all finish together ({rate})", "none"
+        upload, download = slowest.any(axis=1)
+        bottleneck: Bottleneck = "upload" if upload else "download"
+        verb = "is"
+        if upload and download:
+            bottleneck = "upload and download"
+            verb = "are"
+        who = "1 peer" if count == 1 else f"{count} peers"
+        return f"{what} because {bottleneck} of {who} ({rate}) {verb} the bottleneck", bottleneck
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = _PRECISION) -> float:

@@ -5,7 +5,6 @@ network call, no file. Slow readings run in the background and appear a moment l
 """
 
 import logging
-import re
 import statistics
 import threading
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 from colab_swarm.errors import require
 from colab_swarm.events import (
     Applied,
+    Bottleneck,
     Contributed,
     Event,
     Notice,
@@ -43,7 +43,6 @@ LOG_LINES = 8
 SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 MODEL = "model"  # the default name in `Swarm.optimizer`
-_SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
 
@@ -90,7 +89,7 @@ class Overview:
         self._counted = Counter[str]()  # samples of the rounds that this peer was in, by hex id
         self.plan: Communication | str | None = None  # of the newest optimizer
         self._silent: Waited | None = None  # the round waits for it
-        self._bottlenecks = set[frozenset[str]]()  # of the averaging, each told once
+        self._bottlenecks = set[Bottleneck]()  # of the averaging, each told once
         self._names: dict[str, str] = {}  # by short id
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[tuple[*Records, object]] | None = None
@@ -130,13 +129,9 @@ class Overview:
         self._counted.update(
             {one.peer: one.samples for one in event.members if one.peer in event.contributors}
         )
-        reason = event.explanation.partition(" because ")[2]
-        if (
-            reason
-            and (ways := frozenset({"upload", "download"} & set(reason.split()))) not in self._bottlenecks
-        ):
-            self._bottlenecks.add(ways)
-            self._tell(Notice(event.at, f"round {event.step}: {reason}"))
+        if event.bottleneck and event.bottleneck not in self._bottlenecks:
+            self._bottlenecks.add(event.bottleneck)
+            self._tell(Notice(event.at, f"round {event.step}: {event.explanation}"))
         if event.spans_lost or event.kept_local or any(member.dropped for member in event.members):
             self._tell(event)
 
@@ -168,10 +163,7 @@ class Overview:
             received_bytes=total.received_bytes + sum(received for _, received in bucket),
             uptime_s=now - self._joined_at,
             names=names,
-            # in one pass: peers choose their names, and one may choose another's id
-            log=tuple(
-                _SHORT_ID.sub(lambda id: names.get(id[0], id[0]), describe(one)) for one in self._events
-            ),
+            log=tuple(describe(event, names) for event in self._events),
             silent=self._awaited(now),
             last_share=_last_share(self._rounds, self._services.peers.id.hex()),
             rounds=self._rounds,

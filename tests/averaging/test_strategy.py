@@ -173,6 +173,7 @@ def test_shares_alone_reach_the_optimum_of_all_rates_of_equation_1(megabytes_per
 def test_a_bottleneck_does_not_delay_the_other_peers() -> None:
     found = plan_round([peer(0.01), peer(1), peer(4), peer(4)])
     assert found.averaging_s == pytest.approx(100) and "of 1 peer (0.08 Mbit/s) are" in found.explanation
+    assert found.bottleneck == "upload and download"
     assert found.shares == (0, 0, 0.5, 0.5)
 
 
