@@ -23,6 +23,10 @@ SwarmError
 ├── MismatchError         this peer would train something else than the swarm
 ├── BucketError           the bucket of a run cannot be used, or refuses this peer
 │   └── BucketAway        it does not answer for now
+├── SampleCountError      optimizer.step() does not know how many samples a gradient is of (also a ValueError)
+├── WeightError           optimizer.step() got a weight without a unit, or none (also a ValueError)
+├── NoGradientError       optimizer.step() found no gradient (also a RuntimeError)
+├── UnnamedValueError     optimizer.step() got a value without its name (also a TypeError)
 ├── StoreError            the store of a job of work units cannot be opened or used
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
@@ -233,6 +237,47 @@ class NoExpertsError(SwarmError, LookupError):
     Cause: no peer hosts experts of this name, all their hosts have left, or prefix or grid differ from the hosts'.
 
     Fix: compare prefix and grid with the hosts', or host some: swarm.host_experts("ffn", make, grid=(4, 4)).
+    """
+
+
+class SampleCountError(SwarmError, ValueError):
+    """``optimizer.step()`` does not know how many samples the gradient is of.
+
+    Cause: step() got no samples=, or no number above 0, and swarm.optimizer(…) got no batch_size=.
+
+    Fix: call optimizer.step(samples=len(batch)). Or say it once: swarm.optimizer(adam, target_batch_size=4096,
+    batch_size=16), then optimizer.step().
+    """
+
+
+class WeightError(SwarmError, ValueError):
+    """``optimizer.step()`` got a weight without a unit, or none where a unit is set.
+
+    Cause: all peers must weigh by the same unit. Either weight= came without a weight_unit= of the optimizer, or the
+    optimizer has one, so each gradient needs its own weight.
+
+    Fix: name the unit at all peers, swarm.optimizer(…, weight_unit="target tokens"), and call
+    optimizer.step(samples=16, weight=number), where the loss is the mean of that number of units. To weigh by
+    samples, leave both out.
+    """
+
+
+class NoGradientError(SwarmError, RuntimeError):
+    """``optimizer.step()`` found no gradient.
+
+    Cause: there was no backward() since the last step(), which counts the gradients and clears them.
+
+    Fix: for each batch: loss.backward(), then optimizer.step(samples=…). zero_grad() belongs before backward(), and
+    the loss must not come from torch.no_grad().
+    """
+
+
+class UnnamedValueError(SwarmError, TypeError):
+    """``optimizer.step()`` got a value without its name.
+
+    Cause: the only argument of step() without a name is a closure, as torch's optimizers have it.
+
+    Fix: call optimizer.step(samples=16, loss=loss) or, with batch_size= in swarm.optimizer(…), optimizer.step().
     """
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from colab_swarm.averaging.exchange import UploadEncoding
-from colab_swarm.errors import require
+from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.training.replica import Replica, parts
 from colab_swarm.training.settings import RoundInput
@@ -43,11 +43,11 @@ def finite_gradients(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise `RuntimeError` if no parameter has a gradient."""
+    """Raise `NoGradientError` if no parameter has a gradient."""
     require(
         any(parameter.grad is not None for parameter in parameters),
         "no parameter has a gradient since the last step(): call loss.backward() before optimizer.step()",
-        RuntimeError,
+        NoGradientError,
     )
 
 

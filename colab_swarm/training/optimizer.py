@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import MismatchError, StateError, require
+from colab_swarm.errors import MismatchError, StateError, UnnamedValueError, require
 from colab_swarm.events import Fault
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
@@ -203,15 +203,15 @@ class SwarmOptimizer(WrappedOptimizer):
         the first call after its end returns it; the model gets the parameters when the next begins.
 
         Raises:
-            RuntimeError: this peer has left, as you closed it or its session ends; or there is no gradient.
-            ValueError: a number is missing or not usable.
+            RuntimeError: this peer has left, as you closed it or its session ends.
+            NoGradientError, SampleCountError, WeightError, UnnamedValueError: the call is wrong.
             MismatchError: most other peers train with other settings.
         """
         if closure is not None:
             require(
                 callable(closure),
                 f"step({closure!r:.40}): name what you pass, as in optimizer.step(samples=…, loss=…)",
-                TypeError,
+                UnnamedValueError,
             )
             with torch.enable_grad():
                 loss = closure()

@@ -8,7 +8,7 @@ from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
-from colab_swarm.errors import require
+from colab_swarm.errors import SampleCountError, WeightError, require
 from colab_swarm.net.peers import Peers
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
@@ -123,9 +123,12 @@ class TrainingSettings:
         return self.local_steps != 1 and isinstance(Precision(self.compression).widest, Sparse)
 
     def counted(self, samples: float | None, weight: float | None) -> tuple[float, float]:
-        """Return the samples of a micro-batch and the weight of its gradient; ValueError if not usable."""
+        """Return the samples of a micro-batch and the weight of its gradient.
+
+        Raises SampleCountError or WeightError, both ValueErrors, if a number is not usable.
+        """
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
-            raise ValueError(
+            raise SampleCountError(
                 f"samples={samples!r}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
                 "or once and for all as batch_size=… to swarm.optimizer(…)"
             )
@@ -134,10 +137,11 @@ class TrainingSettings:
                 weight is None,
                 f"weight={weight!r} counts no samples: name its unit, the same at all peers, as in "
                 'swarm.optimizer(…, weight_unit="target tokens")',
+                WeightError,
             )
             weight = samples
         if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
-            raise ValueError(
+            raise WeightError(
                 f"weight={weight!r}: this swarm weighs by {self.weight_unit}, so pass how many the loss is a mean of, "
                 "as in optimizer.step(samples=…, weight=…)"
             )
