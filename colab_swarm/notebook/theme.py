@@ -1,6 +1,6 @@
 """The style of all views, for light and dark pages, and the pieces that views share.
 
-A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito,
+Each view sets its own background and text colours, so it is readable on any page. Colours are those of Okabe and Ito,
 distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
 The functions are pieces of HTML: texts of other peers go through `markup.text` first.
 """
@@ -13,13 +13,21 @@ from typing import Any, TypeAlias, TypeVar
 from colab_swarm import markup
 
 T = TypeVar("T")
-Cell: TypeAlias = str | tuple[str, str]  # A text, or a text and the HTML that shows it
+# a text, or a text and the HTML that shows it
+Cell: TypeAlias = str | tuple[str, str]
 MAX_ROWS = 20
 MAX_CHARS = 1000
-History: TypeAlias = Sequence[tuple[float, float]]  # (step, value), oldest first
+# (step, value), oldest first
+History: TypeAlias = Sequence[tuple[float, float]]
 MAX_POINTS = 400  # of a curve
-LEFT, BOTTOM, TOP, RIGHT = 44, 36, 20, 12
-LINE = "var(--blue,#2a78d6)"  # the theme's blue; on a page without the theme, a blue for light and dark paper
+# margins of a curve, in pixels
+LEFT = 44
+BOTTOM = 36
+TOP = 20
+RIGHT = 12
+TEXT_BAR = 20  # characters of a bar in text
+# the theme's blue; on a page without the theme, a blue for light and dark paper
+LINE = "var(--blue,#2a78d6)"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
     "--paper:#fff;--card:#f3f5f7;--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;"
@@ -70,14 +78,17 @@ def table(
 ) -> str:
     """Return a table; ``numbers`` are right-aligned columns, ``label`` is for screen readers."""
     right = dict.fromkeys(numbers, ' class="n"')
-    head = "".join(f'<th scope="col"{right.get(i, "")}>{name}</th>' for i, name in enumerate(columns))
-    body = "".join(
-        f'<tr><th scope="row"{right.get(0, "")}>{first}</th>'
-        + "".join(f"<td{right.get(i, '')}>{cell}</td>" for i, cell in enumerate(rest, 1))
-        + "</tr>"
-        for first, *rest in rows
-    )
-    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    head = ""
+    for index, name in enumerate(columns):
+        head += f'<th scope="col"{right.get(index, "")}>{name}</th>'
+    if head:
+        head = f"<thead><tr>{head}</tr></thead>"
+    body = ""
+    for first, *others in rows:
+        body += f'<tr><th scope="row"{right.get(0, "")}>{first}</th>'
+        for index, cell in enumerate(others, 1):
+            body += f"<td{right.get(index, '')}>{cell}</td>"
+        body += "</tr>"
     return f'<table aria-label="{label}">{head}<tbody>{body}</tbody></table>'
 
 
@@ -101,39 +112,48 @@ class Document:
 
     def __init__(self, title: str, state: str = "", *, label: str, line: str = "") -> None:
         self._label = label
-        self._html = [heading(markup.text(title), markup.text(state, MAX_CHARS))] if title else []
-        first = line or f"{title}: {state}" if title else ""
-        self._lines = [markup.plain(first, MAX_CHARS)] if first else []
+        self._html: list[str] = []
+        self._lines: list[str] = []
+        if title:
+            self._html.append(heading(markup.text(title), markup.text(state, MAX_CHARS)))
+            self._lines.append(markup.plain(line or f"{title}: {state}", MAX_CHARS))
 
-    def draw(self, shown: str, *lines: str) -> None:
-        self._html.append(shown)
+    def draw(self, html: str, *lines: str) -> None:
+        self._html.append(html)
         self._lines += lines
 
     def warn(self, words: str, symbol: str = "⚠") -> None:
         if words:
-            shown = f'<p class="warn">{symbol} {markup.text(words, MAX_CHARS)}</p>'
-            self.draw(shown, f"  {symbol} {markup.plain(words, MAX_CHARS)}")
+            paragraph = f'<p class="warn">{symbol} {markup.text(words, MAX_CHARS)}</p>'
+            self.draw(paragraph, f"  {symbol} {markup.plain(words, MAX_CHARS)}")
 
     def note(self, *lines: str, title: str = "") -> None:
-        if lines:
-            shown = "<br>".join(map(markup.text, lines))
-            head = f"<h4>{title}</h4>" if title else ""
-            self.draw(f'{head}<p class="soft">{shown}</p>', *(f"  {markup.plain(line)}" for line in lines))
+        if not lines:
+            return
+        head = f"<h4>{title}</h4>" if title else ""
+        paragraph = "<br>".join(map(markup.text, lines))
+        plain_lines = [f"  {markup.plain(line)}" for line in lines]
+        self.draw(f'{head}<p class="soft">{paragraph}</p>', *plain_lines)
 
     def bar(self, part: float, words: str, *, title: str, hue: str = "blue") -> None:
-        shown, full = markup.text(f"{title}: {words}"), int(20 * min(part, 1.0)) if part > 0 else 0
-        line = f"  [{'#' * full}{'.' * (20 - full)}] {markup.plain(f'{title}: {words}')}"
-        self.draw(f"<p>{shown}{bar(part, shown, hue)}</p>", line)
+        label = markup.text(f"{title}: {words}")
+        full = 0
+        # not for NaN
+        if part > 0:
+            full = int(TEXT_BAR * min(part, 1.0))
+        filled = "#" * full + "." * (TEXT_BAR - full)
+        line = f"  [{filled}] {markup.plain(f'{title}: {words}')}"
+        self.draw(f"<p>{label}{bar(part, label, hue)}</p>", line)
 
     def figures(self, figures: Mapping[str, str]) -> None:
         """Add figures, each under its name; a part after a line break is smaller."""
-        cards, words = "", []
+        cards = ""
+        words = []
         for name, figure in figures.items():
             value, _, unit = figure.partition("\n")
             small = f'<small class="soft">{markup.text(unit)}</small>' if unit else ""
-            cards += (
-                f'<div class="card"><span class="soft">{name}</span><b>{markup.text(value)}{small}</b></div>'
-            )
+            card = f'<span class="soft">{name}</span><b>{markup.text(value)}{small}</b>'
+            cards += f'<div class="card">{card}</div>'
             words.append(markup.plain(f"{name}: {value} {unit}".rstrip()))
         if words:
             self.draw(f'<div class="row cards">{cards}</div>', f"  {'; '.join(words)}")
@@ -149,15 +169,19 @@ class Document:
         title: str = "",
     ) -> None:
         """Add a table of the first `MAX_ROWS` items, if any, and how many more ``what`` there are."""
-        words, drawn = list[list[str]](), list[list[str]]()
+        plain_rows: list[list[str]] = []
+        html_rows: list[list[str]] = []
         for item in items[:MAX_ROWS]:
-            pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells(item)]
-            words.append([markup.plain(plain) for plain, _ in pairs])
-            drawn.append([shown for _, shown in pairs])
-        if words:
-            head, lines = (f"<h4>{title}</h4>", [f"{title}:"]) if title else ("", [])
-            shown = head + table(columns, drawn, numbers=numbers, label=what)
-            self.draw(shown, *lines, *markup.aligned([columns, *words]))
+            pairs = [_text_and_html(cell) for cell in cells(item)]
+            plain_rows.append([markup.plain(text) for text, _ in pairs])
+            html_rows.append([html for _, html in pairs])
+        if plain_rows:
+            head = ""
+            lines = markup.aligned([columns, *plain_rows])
+            if title:
+                head = f"<h4>{title}</h4>"
+                lines.insert(0, f"{title}:")
+            self.draw(head + table(columns, html_rows, numbers=numbers, label=what), *lines)
         if len(items) > MAX_ROWS:
             self.note(f"… and {len(items) - MAX_ROWS:,} more {what}")
 
@@ -178,6 +202,12 @@ class Document:
         return bundle
 
 
+def _text_and_html(cell: Cell) -> tuple[str, str]:
+    if isinstance(cell, str):
+        return cell, markup.text(cell)
+    return cell
+
+
 def curve(
     history: History,
     *,
@@ -192,54 +222,85 @@ def curve(
 
     ``label`` and ``across`` are the titles of its axes, as HTML; width and height are pixels.
     """
-    points, above = _drawable(history), _drawable(limit)
+    points = _drawable(history)
+    limit_points = _drawable(limit)
     if len(points) < 2:
         return ""
-    values = [value for _, value in (*points, *above)] + [0.0] * from_zero
-    first, last, low = points[0][0], max(points[-1][0], points[0][0] + 1), min(values)
-    high = max(*values, low + 1e-3 * (1 + abs(low)))
-
-    def x(step: float) -> float:
-        return LEFT + (width - LEFT - RIGHT) * (step - first) / (last - first)
-
-    def y(value: float) -> float:
-        return TOP + (height - TOP - BOTTOM) * (high - min(max(value, low), high)) / (high - low)
-
-    def line(points: History) -> str:
-        left, across = x(0), x(1) - x(0)
-        return " ".join([f"{left + across * step:.1f},{y(value):.1f}" for step, value in points])
-
-    axes = "".join(
-        f'<path d="M{LEFT} {y(value):.1f}H{width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
-        f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
-        for value in ticks(low, high, 5)
-    )
-    axes += "".join(
-        f'<text x="{x(step):.1f}" y="{height - 20}" text-anchor="middle">{step:,.0f}</text>'
-        for step in ticks(first, last, 5)
-        if step == int(step)
-    )
+    chart = _Chart([*points, *limit_points], points, width=width, height=height, from_zero=from_zero)
+    axes = chart.axes()
     axes += f'<text x="{LEFT}" y="11">{label}</text>'
     axes += f'<text x="{width - RIGHT}" y="{height - 4}" text-anchor="end">{across}</text>'
-    dashed = 'fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
-    bound = f'<polyline points="{line(above)}" {dashed}' if above else ""
+    bound = ""
+    if limit_points:
+        dashed = 'fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
+        bound = f'<polyline points="{chart.line(limit_points)}" {dashed}'
+    last_step, last_value = points[-1]
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label}, over the {across}" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f'{axes}{bound}<polyline points="{line(points)}" fill="none" style="stroke:{LINE}" '
-        f'stroke-width="2" stroke-linejoin="round"><title>{points[-1][1]:.4g} at step '
-        f"{points[-1][0]:,.0f}</title></polyline></svg>"
+        f'{axes}{bound}<polyline points="{chart.line(points)}" fill="none" style="stroke:{LINE}" '
+        f'stroke-width="2" stroke-linejoin="round"><title>{last_value:.4g} at step '
+        f"{last_step:,.0f}</title></polyline></svg>"
     )
 
 
+class _Chart:
+    """The scale of a curve's axes: steps to the right, values upwards; ``points`` set the steps."""
+
+    def __init__(self, drawn: History, points: History, *, width: int, height: int, from_zero: bool) -> None:
+        self._width = width
+        self._height = height
+        values = [value for _, value in drawn]
+        if from_zero:
+            values.append(0.0)
+        self._first = points[0][0]
+        self._last = max(points[-1][0], self._first + 1)
+        self._low = min(values)
+        # a flat curve needs some height too
+        self._high = max(*values, self._low + 1e-3 * (1 + abs(self._low)))
+
+    def x(self, step: float) -> float:
+        return LEFT + (self._width - LEFT - RIGHT) * (step - self._first) / (self._last - self._first)
+
+    def y(self, value: float) -> float:
+        visible = min(max(value, self._low), self._high)
+        return TOP + (self._height - TOP - BOTTOM) * (self._high - visible) / (self._high - self._low)
+
+    def line(self, points: History) -> str:
+        left = self.x(0)
+        step_width = self.x(1) - left
+        return " ".join([f"{left + step_width * step:.1f},{self.y(value):.1f}" for step, value in points])
+
+    def axes(self) -> str:
+        drawn = ""
+        for value in ticks(self._low, self._high, 5):
+            y = self.y(value)
+            drawn += (
+                f'<path d="M{LEFT} {y:.1f}H{self._width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
+                f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+            )
+        for step in ticks(self._first, self._last, 5):
+            if step == int(step):
+                x = self.x(step)
+                drawn += f'<text x="{x:.1f}" y="{self._height - 20}" text-anchor="middle">{step:,.0f}</text>'
+        return drawn
+
+
 def ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about ``count`` round numbers between ``low`` and ``high``."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
-    return [round(step * i, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    first = math.ceil(low / step)
+    last = math.floor(high / step)
+    return [round(step * index, 10) for index in range(first, last + 1)]
 
 
 def _drawable(history: History) -> list[tuple[float, float]]:
     """Return about `MAX_POINTS` of the points, the last one included."""
-    points = [(step, value) for step, value in history if abs(value) < 1e6]  # not NaN
-    return [*points[: -1 : math.ceil(len(points) / MAX_POINTS)], points[-1]] if points else []
+    # this leaves NaN out too
+    points = [(step, value) for step, value in history if abs(value) < 1e6]
+    if not points:
+        return []
+    stride = math.ceil(len(points) / MAX_POINTS)
+    return [*points[:-1:stride], points[-1]]
