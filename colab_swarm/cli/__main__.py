@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from colab_swarm.cli.options import (
     COORDINATE,
@@ -82,22 +82,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser("colab-swarm", description=ABOUT, epilog=START, **style)
+    parser = argparse.ArgumentParser(
+        "colab-swarm",
+        description=ABOUT,
+        epilog=START,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"colab-swarm {_version()}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run, words, settings, examples, aliases in COMMANDS:
-        epilog = "\n  ".join(("examples:", *(f"colab-swarm {example}" for example in examples)))
-        made = {"help": words, "description": words, "epilog": epilog, "aliases": aliases, **style}
-        command = commands.add_parser(run.__name__.strip("_"), **made)
-        command.set_defaults(command=run)
-        network = command.add_argument_group("network")
-        for name, (told, given) in settings.items():
-            if given.get("default") not in (None, "", []):
-                told += " (default: %(default)s)"
-            (network if name in NETWORK else command).add_argument(name, help=told, **given)
+    for command in COMMANDS:
+        _add_command(commands, command)
     return parser
+
+
+def _add_command(commands: Any, command: Command) -> None:
+    parser = commands.add_parser(
+        command.run.__name__.strip("_"),
+        help=command.help,
+        description=command.help,
+        epilog="\n  colab-swarm ".join(("examples:", *command.examples)),
+        aliases=command.aliases,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=command.run)
+    network = parser.add_argument_group("network")
+    for name, (text, settings) in command.arguments.items():
+        if settings.get("default") not in (None, "", []):
+            text += " (default: %(default)s)"
+        group = network if name in NETWORK else parser
+        group.add_argument(name, help=text, **settings)
 
 
 def _version() -> str:
@@ -108,18 +122,17 @@ def _version() -> str:
 
 
 def _network_options(options: Options, *, relay: bool | RelayQuota = False) -> NetworkOptions:
-    given = _given(options, "port", "announce", "identity", "tunnel", "upload_mbit_s", "download_mbit_s")
     return NetworkOptions(
         listen=not options.no_listen,
         relay=relay or options.relay,
         use_relays=not options.no_relays,
         punch=not options.no_punch,
         lan=not options.no_lan,
-        **given,
+        **_set_values(options, "port", "announce", "identity", "tunnel", "upload_mbit_s", "download_mbit_s"),
     )
 
 
-def _given(options: Options, *names: str) -> dict[str, Any]:
+def _set_values(options: Options, *names: str) -> dict[str, Any]:
     """Return the options that have a value."""
     values = {name: getattr(options, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
@@ -156,9 +169,14 @@ def _shown(facts: dict[str, Any]) -> str:
 def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
     match event:
         case StepFinished(step=step, samples=samples, loss=loss):
-            seen = swarm.snapshot()
-            facts = {"loss": loss, "peers": sum(row.role == "trainer" for row in seen.peers)}
-            facts |= {"step": step, "samples": samples, "swarm_samples_per_s": seen.samples_per_s}
+            snapshot = swarm.snapshot()
+            facts = {
+                "loss": loss,
+                "peers": sum(row.role == "trainer" for row in snapshot.peers),
+                "step": step,
+                "samples": samples,
+                "swarm_samples_per_s": snapshot.samples_per_s,
+            }
             _report(options, "step", _step_line(facts), **facts)
         case RoundFinished(group_size=size, seconds=seconds, spans_lost=lost, kept_local=kept):
             if options.json_lines or lost:  # a step's line is enough for a round without losses
@@ -189,9 +207,15 @@ def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float
         print("Press Ctrl-C to stop.", flush=True)
     while time.monotonic() < until:
         time.sleep(STATUS_EVERY_S)
-        seen = swarm.snapshot()
-        traffic = {"sent": seen.sent_bytes, "received": seen.received_bytes}
-        _report(options, "status", peers=len(seen.peers), reached=seen.reached, **traffic)
+        snapshot = swarm.snapshot()
+        _report(
+            options,
+            "status",
+            peers=len(snapshot.peers),
+            reached=snapshot.reached,
+            sent=snapshot.sent_bytes,
+            received=snapshot.received_bytes,
+        )
 
 
 class _Crew:
@@ -245,8 +269,9 @@ def _demo(options: Options) -> None:
     require(find_spec("torch"), f"the demo needs torch: {install_line('torch')}", SwarmError)
     with _Crew() as crew:
         crew.start("backbone", "create", "demo")
-        while "invite" not in (event := crew.next_event()[1]):
-            continue
+        event: dict[str, Any] = {}
+        while "invite" not in event:
+            _, event = crew.next_event()
         _say("The run demo is there; alice, bob and carol join it.")
         trainer = ["join", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
@@ -293,9 +318,9 @@ def _demo_line(name: str, event: dict[str, Any], steps: int) -> str:
 def _doctor(options: Options) -> None:
     from colab_swarm.swarm.doctor import doctor
 
-    found = doctor(options.invite, model=options.size)
-    print(found)
-    if not found.ready:
+    diagnosis = doctor(options.invite, model=options.size)
+    print(diagnosis)
+    if not diagnosis.ready:
         sys.exit(1)
 
 
@@ -309,10 +334,11 @@ def _create(options: Options) -> None:
         file = read_run_file(options.run)
     else:
         network = _network_options(options, relay=not options.mailbox)
+        has_allowlist = options.allow_user or options.allow_organisation
         file = RunFile(
             name=options.run,
             peer_name=options.peer_name or "backbone",
-            access="allowlist" if options.allow_user or options.allow_organisation else "invite",
+            access="allowlist" if has_allowlist else "invite",
             allow_users=tuple(options.allow_user),
             allow_organisations=tuple(options.allow_organisation),
             invitation_hours=options.hours or 24.0,
@@ -320,17 +346,23 @@ def _create(options: Options) -> None:
             collaborations=(),
         )
     if options.mailbox:
-        who: dict[str, Any] = {"access": file.access, "allow": file.allowlist, "peer_name": file.peer_name}
-        who |= {"mailbox": options.mailbox, "options": network, "accept_terms": options.accept_terms}
-        with create(file.name, **who) as swarm:
+        assert network is not None  # a run.toml has no mailbox
+        with create(
+            file.name,
+            access=file.access,
+            allow=file.allowlist,
+            mailbox=options.mailbox,
+            peer_name=file.peer_name,
+            options=network,
+            accept_terms=options.accept_terms,
+        ) as swarm:
             _report_facts(options, swarm.invite(hours=options.hours).facts)
         return
     with serve(file, network, accept_terms=options.accept_terms) as served:
+        facts = served.invite.facts
         if served.dashboard:
-            dashboard = {"dashboard": served.dashboard}
-        else:
-            dashboard = {}
-        _stay(served.swarm, options, served.invite.facts | dashboard)
+            facts["dashboard"] = served.dashboard
+        _stay(served.swarm, options, facts)
 
 
 def _joined(
@@ -364,7 +396,7 @@ def _experts(options: Options) -> None:
         make = partial(TransformerBlock, options.dim, options.heads, options.hidden)
     rule = ExpertRule(partial(torch.optim.Adam, lr=options.lr), max_grad_norm=1.0)
     with _joined(options, "experts") as swarm:
-        given = _given(options, "grid", "count", "folder")
+        given = _set_values(options, "grid", "count", "folder")
         host = swarm.host_experts(options.prefix, make, rule=rule, **given)
         facts = {"hosting": " ".join(host.uids), "memory": host.arithmetic}
         _stay(swarm, options, facts, hours=options.hours)
@@ -404,9 +436,16 @@ def _train(options: Options) -> None:
             optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
         if options.hours is not None:
             optimizer.wait_step(60.0)  # for a round that uses its accumulated gradients
-        total = swarm.snapshot()
-        facts = {"reached": total.reached, "sent": total.sent_bytes, "received": total.received_bytes}
-        _report(options, "finished", step=optimizer.global_step, parameters=_digest(model), **facts)
+        snapshot = swarm.snapshot()
+        _report(
+            options,
+            "finished",
+            step=optimizer.global_step,
+            parameters=_digest(model),
+            reached=snapshot.reached,
+            sent=snapshot.sent_bytes,
+            received=snapshot.received_bytes,
+        )
         if options.json_lines:
             sys.stdin.readline()  # the parent process writes a line when no other peer needs this one
 
@@ -424,8 +463,11 @@ def _coordinate(options: Options) -> None:
     from colab_swarm.notebook.units_view import draw_job, job_line
     from colab_swarm.workunits.coordinator import coordinate
 
-    given = _given(options, "folder", "store", "servers", "host", "port", "url", "tunnel", "accept_terms")
-    with coordinate(options.job, access="open" if options.open else "invite", **given) as coordinator:
+    settings = _set_values(
+        options, "folder", "store", "servers", "host", "port", "url", "tunnel", "accept_terms"
+    )
+    access: Literal["open", "invite"] = "open" if options.open else "invite"
+    with coordinate(options.job, access=access, **settings) as coordinator:
         link = str(coordinator.link)
         done = False
         _report(options, "link", link, link=link, page=coordinator.url)
@@ -448,19 +490,22 @@ def _volunteer(options: Options) -> None:
     from colab_swarm.workunits.volunteering import volunteer
 
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
-    given = _given(options, "trust_code", "units", "name", "folder", "device", "accept_terms")
-    one = volunteer(options.link, **given)
+    settings = _set_values(options, "trust_code", "units", "name", "folder", "device", "accept_terms")
+    volunteering = volunteer(options.link, **settings)
+
+    def report(event: str) -> None:
+        status = volunteering.snapshot()
+        _report(options, event, volunteer_line(status), state=status.state, accepted=status.accepted)
+
     reported_at = float("-inf")
     try:
-        while not one.wait(LOOK_S) and time.monotonic() <= until:
+        while not volunteering.wait(LOOK_S) and time.monotonic() <= until:
             if time.monotonic() - reported_at >= STATUS_EVERY_S:
                 reported_at = time.monotonic()
-                seen = one.snapshot()
-                _report(options, "status", volunteer_line(seen), state=seen.state, accepted=seen.accepted)
+                report("status")
     finally:
-        one.stop()
-        seen = one.snapshot()
-        _report(options, "finished", volunteer_line(seen), state=seen.state, accepted=seen.accepted)
+        volunteering.stop()
+        report("finished")
 
 
 COMMANDS = (
