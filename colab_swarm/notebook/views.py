@@ -1,35 +1,41 @@
 """The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
-Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only
-these. A round is a waterfall, a lane per member: what this peer sent it, the member's contribution
-to this peer's span, and the average that it returned; the later covers the earlier.
+All texts of peers are escaped and bounded. A peer knows only its own links, so the map shows only
+these. A round is a waterfall with a lane for each member: what this peer sent it, the member's contribution
+to this peer's span, and the average that it returned. Later tracks cover earlier ones.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.page import Sample
-from colab_swarm.snapshot import PeerRow, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot
 
 Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
 ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
-MAP_X, MAP_ROW = 150, 30
+# sizes of the map, in pixels
+MAP_X = 150
+MAP_ROW = 30
 RELAYED = "relayed by "
 ID_CHARS = 8
 MAX_NAME_CHARS = 40
 COLUMNS = ("peer", "role", "step", "samples/s", "samples", "averaged for others", "RTT", "link", "reachable")
+REACHABLE = {True: "yes", False: "outgoing only", None: ""}
 SOON_S = 1800.0  # the view warns this long before a session's end
 RECENT = 20  # rounds to choose from
-MIN_S, MAX_S = 1e-6, 1e6
+# durations of a round that can be drawn
+MIN_S = 1e-6
+MAX_S = 1e6
 SLOTS = 40  # characters of a lane
+PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
 NONE_YET = "No averaging round has ended yet: peers average once they have a step's samples."
 GROUP = "forming the group"
 
@@ -38,64 +44,96 @@ def summary(snapshot: SwarmSnapshot) -> str:
     parts = [_state(snapshot)]
     if snapshot.target_batch_size > 0:
         if snapshot.samples_per_s:
-            trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
+            trainers = [peer for peer in snapshot.peers if peer.samples_per_s > 0]
             peers = count(len(snapshot.peers), "peer")
-            parts.append(f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {peers}")
+            parts.append(f"{snapshot.samples_per_s:,.1f} samples/s from {len(trainers)} of {peers}")
         parts.append(f"{_collected(snapshot)} samples for the next step")
-        if loss := _loss(snapshot):
+        loss = _loss(snapshot)
+        if loss:
             parts.append(f"loss {loss}")
     return ", ".join(parts)
 
 
 def draw(snapshot: SwarmSnapshot) -> theme.Document:
     me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {duration(snapshot.uptime_s)}"
-    shown = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
-    shown.draw("", plain(summary(snapshot), theme.MAX_CHARS))
-    _draw_notices(shown, snapshot)
-    whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
-    if drawn := theme.curve(
-        snapshot.loss_history, label=f"loss of {text(whose)}: {_loss(snapshot)}", width=830, height=150
-    ):
-        shown.draw(drawn)
-    shown.figures(_figures(snapshot))
+    document = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
+    document.draw("", plain(summary(snapshot), theme.MAX_CHARS))
+    _draw_notices(document, snapshot)
+    _draw_loss(document, snapshot)
+    document.figures(_figures(snapshot))
+    awaited = _awaited(snapshot)
     if snapshot.target_batch_size > 0:
         part = snapshot.accumulated / snapshot.target_batch_size
-        words = f"{_collected(snapshot)} samples; {_when(snapshot)}; waiting for {_awaited(snapshot)}"
-        shown.bar(part, words, title="next step")
-    elif (awaited := _awaited(snapshot)) and not snapshot.model:
-        shown.note(f"waiting for {awaited}")
-    _draw_peers(shown, snapshot)
-    shown.note(*reversed(snapshot.log), title="log, newest first")
-    return shown
+        words = f"{_collected(snapshot)} samples; {_when(snapshot)}; waiting for {awaited}"
+        document.bar(part, words, title="next step")
+    elif awaited and not snapshot.model:
+        document.note(f"waiting for {awaited}")
+    _draw_peers(document, snapshot)
+    document.note(*reversed(snapshot.log), title="log, newest first")
+    return document
 
 
-def _draw_peers(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
-    credits, present = {row.id: row for row in snapshot.leaderboard}, {peer.id for peer in snapshot.peers}
-    gone = [
+def _draw_loss(document: theme.Document, snapshot: SwarmSnapshot) -> None:
+    source = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
+    label = f"loss of {text(source)}: {_loss(snapshot)}"
+    chart = theme.curve(snapshot.loss_history, label=label, width=830, height=150)
+    if chart:
+        document.draw(chart)
+
+
+def _draw_peers(document: theme.Document, snapshot: SwarmSnapshot) -> None:
+    contributions = {row.id: row for row in snapshot.leaderboard}
+    peers = [*snapshot.peers, *_peers_away(snapshot)]
+    name_counts = Counter(peer.name for peer in peers)
+    names = {peer.id[:ID_CHARS]: peer.name for peer in peers}
+
+    def cells(peer: PeerRow) -> tuple[str, ...]:
+        contribution = contributions.get(peer.id)
+        return (
+            _distinct_name(peer, name_counts),
+            _name(peer.role),
+            _figure(peer.step, ",d"),
+            _figure(peer.samples_per_s, ",.1f"),
+            _figure(_samples(peer, contribution), ",.0f"),
+            _reduced(contribution),
+            milliseconds(peer.rtt_s),
+            _way(peer, names),
+            REACHABLE[peer.reachable],
+        )
+
+    document.table(COLUMNS, peers, cells, numbers=(2, 3, 4, 5, 6), what="peers")
+
+
+def _peers_away(snapshot: SwarmSnapshot) -> list[PeerRow]:
+    """Return a row for each peer that contributed and is not there now."""
+    present = {peer.id for peer in snapshot.peers}
+    return [
         PeerRow(row.name, row.id, "away", 0, 0.0, 0.0, None, row.me)
         for row in snapshot.leaderboard
         if row.id not in present
     ]
-    peers = [*snapshot.peers, *gone]
-    same = Counter(peer.name for peer in peers)
-    names = {peer.id[:ID_CHARS]: peer.name for peer in peers}
 
-    def cells(peer: PeerRow) -> tuple[str, ...]:
-        credit = credits.get(peer.id)
-        samples = peer.samples + (credit.samples if credit else 0.0)
-        return (
-            _name(peer.name) + f" {peer.id[:4]}" * (same[peer.name] > 1) + " (me)" * peer.me,
-            _name(peer.role),
-            _figure(peer.step, ",d"),
-            _figure(peer.samples_per_s, ",.1f"),
-            _figure(samples, ",.0f"),
-            size(credit.reduced_bytes) if credit and credit.reduced_bytes else "–",
-            milliseconds(peer.rtt_s),
-            _way(peer, names),
-            {True: "yes", False: "outgoing only", None: ""}[peer.reachable],
-        )
 
-    shown.table(COLUMNS, peers, cells, numbers=(2, 3, 4, 5, 6), what="peers")
+def _distinct_name(peer: PeerRow, name_counts: Mapping[str, int]) -> str:
+    """Return a peer's name; with its id if another peer has the same name."""
+    name = _name(peer.name)
+    if name_counts[peer.name] > 1:
+        name += f" {peer.id[:4]}"
+    if peer.me:
+        name += " (me)"
+    return name
+
+
+def _samples(peer: PeerRow, contribution: ContributionRow | None) -> float:
+    if contribution is None:
+        return peer.samples + 0.0
+    return peer.samples + contribution.samples
+
+
+def _reduced(contribution: ContributionRow | None) -> str:
+    if contribution is None or not contribution.reduced_bytes:
+        return "–"
+    return size(contribution.reduced_bytes)
 
 
 def _figure(value: float, form: str) -> str:
@@ -117,10 +155,15 @@ def _awaited(snapshot: SwarmSnapshot) -> str:
         return "the run's state from another peer"
     if snapshot.target_batch_size > 0:
         full = snapshot.accumulated >= snapshot.target_batch_size
-        return ("the averaging" if full else "samples") + " of the first round" * (snapshot.step == 0)
+        awaited = "the averaging" if full else "samples"
+        if snapshot.step == 0:
+            awaited += " of the first round"
+        return awaited
     if len(snapshot.peers) < 2:
         return "the first other peer"
-    return "" if any(peer.samples_per_s > 0 for peer in snapshot.peers) else "a peer that trains"
+    if any(peer.samples_per_s > 0 for peer in snapshot.peers):
+        return ""
+    return "a peer that trains"
 
 
 def _name(name: str) -> str:
@@ -129,9 +172,12 @@ def _name(name: str) -> str:
 
 def _state(snapshot: SwarmSnapshot) -> str:
     state = f"{_name(snapshot.run)}: {_name(snapshot.state)}"
-    if snapshot.target_batch_size > 0 or snapshot.model:
-        return f"{state}, step {snapshot.step}" if snapshot.step else f"{state}, before the first round"
-    return f"{state}, {count(len(snapshot.peers), 'peer')}"
+    trains = snapshot.target_batch_size > 0 or snapshot.model
+    if not trains:
+        return f"{state}, {count(len(snapshot.peers), 'peer')}"
+    if snapshot.step:
+        return f"{state}, step {snapshot.step}"
+    return f"{state}, before the first round"
 
 
 def _collected(snapshot: SwarmSnapshot) -> str:
@@ -140,7 +186,8 @@ def _collected(snapshot: SwarmSnapshot) -> str:
 
 def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     figures = {}
-    if snapshot.samples_per_s and (snapshot.target_batch_size > 0 or snapshot.model):
+    trains = snapshot.target_batch_size > 0 or snapshot.model
+    if snapshot.samples_per_s and trains:
         figures["all peers"] = f"{snapshot.samples_per_s:,.1f}\nsamples/s"
     if snapshot.kept is not None and snapshot.kept.checkpoints:
         saved = snapshot.kept.checkpoints[-1]
@@ -152,85 +199,117 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step"
         if snapshot.forecast:
             figures["a round sends"] = snapshot.forecast
-    return figures | {"sent": size(snapshot.sent_bytes), "received": size(snapshot.received_bytes)}
+    figures["sent"] = size(snapshot.sent_bytes)
+    figures["received"] = size(snapshot.received_bytes)
+    return figures
 
 
 def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
     """Return the figures for Prometheus; those of a model carry its name."""
     run = {"run": snapshot.run}
     model = {**run, "collaboration": snapshot.model}
-    roles = Counter(peer.role for peer in snapshot.peers)
+    links = [peer for peer in snapshot.peers if peer.connected]
     samples: list[Sample] = [
         ("uptime_seconds", run, snapshot.uptime_s),
-        ("linked_peers", run, sum(bool(peer.connected) for peer in snapshot.peers)),
+        ("linked_peers", run, len(links)),
         ("sent_bytes_total", run, snapshot.sent_bytes),
         ("received_bytes_total", run, snapshot.received_bytes),
         ("step", model, snapshot.step),
         ("samples_per_second", model, snapshot.samples_per_s),
-        *(("loss", model, loss) for _, loss in snapshot.loss_history[-1:]),
-        *(("peers", {**model, "role": role}, roles[role]) for role in ROLES),
     ]
-    if (kept := snapshot.kept) is None:
+    if snapshot.loss_history:
+        samples.append(("loss", model, snapshot.loss_history[-1][1]))
+    role_counts = Counter(peer.role for peer in snapshot.peers)
+    for role in ROLES:
+        samples.append(("peers", {**model, "role": role}, role_counts[role]))
+    kept = snapshot.kept
+    if kept is None:
         return samples
     for saved in kept.checkpoints[-1:]:
-        samples += [("checkpoint_step", model, saved.step), ("checkpoint_timestamp_seconds", model, saved.at)]
-    return [*samples, ("hub_failures_total", model, kept.hub_failures)]
+        samples.append(("checkpoint_step", model, saved.step))
+        samples.append(("checkpoint_timestamp_seconds", model, saved.at))
+    samples.append(("hub_failures_total", model, kept.hub_failures))
+    return samples
 
 
-def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
-    paused = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
-    shown.warn(paused if snapshot.paused else "", "‖")
-    if (kept := snapshot.kept) is not None:
-        where = f"New trainers continue from the checkpoint of step {kept.standing_in or 0:,}."
-        shown.warn("" if kept.standing_in is None else f"There are no trainers now. {where}")
-        shown.note(*filter(None, [kept.hub]))
-    if (session := snapshot.session) is None:
+def _draw_notices(document: theme.Document, snapshot: SwarmSnapshot) -> None:
+    if snapshot.paused:
+        document.warn(PAUSED, "‖")
+    kept = snapshot.kept
+    if kept is not None:
+        if kept.standing_in is not None:
+            source = f"New trainers continue from the checkpoint of step {kept.standing_in:,}."
+            document.warn(f"There are no trainers now. {source}")
+        if kept.hub:
+            document.note(kept.hub)
+    session = snapshot.session
+    if session is None:
         return
     words = f"{plain(session.platform)}, {duration(session.elapsed_s)} of {duration(session.limit_s)}"
     words += f"; leaves at {duration(session.leaves_s)}"
     soon = session.elapsed_s > session.leaves_s - SOON_S
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
-    shown.bar(part, words, title="session", hue="amber" if soon else "soft")
-    shown.warn("the session ends soon" if soon else "")
+    document.bar(part, words, title="session", hue="amber" if soon else "soft")
+    if soon:
+        document.warn("the session ends soon")
 
 
 def _loss(snapshot: SwarmSnapshot) -> str:
-    first, last = (
-        next((loss for _, loss in history if math.isfinite(loss)), None)
-        for history in (snapshot.loss_history, snapshot.loss_history[::-1])
-    )
+    first = _first_finite(loss for _, loss in snapshot.loss_history)
+    last = _first_finite(loss for _, loss in reversed(snapshot.loss_history))
     return "" if first is None else f"{last:.3f} (first {first:.3f})"
+
+
+def _first_finite(values: Iterable[float]) -> float | None:
+    return next((value for value in values if math.isfinite(value)), None)
 
 
 def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     """Draw this peer at the left and a line for each link; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
-    shown, relayed = others[:MAX_ON_MAP], sum(peer.connected.startswith(RELAYED) for peer in others)
-    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
-    own = ("amber", "‖", "paused") if snapshot.paused else ("blue", "◉", plain(snapshot.state, 24))
-    rows = [(f"{own[1]} {plain(snapshot.me, 24)} (me)", own[2], "", "", "")]
-    height = MAP_ROW * max(len(shown), 3)
-    y, lines, nodes, marks = height / 2, "", "", {own}
-    nodes += _node((MAP_X, y), own, f"{plain(snapshot.me, 24)} (me)", ())
-    for index, peer in enumerate(shown):
-        mark, link, place = _mark_of(peer), _link_words(peer, names), (2 * MAP_X, MAP_ROW * (index + 0.5))
-        rows.append((f"{mark[1]} {plain(peer.name, 24)}", mark[2], *link))
-        lines += _link_line(peer, (MAP_X, y), place) if peer.connected else ""
+    drawn = others[:MAX_ON_MAP]
+    names = {peer.id[:ID_CHARS]: peer.name for peer in drawn}
+    own_mark = ("blue", "◉", plain(snapshot.state, 24))
+    if snapshot.paused:
+        own_mark = ("amber", "‖", "paused")
+    own_name = f"{plain(snapshot.me, 24)} (me)"
+    height = MAP_ROW * max(len(drawn), 3)
+    own_place = (MAP_X, height / 2)
+    lines = ""
+    nodes = _node(own_place, own_mark, own_name, ())
+    marks = {own_mark}
+    rows = [(f"{own_mark[1]} {own_name}", own_mark[2], "", "", "")]
+    for index, peer in enumerate(drawn):
+        mark = _mark_of(peer)
+        link = _link_words(peer, names)
+        place = (2 * MAP_X, MAP_ROW * (index + 0.5))
+        if peer.connected:
+            lines += _link_line(peer, own_place, place)
         nodes += _node(place, mark, peer.name, link)
         marks.add(mark)
-    key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted(marks))
-    linked = f"{count(sum(bool(peer.connected) for peer in others), 'link')}, {relayed} of them relayed"
+        rows.append((f"{mark[1]} {plain(peer.name, 24)}", mark[2], *link))
+    links = [peer for peer in others if peer.connected]
+    relayed = [peer for peer in links if peer.connected.startswith(RELAYED)]
+    state = f"{count(len(links), 'link')}, {len(relayed)} of them relayed"
     run = plain(snapshot.run, 40)
-    page = theme.Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
-    page.draw(
+    document = theme.Document(run, state, label="map of the swarm", line=f"links of {run}: {state}")
+    document.draw(
         f'<svg viewBox="0 0 {4 * MAP_X} {height}" width="100%" style="max-width:720px" role="img" '
-        f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}</svg>'
-        f'<p>{key}</p><p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>',
+        f'aria-label="map of {count(len(drawn) + 1, "peer")}">{lines}{nodes}</svg>'
+        f'<p>{_map_key(marks)}</p><p class="soft">'
+        "line: a link, wider if faster; dashed: through a relay; no line: no link</p>",
         *aligned(rows),
     )
     if len(others) > MAX_ON_MAP:
-        page.note(f"… and {len(others) - MAX_ON_MAP} more peers")
-    return page
+        document.note(f"… and {len(others) - MAX_ON_MAP} more peers")
+    return document
+
+
+def _map_key(marks: Iterable[Mark]) -> str:
+    key = ""
+    for hue, symbol, word in sorted(marks):
+        key += f"{theme.mark(hue, symbol, text(word))} &#160; "
+    return key
 
 
 def _mark_of(peer: PeerRow) -> Mark:
@@ -239,23 +318,29 @@ def _mark_of(peer: PeerRow) -> Mark:
     for word, (hue, symbol) in marks.items():
         if word in role:
             return hue, symbol, role
-    return ("green", "●", "training") if peer.samples_per_s > 0 else ("soft", "○", role)
+    if peer.samples_per_s > 0:
+        return "green", "●", "training"
+    return "soft", "○", role
 
 
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
     bps = _bandwidth_bps(peer)
-    return milliseconds(peer.rtt_s), _way(peer, names) or "no link", bandwidth(bps) if bps else ""
+    speed = bandwidth(bps) if bps else ""
+    return milliseconds(peer.rtt_s), _way(peer, names) or "no link", speed
 
 
 def _way(peer: PeerRow, names: Mapping[str, str]) -> str:
-    relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
-    way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
+    way = peer.connected
+    if way.startswith(RELAYED):
+        relay = way.removeprefix(RELAYED)[:ID_CHARS]
+        way = f"via {names.get(relay, relay)}"
     return plain(way, 17)
 
 
 def _bandwidth_bps(peer: PeerRow) -> float:
-    known = [bps for bps in (peer.upload_bps, peer.download_bps) if bps is not None and math.isfinite(bps)]
-    return min(known, default=0.0)
+    """Return the slower direction of a peer's line; 0 if none is known."""
+    directions = (peer.upload_bps, peer.download_bps)
+    return min((bps for bps in directions if bps is not None and math.isfinite(bps)), default=0.0)
 
 
 def _link_line(peer: PeerRow, me: Place, place: Place) -> str:
@@ -269,131 +354,176 @@ def _link_line(peer: PeerRow, me: Place, place: Place) -> str:
 
 
 def _node(place: Place, mark: Mark, name: str, link: Sequence[str]) -> str:
+    """Draw a peer with its name and link; this peer has no link, and its name below it."""
     x, y = place
     hue, symbol, word = mark
-    at, label = (x + 15, y - 2) if link else (x - 40, y + 29)
-    short, full = (text(", ".join(filter(None, parts))) for parts in (link[:2], link))
+    name_x = x - 40
+    name_y = y + 29
+    if link:
+        name_x = x + 15
+        name_y = y - 2
+    short = text(", ".join(filter(None, link[:2])))
+    full = text(", ".join(filter(None, link)))
     return (
         f'<g class="{hue}"><title>{text(word)}</title><circle cx="{x}" cy="{y}" r="10" '
         f'style="fill:var(--card)" stroke="currentColor" stroke-width="2"/>'
         f'<text x="{x}" y="{y + 4}" text-anchor="middle" style="fill:currentColor">{symbol}</text></g>'
-        f'<text x="{at}" y="{label}" style="fill:var(--ink)">{text(name, 32)}</text>'
-        f'<text x="{at}" y="{y + 11}">{short}<title>{full}</title></text>'
+        f'<text x="{name_x}" y="{name_y}" style="fill:var(--ink)">{text(name, 32)}</text>'
+        f'<text x="{name_x}" y="{y + 11}">{short}<title>{full}</title></text>'
     )
 
 
-TRACKS = {  # by the field of `MemberTrace`; empty for the time before the averaging
-    "": ("·", GROUP, "soft", "1 4"),  # character, meaning, hue and the pattern of its line, pixels
-    "sent": ("░", "sent to it", "blue", ""),
-    "received": ("▒", "received from it", "amber", "7 3"),
-    "means": ("▓", "average received", "green", "2 2"),
+class Track(NamedTuple):
+    """How one part of a member's round is drawn."""
+
+    character: str
+    meaning: str
+    hue: str
+    pattern: str  # of its line, in pixels; empty: solid
+
+
+TRACKS = {
+    "": Track("·", GROUP, "soft", "1 4"),
+    "sent": Track("░", "sent to it", "blue", ""),
+    "received": Track("▒", "received from it", "amber", "7 3"),
+    "means": Track("▓", "average received", "green", "2 2"),
 }
+"""By the field of `MemberTrace`; empty for the time before the averaging."""
 LANE = 320  # width of a lane, pixels
 
 
 def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
-    shown = theme.Document("", label="averaging rounds")
-    here = {peer.id[:ID_CHARS]: peer.name + " (me)" * peer.me for peer in snapshot.peers}
-    draw_waterfall(shown, snapshot.rounds, back, {**snapshot.names, **here})
-    return shown
+    document = theme.Document("", label="averaging rounds")
+    names = dict(snapshot.names)
+    for peer in snapshot.peers:
+        names[peer.id[:ID_CHARS]] = f"{peer.name} (me)" if peer.me else peer.name
+    draw_waterfall(document, snapshot.rounds, back, names)
+    return document
 
 
 def draw_waterfall(
-    shown: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
+    document: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
 ) -> None:
     """Draw the round ``back`` before the last; ``names`` are by the peers' short ids."""
     if not rounds:
-        shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
+        document.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return
-    one = _plausible(rounds[max(len(rounds) - 1 - back, 0)])
-    facts = _facts(one)
-    shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
-    shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
-    if not one.members:
-        shown.note("This round left no trace of its members.")
+    finished = _plausible(rounds[max(len(rounds) - 1 - back, 0)])
+    facts = _facts(finished)
+    title = f"round {finished.step}"
+    document.draw(theme.heading(title, text(facts, 400)), f"{title}: {plain(facts, 400)}")
+    if finished.explanation:
+        document.note(f"shares: {finished.explanation}")
+    if not finished.members:
+        document.note("This round left no trace of its members.")
         return
 
     def cells(member: MemberTrace) -> tuple[theme.Cell, ...]:
-        short = member.peer[:ID_CHARS]
-        hue, outcome = "green", "✔ complete"
-        if member.dropped:
-            hue, outcome = "red", f"✖ {plain(member.dropped.replace(short, names.get(short, short)), 80)}"
-        elif not (member.samples or member.share or member.received or member.means):
-            hue, outcome = "soft", "– nothing to exchange"
+        short_id = member.peer[:ID_CHARS]
+        hue, outcome = _outcome(member, names)
         return (
-            plain(names.get(short, short), 24),
-            _lane(member, one),
+            plain(names.get(short_id, short_id), 24),
+            _lane(member, finished),
             f"{member.samples:,.0f}",
             f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?",
             (outcome, f'<span class="{hue}">{text(outcome, 90)}</span>'),
         )
 
-    members = sorted(one.members, key=lambda member: not member.dropped)  # the failed ones first
-    columns = ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result")
-    shown.table(columns, members, cells, numbers=(2, 3), what="members of the round")
-    _draw_legend(shown)
+    failed_first = sorted(finished.members, key=lambda member: not member.dropped)
+    columns = ("member", f"0 to {_seconds(finished.seconds)}", "samples", "reduces", "result")
+    document.table(columns, failed_first, cells, numbers=(2, 3), what="members of the round")
+    _draw_legend(document)
 
 
-def _draw_legend(shown: theme.Document) -> None:
-    swatches = "".join(
-        f'<svg width="36" height="9" style="display:inline-block" aria-hidden="true">{_line(0, 36, 4, *look)}</svg> '
-        f'<span class="soft">{meaning} &#160; </span>'
-        for _, meaning, *look in TRACKS.values()
-    )
-    key = "  ".join(f"{character} {meaning}" for character, meaning, *_ in TRACKS.values())
-    shown.draw(f"<p>{swatches}</p>", f"  {key}")
+def _outcome(member: MemberTrace, names: Mapping[str, str]) -> tuple[str, str]:
+    """Return the hue and the words of a member's result."""
+    if member.dropped:
+        short_id = member.peer[:ID_CHARS]
+        reason = member.dropped.replace(short_id, names.get(short_id, short_id))
+        return "red", f"✖ {plain(reason, 80)}"
+    exchanged = member.samples or member.share or member.received or member.means
+    if not exchanged:
+        return "soft", "– nothing to exchange"
+    return "green", "✔ complete"
 
 
-def _plausible(one: RoundFinished) -> RoundFinished:
+def _draw_legend(document: theme.Document) -> None:
+    swatches = ""
+    meanings = []
+    for track in TRACKS.values():
+        line = _line(0, 36, 4, track)
+        swatches += (
+            f'<svg width="36" height="9" style="display:inline-block" aria-hidden="true">{line}</svg> '
+            f'<span class="soft">{track.meaning} &#160; </span>'
+        )
+        meanings.append(f"{track.character} {track.meaning}")
+    document.draw(f"<p>{swatches}</p>", f"  {'  '.join(meanings)}")
+
+
+def _plausible(finished: RoundFinished) -> RoundFinished:
     """Return the round with times that can be drawn: a recording may hold anything."""
-    seconds = one.seconds if 0 < one.seconds < MAX_S else MIN_S
-    averaging_s = one.averaging_s if 0 <= one.averaging_s < seconds else seconds
-    return replace(one, seconds=seconds, averaging_s=averaging_s)
+    seconds = finished.seconds if 0 < finished.seconds < MAX_S else MIN_S
+    averaging_s = seconds
+    if 0 <= finished.averaging_s < seconds:
+        averaging_s = finished.averaging_s
+    return replace(finished, seconds=seconds, averaging_s=averaging_s)
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _facts(last: RoundFinished) -> str:
-    waited_s = last.seconds - last.averaging_s
+def _facts(finished: RoundFinished) -> str:
+    waited_s = finished.seconds - finished.averaging_s
     facts = [
-        f"values of {len(last.contributors)} of {count(last.group_size, 'peer')}",
-        f"{last.samples:,.0f} samples",
-        f"{_seconds(last.seconds)}, of which {_seconds(waited_s)} for {GROUP}",
-        f"{size(last.sent_bytes)} sent, {size(last.received_bytes)} received",
+        f"values of {len(finished.contributors)} of {count(finished.group_size, 'peer')}",
+        f"{finished.samples:,.0f} samples",
+        f"{_seconds(finished.seconds)}, of which {_seconds(waited_s)} for {GROUP}",
+        f"{size(finished.sent_bytes)} sent, {size(finished.received_bytes)} received",
     ]
-    if last.predicted_s is not None:
-        facts.append(f"averaging took {_seconds(last.averaging_s)}, {_seconds(last.predicted_s)} expected")
-    if last.spans_lost:
-        facts.append(f"{count(last.spans_lost, 'reducer')} lost")
-    if last.kept_local:
-        facts.append(f"{last.kept_local:,} values not averaged")
+    if finished.predicted_s is not None:
+        measured = _seconds(finished.averaging_s)
+        facts.append(f"averaging took {measured}, {_seconds(finished.predicted_s)} expected")
+    if finished.spans_lost:
+        facts.append(f"{count(finished.spans_lost, 'reducer')} lost")
+    if finished.kept_local:
+        facts.append(f"{finished.kept_local:,} values not averaged")
     return ", ".join(facts)
 
 
 def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
-    slots, labels, waited = [" "] * SLOTS, [], finished.seconds - finished.averaging_s
+    """Draw the tracks of a member on the time axis of its round, as characters and as lines."""
+    waited_s = finished.seconds - finished.averaging_s
+    slots = [" "] * SLOTS
+    labels = []
     lines = ""
-    for row, (field, (character, meaning, *look)) in enumerate(TRACKS.items()):
-        times = getattr(member, field) if field else (-waited, 0.0)
-        if times is None or not all(map(math.isfinite, times)):
+    for row, (field, track) in enumerate(TRACKS.items()):
+        times_s = getattr(member, field) if field else (-waited_s, 0.0)
+        if times_s is None or not all(map(math.isfinite, times_s)):
             continue
-        begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
+        begin, end = (_bounded((waited_s + second) / finished.seconds) for second in times_s)
         first = min(int(begin * SLOTS), SLOTS - 1)
         last = max(first + 1, math.ceil(end * SLOTS))
-        slots[first:last] = character * (last - first)
-        labels.append(f"{meaning}: {' to '.join(_seconds(part * finished.seconds) for part in (begin, end))}")
-        lines += _line(LANE * begin, max(LANE * end, LANE * begin + 4), 5 * max(row - 1, 1) - 2, *look)
+        slots[first:last] = track.character * (last - first)
+        span = f"{_seconds(begin * finished.seconds)} to {_seconds(end * finished.seconds)}"
+        labels.append(f"{track.meaning}: {span}")
+        # the first two tracks share a row, as sending begins when the group is formed
+        y = 5 * max(row - 1, 1) - 2
+        lines += _line(LANE * begin, max(LANE * end, LANE * begin + 4), y, track)
     label = "; ".join(labels)
-    return "".join(slots), (
+    svg = (
         f'<svg viewBox="0 0 {LANE} 16" width="{LANE}" height="16" role="img" aria-label="{label}">'
         f"<title>{label}</title>{lines}</svg>"
     )
+    return "".join(slots), svg
 
 
-def _line(begin: float, end: float, y: float, hue: str, pattern: str) -> str:
+def _bounded(part: float) -> float:
+    return min(max(part, 0.0), 1.0)
+
+
+def _line(begin: float, end: float, y: float, track: Track) -> str:
     return (
-        f'<path class="{hue}" d="M{begin:.1f} {y}H{end:.1f}" fill="none" stroke="currentColor" stroke-width="4" '
-        f'stroke-dasharray="{pattern or "none"}"/>'
+        f'<path class="{track.hue}" d="M{begin:.1f} {y}H{end:.1f}" fill="none" stroke="currentColor" '
+        f'stroke-width="4" stroke-dasharray="{track.pattern or "none"}"/>'
     )
