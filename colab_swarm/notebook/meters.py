@@ -23,93 +23,127 @@ def summarize_experts(snapshot: "ExpertsSnapshot") -> str:
     grid = snapshot.grid
     if not snapshot.listed:
         return f"{grid}: looking up the experts"
-    hosts = count(len({expert.host for expert in snapshot.live}), "host")
-    parts = [f"{len(snapshot.live):,} of {count(grid.size, 'place')} live on {hosts}"]
-    others = {"left out": snapshot.left_out, "dead": snapshot.dead}
-    parts += [f"{len(uids):,} {what}" for what, uids in others.items() if uids]
+    hosts = {expert.host for expert in snapshot.live}
+    places = count(grid.size, "place")
+    line = f"{grid}: {len(snapshot.live):,} of {places} live on {count(len(hosts), 'host')}"
+    if snapshot.left_out:
+        line += f", {len(snapshot.left_out):,} left out"
+    if snapshot.dead:
+        line += f", {len(snapshot.dead):,} dead"
     if snapshot.served:
-        samples = sum(expert.samples_per_s for expert in snapshot.served)
-        parts.append(f"{len(snapshot.served):,} here, {samples:,.0f} samples/s")
-    return f"{grid}: {', '.join(parts)}" + ("; left" if snapshot.over else "")
+        samples_per_s = sum(expert.samples_per_s for expert in snapshot.served)
+        line += f", {len(snapshot.served):,} here, {samples_per_s:,.0f} samples/s"
+    if snapshot.over:
+        line += "; left"
+    return line
 
 
 def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     """Return the grid with a bar for each use, and this peer's experts."""
-    shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {snapshot.grid}")
-    shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
-    if snapshot.listed and not snapshot.live and not snapshot.over:
-        shown.warn("no expert lives: host some with swarm.host_experts(…) or check prefix and grid")
+    title, state = summarize_experts(snapshot).split(": ", 1)
+    document = theme.Document(title, state, label=f"experts of {snapshot.grid}")
+    if snapshot.fault:
+        document.warn(f"the last lookup failed and is retried: {snapshot.fault}")
+    none_lives = snapshot.listed and not snapshot.live
+    if none_lives and not snapshot.over:
+        document.warn("no expert lives: host some with swarm.host_experts(…) or check prefix and grid")
     if snapshot.left_out:
-        names = ", ".join(snapshot.left_out[:MAX_NAMED]) + " …" * (len(snapshot.left_out) > MAX_NAMED)
-        shown.warn(f"not called for a while because they failed this peer: {names}")
-    failed = [(uid, "! left out") for uid in snapshot.left_out] + [(uid, "x dead") for uid in snapshot.dead]
-    live = sorted(snapshot.live, key=lambda one: one.share or 0.0, reverse=True)
-    experts: list[LiveExpert | tuple[str, str]] = [*failed, *live]
-    shown.table(EXPERTS, experts, _expert, numbers=(3,), what="experts")
-    shown.table(SERVED, snapshot.served, _served, numbers=range(1, 7), what="experts here")
-    return shown
+        names = ", ".join(snapshot.left_out[:MAX_NAMED])
+        if len(snapshot.left_out) > MAX_NAMED:
+            names += " …"
+        document.warn(f"not called for a while because they failed this peer: {names}")
+    rows = [_failed_cells(uid, "! left out") for uid in snapshot.left_out]
+    rows += [_failed_cells(uid, "x dead") for uid in snapshot.dead]
+    most_used_first = sorted(snapshot.live, key=lambda expert: expert.share or 0.0, reverse=True)
+    rows += map(_live_cells, most_used_first)
+    document.table(EXPERTS, rows, lambda cells: cells, numbers=(3,), what="experts")
+    document.table(SERVED, snapshot.served, _served_cells, numbers=range(1, 7), what="experts here")
+    return document
 
 
-def _expert(one: "LiveExpert | tuple[str, str]") -> tuple[theme.Cell, ...]:
-    if isinstance(one, tuple):  # without a host
-        return (*one, "", "", "")
-    share = "–" if one.share is None else f"{one.share:.0%}"
-    bar = theme.bar(one.share or 0.0, f"{share} of the updates")
-    return one.uid, "live", one.host + " (me)" * one.mine, f"{one.step:,}", (share, share + bar)
+def _failed_cells(uid: str, state: str) -> tuple[theme.Cell, ...]:
+    return uid, state, "", "", ""
 
 
-def _served(row: "ExpertStatistics") -> tuple[str, ...]:
-    latency = milliseconds(row.latency_s) or "–"
-    batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
-    rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
-    return (row.uid, f"{row.step:,}", f"{row.queued:,}", batch, *rates, latency)
+def _live_cells(expert: "LiveExpert") -> tuple[theme.Cell, ...]:
+    share = "–" if expert.share is None else f"{expert.share:.0%}"
+    bar = theme.bar(expert.share or 0.0, f"{share} of the updates")
+    host = f"{expert.host} (me)" if expert.mine else expert.host
+    return expert.uid, "live", host, f"{expert.step:,}", (share, share + bar)
 
 
-EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts, summarize_experts, lambda one: one.over)
+def _served_cells(expert: "ExpertStatistics") -> tuple[str, ...]:
+    return (
+        expert.uid,
+        f"{expert.step:,}",
+        f"{expert.queued:,}",
+        "–" if expert.batch_size is None else f"{expert.batch_size:,.0f}",
+        f"{expert.calls_per_s:,.1f}",
+        f"{expert.samples_per_s:,.0f}",
+        milliseconds(expert.latency_s) or "–",
+    )
+
+
+EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(
+    draw_experts, summarize_experts, lambda snapshot: snapshot.over
+)
 
 
 def show_experts(
     read: "Callable[[], ExpertsSnapshot]", stop: Callable[[], None], hosting: bool
 ) -> "Panel[ExpertsSnapshot]":
     """Return a panel of experts; its button calls ``stop``: stop hosting, or leave the swarm."""
-    host_views = replace(EXPERTS_VIEWS, who="host", leave=("Stop hosting", "Stopped"))
-    return Panel(read, stop, views=host_views if hosting else EXPERTS_VIEWS)
+    views = EXPERTS_VIEWS
+    if hosting:
+        views = replace(views, who="host", leave=("Stop hosting", "Stopped"))
+    return Panel(read, stop, views=views)
 
 
 def summarize_elastic(snapshot: "ElasticSnapshot") -> str:
     if not snapshot.steps:
         return f"{snapshot.scheduler}: no step yet, {snapshot.members} members"
     last = snapshot.steps[-1]
-    lost = f", {len(last.lost)} lost" if last.lost else ""
-    values = ", ".join(f"{value} {words}" for words, value in _figures(snapshot).items())
-    left = "; left" if snapshot.left else ""
-    return f"{snapshot.scheduler}: step {last.step:,}, {snapshot.members} members{lost}; inconsistency {values}{left}"
+    line = f"{snapshot.scheduler}: step {last.step:,}, {snapshot.members} members"
+    if last.lost:
+        line += f", {len(last.lost)} lost"
+    values = [f"{value} {words}" for words, value in _figures(snapshot).items()]
+    line += f"; inconsistency {', '.join(values)}"
+    if snapshot.left:
+        line += "; left"
+    return line
 
 
 def _figures(snapshot: "ElasticSnapshot") -> dict[str, str]:
-    last, recent = snapshot.steps[-1], snapshot.steps[-RECENT:]
+    last = snapshot.steps[-1]
+    recent = snapshot.steps[-RECENT:]
+    waited_s = sum(step.waited_s for step in recent)
+    missing = sum(step.missing for step in recent)
     return {
         "measured": f"{last.inconsistency:.3g}",
         "allowed": "unknown" if last.bound is None else f"{last.bound:.3g}",
-        "waited": f"{1000 * sum(step.waited_s for step in recent) / len(recent):.0f} ms",
-        "missing by then": f"{sum(step.missing for step in recent) / len(recent):.0%}",
+        "waited": f"{1000 * waited_s / len(recent):.0f} ms",
+        "missing by then": f"{missing / len(recent):.0%}",
     }
 
 
 def draw_elastic(snapshot: "ElasticSnapshot") -> theme.Document:
     """Return the meter: figures, the measured inconsistency under its bound, a warning."""
-    shown = theme.Document(*summarize_elastic(snapshot).split(": ", 1), label="inconsistency of this member")
-    shown.figures(_figures(snapshot) if snapshot.steps else {})
+    title, state = summarize_elastic(snapshot).split(": ", 1)
+    document = theme.Document(title, state, label="inconsistency of this member")
+    if not snapshot.steps:
+        return document
+    document.figures(_figures(snapshot))
     measured = [(step.step, step.inconsistency) for step in snapshot.steps]
     bounds = [(step.step, step.bound) for step in snapshot.steps if step.bound is not None]
-    if chart := theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=760):
-        shown.draw(chart)
+    chart = theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=760)
+    if chart:
+        document.draw(chart)
         bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
-        shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
-    if snapshot.steps and snapshot.steps[-1].passed:
+        document.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
+    if snapshot.steps[-1].passed:
         far = "The peers are further apart than the bound of this scheduler allows"
-        shown.warn(f"{far}: increase beta, or use a shorter timeout or less compression.")
-    return shown
+        document.warn(f"{far}: increase beta, or use a shorter timeout or less compression.")
+    return document
 
 
 ELASTIC_VIEWS: "Views[ElasticSnapshot]" = Views(

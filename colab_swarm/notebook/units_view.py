@@ -10,11 +10,11 @@ from colab_swarm.notebook.page import Sample, StatusPage
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.client import VolunteerSnapshot
+    from colab_swarm.workunits.client import UnitProgress, VolunteerSnapshot
     from colab_swarm.workunits.state import JobStatus, VolunteerState
 
 ACROSS = 100  # units in a line
-MARKS = {  # character and words for each state of a unit
+MARKS = {
     "assimilated": "# done",
     "queued": "= to assimilate",
     "training": "> training",
@@ -22,8 +22,11 @@ MARKS = {  # character and words for each state of a unit
     "rejected": "x rejected",
     "waiting": ". waits",
 }
+"""Character and words for each state of a unit."""
 COLUMNS = ("volunteer", "reliability", "units", "rejected", "late", "in hand")
+MAX_FAULT_CHARS = 4000
 DYING = "the parameter servers end again and again: the coordinator's parameter-servers.log says why"
+NO_CHART = '<p class="soft">The accuracy is drawn after the second epoch.</p>'
 HOW_TO = (
     "<h4>How to volunteer</h4>"
     "<p>Ask the organizer for the link. In a notebook: <code>cs.workunits.volunteer(link)</code> after "
@@ -34,73 +37,97 @@ HOW_TO = (
 
 def job_line(status: "JobStatus") -> str:
     if status.finished is not None:
-        where = f"finished: {status.finished}"
+        progress = f"finished: {status.finished}"
     else:
         done = f"{status.units['assimilated']} of {len(status.rows)} units"
-        where = f"epoch {status.epoch} of {status.max_epochs}, {done}"
-    accuracy = f", accuracy {status.epochs[-1].accuracy:.3f}" if status.epochs else ""
-    return f"{status.name}: {where}{accuracy}, {count(len(status.volunteers), 'volunteer')}"
+        progress = f"epoch {status.epoch} of {status.max_epochs}, {done}"
+    if status.epochs:
+        progress += f", accuracy {status.epochs[-1].accuracy:.3f}"
+    return f"{status.name}: {progress}, {count(len(status.volunteers), 'volunteer')}"
 
 
 def figures(status: "JobStatus") -> dict[str, str]:
     """Return the known figures. The ETA is that of the epoch's last unit at the recent rate."""
-    left = len(status.rows) - status.units["assimilated"]
-    target = "" if status.target_accuracy is None else f", target {status.target_accuracy:.1%}"
-    known = {
-        f"accuracy{target}": "" if status.accuracy is None else f"{status.accuracy:.1%}",
-        "epoch done in": duration(left / status.units_per_s) if status.units_per_s else "",
-        "samples/s": f"{status.samples_per_s:,.0f}" if status.units_per_s else "",
-        "staleness": "" if status.staleness is None else f"{status.staleness:.1f} updates",
-        "parameter servers": "" if status.finished else f"{status.servers}, {status.backlog} results wait",
-    }
-    return {name: value for name, value in known.items() if value}
+    figures = {}
+    if status.accuracy is not None:
+        name = "accuracy"
+        if status.target_accuracy is not None:
+            name += f", target {status.target_accuracy:.1%}"
+        figures[name] = f"{status.accuracy:.1%}"
+    if status.units_per_s:
+        units_left = len(status.rows) - status.units["assimilated"]
+        figures["epoch done in"] = duration(units_left / status.units_per_s)
+        figures["samples/s"] = f"{status.samples_per_s:,.0f}"
+    if status.staleness is not None:
+        figures["staleness"] = f"{status.staleness:.1f} updates"
+    if not status.finished:
+        figures["parameter servers"] = f"{status.servers}, {status.backlog} results wait"
+    return figures
 
 
 def draw_job(status: "JobStatus") -> Document:
-    shown = Document(*job_line(status).split(": ", 1), label=f"work units of {plain(status.name)}")
-    shown.warn(f"the store does not answer: {status.fault}" if status.fault else "")
-    shown.warn(DYING if status.server_deaths and not status.servers and not status.finished else "")
-    shown.figures(figures(status))
+    document = Document(*job_line(status).split(": ", 1), label=f"work units of {plain(status.name)}")
+    if status.fault:
+        document.warn(f"the store does not answer: {status.fault}")
+    servers_die = status.server_deaths and not status.servers
+    if servers_die and not status.finished:
+        document.warn(DYING)
+    document.figures(figures(status))
     if status.finished is None and status.marks:
-        marks = "".join(MARKS[mark][0] for mark in status.marks)
-        lines = [marks[begin : begin + ACROSS] for begin in range(0, len(marks), ACROSS)]
-        style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
-        drawn = f'<p style="{style}">{"<br>".join(map(html.escape, lines))}</p>'
-        shown.draw(drawn, *map("  {}".format, lines))
-        more = len(status.rows) - len(marks)
-        shown.note(f"units: {'  '.join(MARKS.values())}" + (f"; and {more:,} more units" if more > 0 else ""))
-    shown.draw(_accuracy(status))
-    shown.table(
+        _draw_units(document, status)
+    document.draw(_accuracy(status))
+    document.table(
         COLUMNS, status.volunteers, lambda row: _cells(row, status.at), numbers=range(2, 6), what="volunteers"
     )
-    return shown
+    return document
+
+
+def _draw_units(document: Document, status: "JobStatus") -> None:
+    """Draw a character for each unit of the epoch."""
+    marks = "".join([MARKS[mark][0] for mark in status.marks])
+    lines = [marks[begin : begin + ACROSS] for begin in range(0, len(marks), ACROSS)]
+    style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
+    drawn = f'<p style="{style}">{"<br>".join(map(html.escape, lines))}</p>'
+    document.draw(drawn, *map("  {}".format, lines))
+    legend = f"units: {'  '.join(MARKS.values())}"
+    units_beyond = len(status.rows) - len(marks)
+    if units_beyond > 0:
+        legend += f"; and {units_beyond:,} more units"
+    document.note(legend)
 
 
 def _cells(row: "VolunteerState", now: float) -> tuple[str, ...]:
-    reliability = f"{1 - row.error_rate:.0%}" if row.accepted + row.rejected + row.expired else "new"
+    reliability = "new"
     if row.banned_until > now:
         reliability = f"banned for {duration(row.banned_until - now)}"
-    counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
-    return (plain(row.name or row.volunteer[:8], 40), reliability, *counts)
+    elif row.accepted + row.rejected + row.expired:
+        reliability = f"{1 - row.error_rate:.0%}"
+    name = plain(row.name or row.volunteer[:8], 40)
+    return name, reliability, str(row.accepted), str(row.rejected), str(row.expired), str(row.in_flight)
 
 
 def _accuracy(status: "JobStatus") -> str:
     target = status.target_accuracy
-    mean = [(one.epoch, one.accuracy) for one in status.epochs]
-    limit = [] if target is None else [(epoch, target) for epoch, _ in mean]
-    if not (chart := theme.curve(mean, limit=limit, label="accuracy", across="epoch")):
-        return '<p class="soft">The accuracy is drawn after the second epoch.</p>'
-    dashed = "" if target is None else f"; dashed: the target, {target:.1%}"
-    return f'{chart}<p class="soft">accuracy: mean of each epoch{dashed}</p>'
+    means = [(epoch.epoch, epoch.accuracy) for epoch in status.epochs]
+    limit: list[tuple[float, float]] = []
+    legend = "accuracy: mean of each epoch"
+    if target is not None:
+        limit = [(epoch, target) for epoch, _ in means]
+        legend += f"; dashed: the target, {target:.1%}"
+    chart = theme.curve(means, limit=limit, label="accuracy", across="epoch")
+    if not chart:
+        return NO_CHART
+    return f'{chart}<p class="soft">{legend}</p>'
 
 
 def _page(status: "JobStatus") -> list[Document]:
     about = Document("", label="about this job")
+    how_to = "" if status.finished else HOW_TO
     about.draw(
         f"<p>Volunteers train a model of {status.numel:,} numbers on {sum(status.rows):,} samples. "
         f"Each takes a <b>unit</b>, one of {len(status.rows)} parts of the data, trains a copy of the model on it and "
         "sends the copy back; a parameter server blends it into the model. An <b>epoch</b> is over when all units "
-        f"were trained once.</p>{'' if status.finished else HOW_TO}"
+        f"were trained once.</p>{how_to}"
         f'<p class="soft">This coordinator has been up for {duration(status.at - status.since)}. '
         "The same figures for programs: <code>/status.json</code> and <code>/metrics</code>.</p>"
     )
@@ -108,25 +135,33 @@ def _page(status: "JobStatus") -> list[Document]:
 
 
 def _metrics(status: "JobStatus") -> list[Sample]:
-    job, updates = {"job": status.name}, status.update_s
-    quantiles = {"0.5": len(updates) // 2, "0.95": len(updates) * 95 // 100} if updates else {}
-    known = [] if status.accuracy is None else [status.accuracy]
-    return [
+    job = {"job": status.name}
+    samples: list[Sample] = [
         ("job_uptime_seconds", job, status.at - status.since),
         ("job_epoch", job, status.epoch),
         ("job_finished", job, status.finished is not None),
         ("job_store_fault", job, bool(status.fault)),
-        *(("job_accuracy", job, accuracy) for accuracy in known),
-        *(("job_units", {**job, "state": name}, number) for name, number in status.units.items()),
-        ("job_units_per_second", job, status.units_per_s),
-        ("job_samples_per_second", job, status.samples_per_s),
-        *(("job_update_seconds", {**job, "quantile": of}, updates[n]) for of, n in quantiles.items()),
+    ]
+    if status.accuracy is not None:
+        samples.append(("job_accuracy", job, status.accuracy))
+    for state, units in status.units.items():
+        samples.append(("job_units", {**job, "state": state}, units))
+    samples.append(("job_units_per_second", job, status.units_per_s))
+    samples.append(("job_samples_per_second", job, status.samples_per_s))
+    durations_s = status.update_s
+    if durations_s:
+        median_s = durations_s[len(durations_s) // 2]
+        slow_s = durations_s[len(durations_s) * 95 // 100]
+        samples.append(("job_update_seconds", {**job, "quantile": "0.5"}, median_s))
+        samples.append(("job_update_seconds", {**job, "quantile": "0.95"}, slow_s))
+    samples += [
         ("job_parameter_servers", job, status.servers),
         ("job_backlog", job, status.backlog),
         ("job_volunteers", job, len(status.volunteers)),
         ("job_assimilated_units_total", job, status.version),
         ("job_parameter_server_deaths_total", job, status.server_deaths),
     ]
+    return samples
 
 
 def status_page(look: "Callable[[], JobStatus]") -> "StatusPage[JobStatus]":
@@ -138,31 +173,46 @@ def volunteer_line(snapshot: "VolunteerSnapshot") -> str:
 
 
 def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:
-    shown = Document(plain(snapshot.job), _state(snapshot), label=f"volunteer for {plain(snapshot.job)}")
+    job = plain(snapshot.job)
+    document = Document(job, _state(snapshot), label=f"volunteer for {job}")
     for unit in snapshot.units:
         if unit.unit:
-            batches = f" {unit.done:,} of {unit.batches:,} batches" if unit.batches else ""
-            loss = "" if unit.loss is None else f", loss {unit.loss:.3f}"
-            words = f"{unit.phase}{batches}{loss}, {duration(unit.seconds)}"
-            shown.bar(unit.done / unit.batches if unit.batches else 0.0, words, title=unit.unit)
+            _draw_unit(document, unit)
     contribution = {
         "contributed": f"{count(snapshot.samples, 'sample')} in {duration(snapshot.seconds)}",
         "downloaded": size(snapshot.received_bytes),
         "uploaded": size(snapshot.sent_bytes),
     }
-    shown.figures(contribution)
-    shown.warn(f"last refusal: {snapshot.refusal}" if snapshot.refusal else "")
-    if fault := snapshot.fault[-4000:]:
-        shown.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
-    return shown
+    document.figures(contribution)
+    if snapshot.refusal:
+        document.warn(f"last refusal: {snapshot.refusal}")
+    fault = snapshot.fault[-MAX_FAULT_CHARS:]
+    if fault:
+        document.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
+    return document
+
+
+def _draw_unit(document: Document, unit: "UnitProgress") -> None:
+    words = unit.phase
+    part = 0.0
+    if unit.batches:
+        words += f" {unit.done:,} of {unit.batches:,} batches"
+        part = unit.done / unit.batches
+    if unit.loss is not None:
+        words += f", loss {unit.loss:.3f}"
+    document.bar(part, f"{words}, {duration(unit.seconds)}", title=unit.unit)
 
 
 def _state(snapshot: "VolunteerSnapshot") -> str:
-    epoch = ""
+    parts = [plain(snapshot.state)]
     if snapshot.epoch:
-        accuracy = "" if snapshot.accuracy is None else f", accuracy {snapshot.accuracy:.3f} after the last"
-        epoch = f"epoch {snapshot.epoch}{accuracy}; "
-    others = {"refused": snapshot.refused, "given back": snapshot.given_back}
-    units = [count(snapshot.accepted, "unit") + " accepted"]
-    units += [f"{number:,} {what}" for what, number in others.items() if number]
-    return f"{plain(snapshot.state)}; {epoch}{', '.join(units)}"
+        epoch = f"epoch {snapshot.epoch}"
+        if snapshot.accuracy is not None:
+            epoch += f", accuracy {snapshot.accuracy:.3f} after the last"
+        parts.append(epoch)
+    units = f"{count(snapshot.accepted, 'unit')} accepted"
+    if snapshot.refused:
+        units += f", {snapshot.refused:,} refused"
+    if snapshot.given_back:
+        units += f", {snapshot.given_back:,} given back"
+    return "; ".join([*parts, units])
