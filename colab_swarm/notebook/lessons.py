@@ -32,7 +32,8 @@ SYMBOLS = {
     "crashed": ("red", "✗"),
     "left": ("soft", "○"),
 }
-SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # slider values of slower connections and of the playback
+# slider values of slower connections and of the playback
+SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 NAMED = {"description_width": "initial"}
 Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
 
@@ -51,8 +52,8 @@ class SimulationSnapshot:
 
 def describe_fault(name: str, arguments: Sequence[object]) -> str:
     if name == "partition":
-        parts = (", ".join(sorted(group)) for group in arguments if isinstance(group, set))
-        return f"the network is partitioned: {' | '.join(parts)}"
+        groups = [", ".join(sorted(group)) for group in arguments if isinstance(group, set)]
+        return f"the network is partitioned: {' | '.join(groups)}"
     if name in FAULTS:
         return FAULTS[name].format(*arguments)
     return f"{name} {', '.join(map(str, arguments))}".strip()
@@ -64,27 +65,39 @@ def summary(snapshot: SimulationSnapshot) -> str:
 
 def draw(snapshot: SimulationSnapshot) -> theme.Document:
     state = f"after {snapshot.at:.1f} s on {snapshot.network}"
-    shown = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
-    run = f"{snapshot.speed:g}× real time" if snapshot.state == "playing" else snapshot.state
-    shown.figures({"virtual time": f"{snapshot.at:,.0f} s", "run": run})
-    shown.warn(f"A peer's code raised {snapshot.error}" if snapshot.error else "")
-    shown.table(COLUMNS, snapshot.peers, _cells, numbers=(2, 3, 4, 5), what="peers")
+    document = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
+    run = snapshot.state
+    if run == "playing":
+        run = f"{snapshot.speed:g}× real time"
+    document.figures({"virtual time": f"{snapshot.at:,.0f} s", "run": run})
+    if snapshot.error:
+        document.warn(f"A peer's code raised {snapshot.error}")
+    document.table(COLUMNS, snapshot.peers, _cells, numbers=(2, 3, 4, 5), what="peers")
     coming = [f"to come: {line}" for line in snapshot.coming[:MAX_LINES]]
-    shown.note(*snapshot.story[-MAX_LINES:], *coming, title="What happened")
-    return shown
+    document.note(*snapshot.story[-MAX_LINES:], *coming, title="What happened")
+    return document
 
 
 def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
-    loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
-    state, (hue, symbol) = plain(peer.role, 40), SYMBOLS.get(peer.role, ("soft", "•"))
-    mark = theme.mark(hue, symbol, text(state))
-    samples, speed = f"{peer.samples:,.0f}", f"{peer.samples_per_s:,.1f}"
-    return plain(peer.name, 40), (state, mark), str(peer.step), samples, speed, loss
+    state = plain(peer.role, 40)
+    hue, symbol = SYMBOLS.get(peer.role, ("soft", "•"))
+    loss = ""
+    if peer.loss is not None and math.isfinite(peer.loss):
+        loss = f"{peer.loss:.3f}"
+    return (
+        plain(peer.name, 40),
+        (state, theme.mark(hue, symbol, text(state))),
+        str(peer.step),
+        f"{peer.samples:,.0f}",
+        f"{peer.samples_per_s:,.1f}",
+        loss,
+    )
 
 
 def _peers(snapshot: SimulationSnapshot) -> str:
     alive = [peer for peer in snapshot.peers if peer.role not in ("crashed", "left")]
-    return f"{count(len(alive), 'peer')} at step {max((peer.step for peer in alive), default=0)}"
+    step = max((peer.step for peer in alive), default=0)
+    return f"{count(len(alive), 'peer')} at step {step}"
 
 
 LESSON: Views[SimulationSnapshot] = Views(
@@ -110,57 +123,61 @@ class LessonControls:
     ) -> None:
         import ipywidgets
 
-        self._new_slider, self._alive = ipywidgets.SelectionSlider, set[str]()
-        width = {"width": "300px", "margin": "2px 12px 2px 2px"}  # as wide as a slider
-        self._who = ipywidgets.Dropdown(description="this peer:", style=NAMED, layout=width)
-        self._who.observe(lambda change: self._enable_buttons(), names="value")
+        self._new_slider = ipywidgets.SelectionSlider
+        self._alive: set[str] = set()
+        # as wide as a slider
+        width = {"width": "300px", "margin": "2px 12px 2px 2px"}
+        self._peer = ipywidgets.Dropdown(description="this peer:", style=NAMED, layout=width)
+        self._peer.observe(lambda change: self._enable_buttons(), names="value")
 
-        def of_peer(verb: Verb) -> Callable[..., None]:
-            return lambda *arguments: inject(verb, self._who.value, *arguments)
+        def inject_at_peer(verb: Verb) -> Callable[..., None]:
+            return lambda *arguments: inject(verb, self._peer.value, *arguments)
 
-        kill = "Kill this peer: end its process without a farewell"
-        back = "Bring it back: start a new process of the same name"
-        self._kill = make_button("Kill this peer", "bolt", kill, of_peer("crash"))
-        self._back = make_button("Bring it back", "undo", back, of_peer("join"))
-        next_s = "Step: while paused, advance one second of virtual time"
-        new = "Add a peer: start one with a new name"
         own_speed = snapshot.peers[0].samples_per_s
         speeds = [round(own_speed * 2**power, 3) for power in range(-4, 5)]
-        speed = self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed"))
-        slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow"))
-        one = [self._who, speed, slow, self._kill, self._back]
-        playback = [
-            self._slider("playback", SPEEDS, snapshot.speed, "× {:g}", choose_speed),
-            make_button("Step 1 s", "step-forward", next_s, step),
-            make_button("Add a peer", "plus", new, partial(inject, "join")),
-        ]
-        self.rows = [ipywidgets.HBox(row, layout=WRAPPING) for row in (one, playback)]
+        speed = self._slider("samples/s", speeds, own_speed, "{:g}", inject_at_peer("speed"))
+        slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", inject_at_peer("slow"))
+        tooltip = "Kill this peer: end its process without a farewell"
+        self._kill = make_button("Kill this peer", "bolt", tooltip, inject_at_peer("crash"))
+        tooltip = "Bring it back: start a new process of the same name"
+        self._revive = make_button("Bring it back", "undo", tooltip, inject_at_peer("join"))
+        playback = self._slider("playback", SPEEDS, snapshot.speed, "× {:g}", choose_speed)
+        tooltip = "Step: while paused, advance one second of virtual time"
+        step_button = make_button("Step 1 s", "step-forward", tooltip, step)
+        tooltip = "Add a peer: start one with a new name"
+        add_button = make_button("Add a peer", "plus", tooltip, partial(inject, "join"))
+        peer_row = [self._peer, speed, slow, self._kill, self._revive]
+        run_row = [playback, step_button, add_button]
+        self.rows = [ipywidgets.HBox(row, layout=WRAPPING) for row in (peer_row, run_row)]
         self.update(snapshot)
 
     def update(self, snapshot: SimulationSnapshot) -> SimulationSnapshot:
         """Offer the present peers; disable everything after the end. Returns the snapshot."""
         names = tuple(peer.name for peer in snapshot.peers)
-        if self._who.options != names:
-            chosen = self._who.value
-            self._who.options = names
-            self._who.value = chosen if chosen in names else names[0]
+        if self._peer.options != names:
+            chosen = self._peer.value
+            self._peer.options = names
+            self._peer.value = chosen if chosen in names else names[0]
         self._alive = {peer.name for peer in snapshot.peers if peer.role != "crashed"}
         self._enable_buttons()
         if snapshot.state in OVER:
-            for widget in (child for row in self.rows for child in row.children):
-                widget.disabled = True
+            for row in self.rows:
+                for widget in row.children:
+                    widget.disabled = True
         return snapshot
 
     def _enable_buttons(self) -> None:
-        alive = self._who.value in self._alive
+        alive = self._peer.value in self._alive
         update_button(self._kill, disabled=not alive)
-        update_button(self._back, disabled=alive)
+        update_button(self._revive, disabled=alive)
 
     def _slider(
-        self, name: str, values: Sequence[float], value: float, shown: str, act: Callable[[float], None]
+        self, name: str, values: Sequence[float], value: float, label: str, act: Callable[[float], None]
     ) -> Any:
+        """Return a slider of ``values`` and ``value``; ``label`` formats each, ``act`` takes the chosen one."""
+        steps = sorted({*values, value})
         slider = self._new_slider(
-            options=[(shown.format(one), one) for one in sorted({*values, value})],
+            options=[(label.format(step), step) for step in steps],
             value=value,
             description=name,
             style=NAMED,
