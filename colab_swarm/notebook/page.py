@@ -49,6 +49,9 @@ copy.addEventListener("click", async () => {
 """
 
 
+RUN_NOW = '<h2>The run now</h2><div id="lost">The backbone does not answer.</div><div id="live"></div>'
+
+
 class StatusPage(Generic[S]):
     """Answers requests for `PATHS` with what ``look()`` returns, at ``url`` if it listens itself.
 
@@ -65,8 +68,13 @@ class StatusPage(Generic[S]):
         *,
         host: str,
     ) -> None:
-        self._look, self._title, self._draw, self._metrics, self._host = look, title, draw, metrics, host
-        self._seen_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
+        self._look = look
+        self._title = title
+        self._draw = draw
+        self._metrics = metrics
+        self._host = host
+        self._seen_at = float("-inf")
+        self._visits = VisitLimit(ANSWERS_PER_S)
         self._answers: dict[str, tuple[str, str | bytes]] = {}  # type and body by path, of one snapshot
         self._runner: web.AppRunner | None = None
         self.routes = [web.get(path, self.answer) for path in PATHS]
@@ -84,11 +92,13 @@ class StatusPage(Generic[S]):
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         """Answer a browser or a program that asks for one of `PATHS`."""
-        now, path = loop_now(), request.path
+        now = loop_now()
+        path = request.path
         if not self._visits.admit(source_of(request), now):
             return web.Response(status=429, text="try again in a second", headers={"Retry-After": "1"})
         if now - self._seen_at >= FRESH_S:
-            self._seen, self._seen_at = self._look(), now
+            self._seen = self._look()
+            self._seen_at = now
             self._answers.clear()
         if path not in self._answers:
             self._answers[path] = self.render(self._seen, path)
@@ -101,8 +111,11 @@ class StatusPage(Generic[S]):
         if path == "/metrics":
             return "text/plain", exposition(self._metrics(snapshot))
         title = text(self._title(snapshot))
-        live = f"<h1>{title}</h1>{''.join(view.html() for view in self._draw(snapshot))}"
-        return "text/html", live if path == "/live" else page(title, live, host=self._host)
+        views = "".join([view.html() for view in self._draw(snapshot)])
+        live = f"<h1>{title}</h1>{views}"
+        if path == "/live":
+            return "text/html", live
+        return "text/html", page(title, live, host=self._host)
 
 
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
@@ -115,8 +128,11 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
     except BaseException:
         await runner.cleanup()
         raise
-    shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
-    return runner, f"http://{f'[{shown}]' if ':' in shown else shown}:{runner.addresses[0][1]}/"
+    if host in ("", "0.0.0.0", "::"):
+        host = "127.0.0.1"
+    if ":" in host:
+        host = f"[{host}]"
+    return runner, f"http://{host}:{runner.addresses[0][1]}/"
 
 
 def page(title: str, live: str, *, host: str) -> str:
@@ -129,18 +145,20 @@ def join_page(run: str, *, live: bool) -> Callable[[web.BaseRequest], Awaitable[
 
     The page names the run, copies the line, opens the notebook and, if ``live``, refreshes ``/live``.
     """
-    script = JOIN_SCRIPT + SCRIPT * live
-    links = notebook_links("swarm").items()
-    opened = "".join(
-        f'<a class="button" href="{text(url)}" rel="noopener">Open in {name}</a> ' for name, url in links
-    )
+    script = JOIN_SCRIPT
+    run_now = ""
+    if live:
+        script += SCRIPT
+        run_now = RUN_NOW
+    links = ""
+    for name, url in notebook_links("swarm").items():
+        links += f'<a class="button" href="{text(url)}" rel="noopener">Open in {name}</a> '
     body = _filled(
         "invited.html",
         run=text(run),
-        notebook=opened or f"Open <code>notebooks/swarm.ipynb</code> in {COPY}.",
+        notebook=links or f"Open <code>notebooks/swarm.ipynb</code> in {COPY}.",
         install=text(install("train,notebook"), 1000),
-        now='<h2>The run now</h2><div id="lost">The backbone does not answer.</div><div id="live"></div>'
-        * live,
+        now=run_now,
         script=script,
     )
 
@@ -171,15 +189,16 @@ def _filled(name: str, **parts: str) -> str:
 
 
 def exposition(samples: Iterable[Sample]) -> str:
-    """Of equal names and labels the last value counts."""
-    lines: dict[str, dict[str, float]] = {}
+    """Return the metrics in the text format of Prometheus. Of equal names and labels the last value counts."""
+    metrics: dict[str, dict[str, float]] = {}
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     for name, labels, value in samples:
-        shown = ",".join(f'{label}="{words.translate(escapes)}"' for label, words in labels.items())
-        lines.setdefault(name, {})[shown] = value
+        pairs = [f'{label}="{words.translate(escapes)}"' for label, words in labels.items()]
+        metrics.setdefault(name, {})[",".join(pairs)] = value
     text = ""
-    for name, values in lines.items():
-        text += f"# TYPE colab_swarm_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
-        for shown, value in values.items():
-            text += f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n"
+    for name, values in metrics.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        text += f"# TYPE colab_swarm_{name} {kind}\n"
+        for label_text, value in values.items():
+            text += f"colab_swarm_{name}{{{label_text}}} {float(value)!r}\n"
     return text

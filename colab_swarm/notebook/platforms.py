@@ -70,7 +70,9 @@ PLAIN = Platform("a Python process")
 def in_notebook() -> bool:
     """Return True in a Jupyter kernel of any front-end, False in a terminal or a script."""
     ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython() if ipython is not None else None, "kernel")
+    if ipython is None:
+        return False
+    return hasattr(ipython.get_ipython(), "kernel")
 
 
 def in_colab() -> bool:
@@ -85,14 +87,19 @@ def has_frontend() -> bool:
     """Return True if widgets are visible; a kernel without a page forbids input."""
     if not in_notebook() or find_spec("ipywidgets") is None:
         return False
-    batch = os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
+    if os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
+        return False
+    if in_colab():
+        return True
     kernel = sys.modules["IPython"].get_ipython().kernel
-    return not batch and (in_colab() or getattr(kernel, "_allow_stdin", True))
+    return bool(getattr(kernel, "_allow_stdin", True))
 
 
 def platform() -> Platform:
-    if in_kaggle():  # before Colab: Kaggle's image is based on Colab's
-        return KAGGLE_TPU if any(name.startswith("TPU_") for name in os.environ) else KAGGLE
+    # before Colab: Kaggle's image is based on Colab's
+    if in_kaggle():
+        has_tpu = any(name.startswith("TPU_") for name in os.environ)
+        return KAGGLE_TPU if has_tpu else KAGGLE
     if in_colab():
         return COLAB
     if "BINDER_SERVICE_HOST" in os.environ or "BINDER_LAUNCH_HOST" in os.environ:
@@ -113,11 +120,9 @@ def require_terms(agreed: bool) -> None:
 def ways_out() -> str:
     """Return what to do where nobody could reach a run that starts here."""
     here = platform()
-    relay = (
-        "accept the terms, so that iroh's free relays may be used (pip install iroh); or "
-        if here.proxies
-        else ""
-    )
+    relay = ""
+    if here.proxies:
+        relay = "accept the terms, so that iroh's free relays may be used (pip install iroh); or "
     return (
         f"No other machine reaches {here.name} by itself. To start a run, {relay}run `colab-swarm create my-run` on a "
         "machine of your own that others reach, and join it from here by its invitation. Or try a whole swarm in this "
@@ -141,10 +146,13 @@ class SessionClock:
         """Return a session's clock; None if its end is unknown. ``session_hours`` count from ``now``."""
         if session_hours is not None:
             require(0 < session_hours < 1e6, f"session_hours={session_hours}: pass hours > 0")
-            here, age_s = Platform("this machine", limit_s=3600 * session_hours), 0.0
-        if here.limit_s is None or age_s >= here.limit_s:  # older than the limit: a paid runtime lasts longer
+            here = Platform("this machine", limit_s=3600 * session_hours)
+            age_s = 0.0
+        # a session that is older than the limit is on a paid runtime, which lasts longer
+        if here.limit_s is None or age_s >= here.limit_s:
             return None
-        return cls(here.name, now - age_s, here.limit_s, min(LEAVE_BEFORE_S, (here.limit_s - age_s) / 2))
+        leave_before_s = min(LEAVE_BEFORE_S, (here.limit_s - age_s) / 2)
+        return cls(here.name, now - age_s, here.limit_s, leave_before_s)
 
     @property
     def leaves_at(self) -> float:
@@ -174,6 +182,7 @@ def session_age_s(proc: Path = Path("/proc")) -> float:
         with contextlib.suppress(OSError, ValueError, IndexError):
             uptime_s = float((proc / "uptime").read_text().split()[0])
             # field 22 of proc(5); the second one, a name in parentheses, may hold spaces
-            began_ticks = int((proc / process / "stat").read_text().rpartition(")")[2].split()[19])
+            fields = (proc / process / "stat").read_text().rpartition(")")[2].split()
+            began_ticks = int(fields[19])
             return max(0.0, uptime_s - began_ticks / os.sysconf("SC_CLK_TCK"))
     return 0.0
