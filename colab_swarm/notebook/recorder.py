@@ -60,9 +60,9 @@ def _encoded(item: Item) -> bytes:
 def _decoded(line: bytes) -> Item:
     require(len(line) <= MAX_LINE_BYTES, f"it is longer than {size(MAX_LINE_BYTES)}")
     try:
-        found = msgspec.json.decode(line, type=_Line)
-        require(found.kind in KINDS, "it is of a newer version")
-        return msgspec.json.decode(found.data, type=KINDS[found.kind])
+        decoded = msgspec.json.decode(line, type=_Line)
+        require(decoded.kind in KINDS, "it is of a newer version")
+        return msgspec.json.decode(decoded.data, type=KINDS[decoded.kind])
     except UNDECODABLE as error:
         raise ValueError(str(error)) from error
 
@@ -80,42 +80,55 @@ class Recorder:
         header: Header,
         names: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        self.path, self.stopped = Path(path), ""
-        self._events, self._names, self._named = events, names, dict[str, str]()
+        self.path = Path(path)
+        self.stopped = ""  # why the recording ended early
+        self._events = events
+        self._names = names
+        self._written_names: dict[str, str] = {}
         self._file = self.path.open("a+b", buffering=0)
-        if continued := self._file.tell() > 0:
-            self._file.seek(0)
-            try:
-                if not isinstance(_decoded(self._file.readline(MAX_LINE_BYTES)), Header):
-                    raise ValueError("it has no header")
-            except ValueError as error:
-                self._file.close()
-                raise ValueError(f"{path} is no recording ({error}): choose another file") from error
-        self._file.write(b"\n" * continued + _encoded(header))  # the last line may be torn
+        if self._file.tell() > 0:
+            self._check_recording()
+            # a kill may have torn the last line
+            self._file.write(b"\n")
+        self._file.write(_encoded(header))
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-recorder", daemon=True)
         self._thread.start()
         self._stop_listening = events.listen(self._queue.put)
+
+    def _check_recording(self) -> None:
+        """Raise ValueError unless the file begins as a recording."""
+        self._file.seek(0)
+        try:
+            first = _decoded(self._file.readline(MAX_LINE_BYTES))
+            require(isinstance(first, Header), "it has no header")
+        except ValueError as error:
+            self._file.close()
+            raise ValueError(f"{self.path} is no recording ({error}): choose another file") from error
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:
             try:
                 if not self.stopped:
                     self._record(event)
-            except UnicodeEncodeError:  # a file name that is not valid text
+            except UnicodeEncodeError:
+                # the event has a file name that is not valid text
                 continue
-            except Exception as error:  # a full disk or an unmounted drive must not end the training
+            except Exception as error:
+                # a full disk or an unmounted drive must not end the training
                 self.stopped = f"cannot write {self.path} ({error}): the recording has ended"
                 logger.warning("%s", self.stopped)
                 self._events.emit(Fault(event.at, "the flight recorder", self.stopped))
 
     def _record(self, event: Event) -> None:
         line = _encoded(event)
-        if len(line) > MAX_LINE_BYTES:  # `replay` would refuse it
+        # `replay` would refuse a longer one
+        if len(line) > MAX_LINE_BYTES:
             return
-        if new := dict(self._names().items() - self._named.items()):
-            self._named |= new
-            line = _encoded(Names(new)) + line
+        new_names = dict(self._names().items() - self._written_names.items())
+        if new_names:
+            self._written_names |= new_names
+            line = _encoded(Names(new_names)) + line
         if self._file.tell() + len(line) > MAX_BYTES:
             raise OSError(f"it has reached its limit of {size(MAX_BYTES)}")
         self._file.write(line)
@@ -135,23 +148,39 @@ class Replay:
     """A recording to look at; see `replay`."""
 
     def __init__(self, path: Path, live: bool) -> None:
-        self.headers, self.names, self.events = list[Header](), dict[str, str](), list[Event]()
-        self._live, damaged = live, list[int]()
+        self.headers: list[Header] = []
+        self.names: dict[str, str] = {}
+        self.events: list[Event] = []
+        self._live = live
+        damaged = self._read(path)
+        require(self.headers, f"{path} is empty: nothing was recorded")
+        self.note = ""
+        if damaged:
+            lines = count(len(damaged), "line")
+            self.note = f"{lines} left out, torn or of a newer version; the first is line {damaged[0]}"
+        self.rounds = [event for event in self.events if isinstance(event, RoundFinished)]
+        # of a step that two sessions took, the last loss counts
+        losses: dict[int, float] = {}
+        for event in self.events:
+            if isinstance(event, StepFinished) and event.loss is not None:
+                losses[event.step] = event.loss
+        self.losses = sorted(losses.items())
+
+    def _read(self, path: Path) -> list[int]:
+        """Add the file's lines; return the numbers of those that cannot be read."""
+        damaged = []
         with path.open("rb") as file:
-            for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+            lines = iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, 1):
+                if line.isspace():
+                    continue
                 try:
-                    if not line.isspace():
-                        self._add(_decoded(line))
+                    self._add(_decoded(line))
                 except ValueError as error:
                     if not self.headers:
                         raise ValueError(f"{path} is not a recording: line {number}: {error}") from error
                     damaged.append(number)
-        require(self.headers, f"{path} is empty: nothing was recorded")
-        what = f"{count(len(damaged), 'line')} left out, torn or of a newer version; the first is line"
-        self.note = f"{what} {damaged[0]}" if damaged else ""
-        self.rounds = [event for event in self.events if isinstance(event, RoundFinished)]
-        steps = [event for event in self.events if isinstance(event, StepFinished)]
-        self.losses = sorted({one.step: one.loss for one in steps if one.loss is not None}.items())
+        return damaged
 
     def _add(self, item: Item) -> None:
         if isinstance(item, Header):
@@ -165,21 +194,28 @@ class Replay:
 
     def draw(self, chosen: int = -1) -> theme.Document:
         """Return the run, with the round at index ``chosen`` in full."""
-        shown = theme.Document("recorded", self._summary(), label="a recorded run", line=self._summary())
-        shown.warn(self.note)
-        shown.draw(theme.curve(self.losses, width=830))
-        back = 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
-        draw_waterfall(shown, self.rounds, back, self.names)
-        return shown
+        summary = self._summary()
+        document = theme.Document("recorded", summary, label="a recorded run", line=summary)
+        document.warn(self.note)
+        document.draw(theme.curve(self.losses, width=830))
+        back = 0
+        if chosen >= 0:
+            back = max(len(self.rounds) - 1 - chosen, 0)
+        draw_waterfall(document, self.rounds, back, self.names)
+        return document
 
     def html(self, chosen: int = -1) -> str:
         return self.draw(chosen).html()
 
     def _summary(self) -> str:
-        header, losses = self.headers[-1], self.losses
-        figures = f"{count(len(self.rounds), 'round')}, {count(len(self.headers), 'session')}"
-        loss = f"loss {losses[0][1]:.3f} to {losses[-1][1]:.3f}" if losses else "no loss"
-        return f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}, {figures}, {loss}"
+        header = self.headers[-1]
+        rounds = count(len(self.rounds), "round")
+        sessions = count(len(self.headers), "session")
+        loss = "no loss"
+        if self.losses:
+            loss = f"loss {self.losses[0][1]:.3f} to {self.losses[-1][1]:.3f}"
+        run = f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}"
+        return f"{run}, {rounds}, {sessions}, {loss}"
 
     def __repr__(self) -> str:
         return f"Replay({self._summary()})"
@@ -188,13 +224,15 @@ class Replay:
         return self.draw().text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self.draw().bundle(self._widget if self._live and len(self.rounds) > 1 else None)
+        has_slider = self._live and len(self.rounds) > 1
+        return self.draw().bundle(self._widget if has_slider else None)
 
     @cached_property
     def _widget(self) -> Any:
         import ipywidgets
 
-        last, view = len(self.rounds) - 1, ipywidgets.HTML(self.html())
+        last = len(self.rounds) - 1
+        view = ipywidgets.HTML(self.html())
         slider = ipywidgets.IntSlider(last, 0, last, description="round", continuous_update=False)
         slider.observe(lambda change: setattr(view, "value", self.html(change["new"])), names="value")
         return ipywidgets.VBox([slider, view])
