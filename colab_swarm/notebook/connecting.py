@@ -27,15 +27,20 @@ class Connection:
     def __init__(self, connect: Connect, here: Platform, *, saved: bool) -> None:
         import ipywidgets
 
-        self._connect, self._must_agree, self._swarm = connect, here.must_agree, None
-        hint = (
-            "empty: use the saved one"
-            if saved
-            else "paste one to join; empty, or a bucket's address: start a run"
+        self._connect = connect
+        self._must_agree = here.must_agree
+        self._swarm: Any = None
+        hint = "paste one to join; empty, or a bucket's address: start a run"
+        if saved:
+            hint = "empty: use the saved one"
+        style = {"description_width": "6em"}
+        layout = {"width": "95%"}
+        self._invitation = ipywidgets.Text(
+            description="Invitation", placeholder=hint, style=style, layout=layout
         )
-        look: dict[str, Any] = {"style": {"description_width": "6em"}, "layout": {"width": "95%"}}
-        self._invitation = ipywidgets.Text(description="Invitation", placeholder=hint, **look)
-        self._name = ipywidgets.Text(description="Your name", placeholder="what the others see", **look)
+        self._name = ipywidgets.Text(
+            description="Your name", placeholder="what the others see", style=style, layout=layout
+        )
         self._agreed = ipywidgets.Checkbox(indent=False, layout={"width": "auto"})
         consent = ipywidgets.HTML(_lines(f"{here.terms} {CONSENT}"))
         agreed = ipywidgets.HBox([self._agreed, consent])
@@ -56,11 +61,12 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not left the run, if it is in one."""
+        """True unless the peer has left its run."""
         return self._swarm is None or not self._swarm.left
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # IPython asks for many
+        # IPython asks for many names that are not the swarm's
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.swarm, name)
 
@@ -68,9 +74,9 @@ class Connection:
         return "Connection(no peer yet)" if self._swarm is None else repr(self._swarm)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        shown = Document("", label="connect")
-        shown.draw("", *(self._stages or [repr(self)]))
-        return shown.bundle(self._box)
+        document = Document("", label="connect")
+        document.draw("", *(self._stages or [repr(self)]))
+        return document.bundle(self._box)
 
     def _on_click(self) -> None:
         update_button(self._button, disabled=True)
@@ -80,30 +86,39 @@ class Connection:
                 self._agreed.value or not self._must_agree,
                 "read the terms, and tick the box if they allow this",
             )
-            asked = self._invitation.value, self._name.value.strip(), self._agreed.value
-            self._swarm = self._connect(*asked, self._say)
+            name = self._name.value.strip()
+            self._swarm = self._connect(self._invitation.value, name, self._agreed.value, self._say)
         except (SwarmError, ValueError, OSError) as error:
             self._say(f"✖ {error}")
             update_button(self._button, disabled=False, description="Try again")
             return
-        self._invitation.value = ""  # a key to the run, which a saved notebook must not hold
+        # an invitation is a key to the run, which a saved notebook must not hold
+        self._invitation.value = ""
         self._box.children = (self._log, *self._views())
 
     def _views(self) -> list[Any]:
         """Return the invitation of a peer that started a run, and its panel."""
         import ipywidgets
 
-        views = list(filter(None, [self.swarm.panel().widget()]))  # none without a front-end
+        views = []
         if self.swarm.is_owner:
-            views.insert(0, ipywidgets.HTML(self.swarm.invite()._repr_mimebundle_()["text/html"]))
+            views.append(ipywidgets.HTML(self.swarm.invite()._repr_mimebundle_()["text/html"]))
+        # there is no widget without a front-end
+        panel = self.swarm.panel().widget()
+        if panel is not None:
+            views.append(panel)
         return views
 
     def _say(self, stage: str) -> None:
-        if self._stages and self._stages[-1].startswith("…"):  # this is how it went
+        # the result of a stage replaces its announcement
+        if self._stages and self._stages[-1].startswith("…"):
             del self._stages[-1]
         self._stages.append(stage)
         self._log.value = _lines(*self._stages)
 
 
 def _lines(*lines: str) -> str:
-    return "".join(f'<p style="margin:2px 0;line-height:1.4">{text(line, 1000)}</p>' for line in lines)
+    html = ""
+    for line in lines:
+        html += f'<p style="margin:2px 0;line-height:1.4">{text(line, 1000)}</p>'
+    return html

@@ -41,13 +41,20 @@ class Invitation(str):
 
     def described(self) -> str:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))
-        uses = "any number of times" if self.uses is None else f"{self.uses} times"
-        return f"join {self.run} as {self.role}, {'once' if self.uses == 1 else uses}, until {until}"
+        uses = f"{self.uses} times"
+        if self.uses is None:
+            uses = "any number of times"
+        elif self.uses == 1:
+            uses = "once"
+        return f"join {self.run} as {self.role}, {uses}, until {until}"
 
     @property
     def facts(self) -> dict[str, str]:
         """``invite`` and, if there is one, ``warning``: what a program prints."""
-        return {"invite": str(self), **({"warning": self.warning} if self.warning else {})}
+        facts = {"invite": str(self)}
+        if self.warning:
+            facts["warning"] = self.warning
+        return facts
 
     def _qr_html(self) -> str:
         if find_spec("segno") is None or len(self) > MAX_QR_CHARACTERS:
@@ -60,44 +67,46 @@ class Invitation(str):
         drawn = code.svg_inline(scale=MODULE_PX, border=4, dark="#000", light="#fff", omitsize=False)
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
-    def _drawn(self) -> Document:
-        badges = "".join(
-            f'<a href="{url}" target="_blank" rel="noopener" style="{BADGE}">Open in {name} ↗</a>'
-            for name, url in notebook_links(self.notebook).items()
-        )
+    def _document(self) -> Document:
+        badges = ""
+        for name, url in notebook_links(self.notebook).items():
+            badges += f'<a href="{url}" target="_blank" rel="noopener" style="{BADGE}">Open in {name} ↗</a>'
         paste = f"<p>{badges}and paste the text there.</p>" if badges else ""
-        shown = Document(self.described(), label="invitation")
-        shown.warn(self.warning)
-        shown.draw(
+        document = Document(self.described(), label="invitation")
+        document.warn(self.warning)
+        document.draw(
             f'<div class="row">{self._qr_html()}<div style="flex:1 1 300px"><p><code style="{BOX};display:block;'
             "padding:6px 8px;overflow-wrap:anywhere;white-space:normal;background:var(--card);color:inherit;"
             f'user-select:all" title="one click selects all of it">{html.escape(self)}</code>'
             f'<button style="{BADGE};margin-top:6px;font:inherit;background:var(--card);cursor:pointer" '
             f'onclick="{COPY}">Copy</button></p>{paste}</div></div>'
         )
-        return shown
+        return document
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # the invitation comes last: a copy of the whole text can still be used to join
-        return self._drawn().bundle() | {"text/plain": "\n".join(filter(None, (self.warning, str(self))))}
+        lines = [self.warning, str(self)] if self.warning else [str(self)]
+        return self._document().bundle() | {"text/plain": "\n".join(lines)}
 
 
 class LanSwarms(tuple[LanSwarm, ...]):
     """The swarms found in the local network; join an open one with ``cs.join(found[0])``."""
 
-    def _drawn(self) -> Document:
-        shown, rows = Document("", label="swarms in this network"), []
-        for i, one in enumerate(self):
-            asked = "by invitation: ask its peers for one"
-            how = f"open: cs.join(found[{i}])" if one.access == "open" else asked
-            rows.append((f"[{i}] {one.run}", ", ".join(one.names), how))
-        shown.table(("swarm", "peers", "how to join"), rows, list, what="swarms in this network")
+    def _document(self) -> Document:
+        document = Document("", label="swarms in this network")
+        rows = []
+        for index, swarm in enumerate(self):
+            way = "by invitation: ask its peers for one"
+            if swarm.access == "open":
+                way = f"open: cs.join(found[{index}])"
+            rows.append((f"[{index}] {swarm.run}", ", ".join(swarm.names), way))
+        document.table(("swarm", "peers", "how to join"), rows, list, what="swarms in this network")
         if not self:
-            shown.draw(f"<p>{html.escape(NONE)}</p>", NONE)
-        return shown
+            document.draw(f"<p>{html.escape(NONE)}</p>", NONE)
+        return document
 
     def __repr__(self) -> str:
-        return self._drawn().text()
+        return self._document().text()
 
     def _repr_html_(self) -> str:
-        return self._drawn().html()
+        return self._document().html()
