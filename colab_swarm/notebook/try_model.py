@@ -23,91 +23,109 @@ MAX_REPLIES = 20
 
 
 class ModelProbe:
-    """The models for `Swarm.try_model`: ``known`` unless one is given, and their first weights."""
+    """The models for `Swarm.try_model`: ``known`` unless another is passed, and their first weights."""
 
     def __init__(self) -> None:
         self.known: tuple[nn.Module, Any, Sequence[str]] | None = None  # model, tokenizer, questions
-        self._copied: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: parameters and copies
+        self._first_weights: dict[
+            str, list[tuple[Tensor, Tensor]]
+        ] = {}  # by optimizer: parameters and copies
 
     def on_optimizer(self, name: str, optimizer: "SwarmOptimizer") -> None:
         """Copy the parameters of ``optimizer``, which has caught up, in half precision."""
-        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        fits = 2 * sum(one.numel() for one in trained) <= MAX_BYTES
-        copies = (one.detach().to("cpu", torch.float16, copy=True) for one in trained)
-        self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
+        parameters: list[Tensor] = []
+        for group in optimizer.param_groups:
+            parameters += [parameter for parameter in group["params"] if parameter.requires_grad]
+        copies: list[tuple[Tensor, Tensor]] = []
+        if 2 * sum(parameter.numel() for parameter in parameters) <= MAX_BYTES:
+            for parameter in parameters:
+                copies.append((parameter, parameter.detach().to("cpu", torch.float16, copy=True)))
+        self._first_weights[name] = copies
 
     def try_model(self, question: str | None, model: nn.Module | None, tokenizer: Any) -> "TryModel":
         examples: Sequence[str] = ENGLISH
         if model is None or tokenizer is None:
             if self.known is None or model not in (None, self.known[0]):
                 raise ValueError("which model? Pass model= and tokenizer=, or albert(…, swarm=…)")
-            model, known, examples = self.known
-            tokenizer = tokenizer or known
+            model, known_tokenizer, examples = self.known
+            tokenizer = tokenizer or known_tokenizer
         questions = examples if question is None else [question]
         ask = partial(self._ask, model, tokenizer)
         return TryModel(ask, questions, live=question is None and has_frontend())
 
     def _ask(self, model: nn.Module, tokenizer: Any, question: str) -> list[Reply]:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        known = [pair for copied in self._copied.values() for pair in copied if id(pair[0]) in names]
-        before = {names[id(parameter)]: copy for parameter, copy in known}
+        before: dict[str, Tensor] = {}
+        for copies in self._first_weights.values():
+            for parameter, copy in copies:
+                if id(parameter) in names:
+                    before[names[id(parameter)]] = copy
         return replies(model, tokenizer, question, before)
 
 
 class TryModel:
-    """A model to try by `ask`, or by a form if ``live``; ``replies`` are its last answers."""
+    """A model that answers `ask`, and a form if ``live``; ``replies`` are its last answers."""
 
     def __init__(self, ask: Callable[[str], list[Reply]], questions: Sequence[str], *, live: bool) -> None:
         self._ask = ask
-        self.replies = [reply for question in questions for reply in ask(question)]
+        self.replies: list[Reply] = []
+        for question in questions:
+            self.replies += ask(question)
         self._box = self._form(questions[0]) if live else None
 
     def ask(self, question: str) -> list[Reply]:
         """Return the answers; a ValueError without a gap, or if the model diverged."""
         self.replies = self._ask(question)
         if self._box is not None:
-            self._view.value = self._drawn().html()
+            self._view.value = self._document().html()
         return self.replies
 
-    def _drawn(self) -> Document:
-        shown = Document("", label="the model's answers")
+    def _document(self) -> Document:
+        document = Document("", label="the model's answers")
         for reply in self.replies[:MAX_REPLIES]:
-            shown.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
-            columns = {"before": reply.before, "now": reply.now}
-            answers = {when: list(map(_in_words, guesses)) for when, guesses in columns.items() if guesses}
-            shown.table(list(answers), list(zip(*answers.values(), strict=True)), list, what="answers")
+            document.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
+            answers: dict[str, list[str]] = {}
+            if reply.before:
+                answers["before"] = list(map(_in_words, reply.before))
+            if reply.now:
+                answers["now"] = list(map(_in_words, reply.now))
+            rows = list(zip(*answers.values(), strict=True))
+            document.table(list(answers), rows, list, what="answers")
         if not all(reply.before for reply in self.replies):
-            why = f"no swarm.optimizer(…) trains this model, or it has more than {size(MAX_BYTES)} of weights"
-            shown.note(f"Answers from before are not known: {why}.")
-        return shown
+            reason = (
+                f"no swarm.optimizer(…) trains this model, or it has more than {size(MAX_BYTES)} of weights"
+            )
+            document.note(f"Answers from before are not known: {reason}.")
+        return document
 
     def _form(self, question: str) -> Any:
         import ipywidgets
 
-        self._view = ipywidgets.HTML(self._drawn().html())
+        self._view = ipywidgets.HTML(self._document().html())
         self._error = ipywidgets.Label()
         self._text = ipywidgets.Text(value=question, description="question:", layout={"width": "70%"})
         button = make_button("Ask the model", "question", "Ask the model to fill in each [MASK]", self._click)
         return ipywidgets.VBox([ipywidgets.HBox([self._text, button]), self._error, self._view])
 
     def _click(self) -> None:
-        busy = "A cell is running and uses the model: try again when it has ended."
-        self._error.value = busy if cell_runs() else ""
-        if not self._error.value:
-            try:
-                self.ask(self._text.value)
-            except ValueError as error:
-                self._error.value = plain(str(error))
+        if cell_runs():
+            self._error.value = "A cell is running and uses the model: try again when it has ended."
+            return
+        self._error.value = ""
+        try:
+            self.ask(self._text.value)
+        except ValueError as error:
+            self._error.value = plain(str(error))
 
     def __repr__(self) -> str:
-        best = ", ".join(_in_words(reply.now[0]) for reply in self.replies)
-        return f"TryModel({count(len(self.replies), 'question')}: {best})"
+        best = [_in_words(reply.now[0]) for reply in self.replies]
+        return f"TryModel({count(len(self.replies), 'question')}: {', '.join(best)})"
 
     def __str__(self) -> str:
-        return self._drawn().text()
+        return self._document().text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return self._drawn().bundle(self._box)
+        return self._document().bundle(self._box)
 
 
 def _in_words(guess: Guess) -> str:
@@ -116,9 +134,11 @@ def _in_words(guess: Guess) -> str:
 
 def cell_runs() -> bool:
     """Return True while a cell runs: some kernels take clicks on another thread meanwhile."""
+    # IPython runs each cell on the main thread, in its function run_code
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_code.co_name == "run_code" and frame.f_code.co_filename.endswith("interactiveshell.py"):
+        code = frame.f_code
+        if code.co_name == "run_code" and code.co_filename.endswith("interactiveshell.py"):
             return True
         frame = frame.f_back
     return False

@@ -94,7 +94,7 @@ def test_the_copy_has_only_the_trained_parameters(net: Guesser, texts: Words) ->
     optimizer: Any = SimpleNamespace(param_groups=[{"params": list(net.parameters())}])
     probe = ModelProbe()
     probe.on_optimizer("model", optimizer)
-    assert [parameter for parameter, _ in probe._copied["model"]] == list(net.layers[2].parameters())
+    assert [parameter for parameter, _ in probe._first_weights["model"]] == list(net.layers[2].parameters())
     assert probe.try_model(QUESTION, net, texts).replies[0].before
     assert not probe.try_model(QUESTION, Guesser(len(texts)).train(), texts).replies[0].before
 
