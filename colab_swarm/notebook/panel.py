@@ -30,7 +30,7 @@ CONFIRM_S = 5.0  # how long the leave button waits for the second click
 BEAT_S = 2.0  # the kernel looks after the browser's clock
 HEIGHT = "520px"  # of the view, which scrolls beyond; with its controls a panel has at most 600
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
-# The play widget as one switch with a name: its first button (of ipywidgets 7 the second while it plays), no others.
+# The play widget as one switch with a name: only its first button. In ipywidgets 7 this is the second while it plays.
 PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!important}
 .cs-live button:nth-child(n+2),.cs-live .mod-active{display:none!important}
 .cs-live button:first-child.mod-active+button{display:inline-block!important}
@@ -88,16 +88,26 @@ class Panel(Generic[S]):
         controls: Callable[[], Sequence[Any]] = tuple,
         live: bool | None = None,
     ) -> None:
-        self._read, self._stop, self._pause, self._views = read, stop, pause, views
+        self._read = read
+        self._stop = stop
+        self._pause = pause
+        self._views = views
         self._pages = {views.first: Page(views.draw), **views.pages}
-        self._page, self._chosen = views.first, 0
-        self._lock = threading.RLock()  # some kernels call back on a thread beside the busy cell
+        self._page = views.first
+        self._chosen = 0
+        # some kernels call back on a thread beside the busy cell
+        self._lock = threading.RLock()
         self._box: Any = None
         self._beat: asyncio.TimerHandle | None = None
         self._clock_was = 0
-        self._paused = self._left = False
-        self._shown_at = self._printed_at = self._clicked_at = float("-inf")
-        if has_frontend() if live is None else live:
+        self._paused = False
+        self._left = False
+        self._shown_at = -math.inf
+        self._printed_at = -math.inf
+        self._clicked_at = -math.inf
+        if live is None:
+            live = has_frontend()
+        if live:
             self._build(controls())
 
     def _build(self, controls: Sequence[Any]) -> None:
@@ -111,32 +121,48 @@ class Panel(Generic[S]):
         self._chooser.style.button_width = "auto"
         for control in (self._chooser, self._slider):
             control.observe(self._on_choice, names="value")
-        name, who = self._views.leave[0], self._views.who
-        tip = f"{name}: end this {who}'s part for good, after a second click"
-        self._leave_button = make_button(name, "sign-out", tip, self._on_leave)
-        tip = "Pause: your work stops, the others continue; some kernels react when no cell runs"
-        self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
-        tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
-        self._clock = play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        self._playing = "playing" if play.has_trait("playing") else "_playing"  # its name in ipywidgets 7
-        setattr(play, self._playing, True)
-        play.tooltip = "Auto-refresh: keep this view up to date while no cell runs"  # no trait in 7
-        play.add_class("cs-live")
-        play.observe(lambda change: self.tick(), names="value")  # many may come at once
-        row = [self._chooser] if len(self._pages) > 1 else []
-        row += [play, ipywidgets.HTML(PLAY_STYLE)]
-        row += [self._pause_button] if self._pause else []
-        row += [make_button("Stop cell", "stop", tip, interrupt_cell)] if self._views.stops else []
-        top = ipywidgets.HBox([*row, self._leave_button], layout=WRAPPING)
+        name = self._views.leave[0]
+        who = self._views.who
+        tooltip = f"{name}: end this {who}'s part for good, after a second click"
+        self._leave_button = make_button(name, "sign-out", tooltip, self._on_leave)
+        tooltip = "Pause: your work stops, the others continue; some kernels react when no cell runs"
+        self._pause_button = make_button(f"Pause {who}", "pause", tooltip, self._on_pause)
+        self._clock = self._build_clock()
+        row = []
+        if len(self._pages) > 1:
+            row.append(self._chooser)
+        row += [self._clock, ipywidgets.HTML(PLAY_STYLE)]
+        if self._pause:
+            row.append(self._pause_button)
+        if self._views.stops:
+            tooltip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
+            row.append(make_button("Stop cell", "stop", tooltip, interrupt_cell))
+        row.append(self._leave_button)
+        top = ipywidgets.HBox(row, layout=WRAPPING)
         self._box = ipywidgets.VBox([top, *controls, self._slider, self._view])
         self.refresh()
-        for control in (play, self._chooser, self._slider):
+        for control in (self._clock, self._chooser, self._slider):
             keep_listening(control)
+
+    def _build_clock(self) -> Any:
+        """Return the switch *Auto-refresh*: the browser ticks each second while it is on."""
+        import ipywidgets
+
+        clock = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+        # ipywidgets 7 has another name for this trait, and none for the tooltip
+        self._playing = "playing" if clock.has_trait("playing") else "_playing"
+        setattr(clock, self._playing, True)
+        clock.tooltip = "Auto-refresh: keep this view up to date while no cell runs"
+        clock.add_class("cs-live")
+        # many ticks may come at once
+        clock.observe(lambda change: self.tick(), names="value")
+        return clock
 
     def widget(self) -> Any:
         """Return the widget, to be shown or put into another one, and start its clock; None without a front-end."""
         if self._box is not None and self._beat is None:
-            with suppress(RuntimeError):  # no kernel's loop runs here
+            # outside of a kernel no loop runs
+            with suppress(RuntimeError):
                 self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._keep_clock)
         return self._box
 
@@ -152,13 +178,19 @@ class Panel(Generic[S]):
             if self._playing == "_playing":
                 self.tick()
         self._clock_was = self._clock.value
-        self._beat = None if self._left else asyncio.get_running_loop().call_later(BEAT_S, self._keep_clock)
+        self._beat = None
+        if not self._left:
+            self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._keep_clock)
 
     def _on_choice(self, change: Any) -> None:
-        self._page, self._chosen = self._chooser.value, self._slider.value
-        if slider := self._pages[self._page].slider:
+        self._page = self._chooser.value
+        self._chosen = self._slider.value
+        slider = self._pages[self._page].slider
+        if slider is None:
+            self._slider.layout.display = "none"
+        else:
             self._slider.description, self._slider.max = slider
-        self._slider.layout.display = "" if slider else "none"
+            self._slider.layout.display = ""
         keep_listening(self._slider)
         self.refresh()
 
@@ -181,14 +213,20 @@ class Panel(Generic[S]):
         before, after = self._views.leave
         if self._left:
             update_button(self._leave_button, description=after, disabled=True, button_style="")
-        elif time.monotonic() - self._clicked_at > CONFIRM_S:  # nobody clicked again
+        elif time.monotonic() - self._clicked_at > CONFIRM_S:
+            # there was no second click
             update_button(self._leave_button, description=before, button_style="")
-        verb, icon = ("Resume", "play") if self._paused else ("Pause", "pause")
-        words = f"{verb} {self._views.who}"
-        update_button(self._pause_button, description=words, icon=icon, disabled=self._left)
+        pause_button = self._pause_button
+        who = self._views.who
+        if self._paused:
+            update_button(pause_button, description=f"Resume {who}", icon="play", disabled=self._left)
+        else:
+            update_button(pause_button, description=f"Pause {who}", icon="pause", disabled=self._left)
 
     def _draw(self, page: Page[S], snapshot: S) -> Document:
-        return page.draw(snapshot, self._chosen) if page.slider else page.draw(snapshot)
+        if page.slider:
+            return page.draw(snapshot, self._chosen)
+        return page.draw(snapshot)
 
     def refresh(self) -> S:
         with self._lock:
@@ -224,18 +262,25 @@ class Panel(Generic[S]):
             from IPython.display import display
 
             display(self)  # type: ignore[no-untyped-call]
-        end = time.monotonic() + (math.inf if seconds is None else seconds)
+        end = math.inf if seconds is None else time.monotonic() + seconds
         try:
-            while not self._views.over(snapshot := self.refresh()) and (left_s := end - time.monotonic()) > 0:
-                self._print_line(snapshot)
-                time.sleep(min(every_s, left_s))
+            self._watch_until(end, every_s)
         except KeyboardInterrupt:
             method = self._views.leave[0].split()[0].lower()
             _print(f"Stopped watching; the {self._views.who} continues. {method}() stops it.")
         if self._box is None:
             snapshot = self._read()
-            pages = (self._draw(page, snapshot).text() for page in self._pages.values())
+            pages = [self._draw(page, snapshot).text() for page in self._pages.values()]
             _print("\n\n".join(filter(None, pages)))
+
+    def _watch_until(self, end: float, every_s: float) -> None:
+        while True:
+            snapshot = self.refresh()
+            left_s = end - time.monotonic()
+            if self._views.over(snapshot) or left_s <= 0:
+                return
+            self._print_line(snapshot)
+            time.sleep(min(every_s, left_s))
 
     def _print_line(self, snapshot: S) -> None:
         now = time.monotonic()
@@ -262,8 +307,9 @@ def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[],
 
 
 def update_button(button: Any, **traits: object) -> None:
+    # a trait that keeps its value sends nothing
     for name, value in traits.items():
-        setattr(button, name, value)  # sends nothing if it is the same
+        setattr(button, name, value)
     keep_listening(button)
 
 
@@ -280,7 +326,8 @@ def interrupt_cell() -> None:
     """Interrupt the running cell, as ■ does; on the main thread it has ended already."""
     if threading.current_thread() is threading.main_thread():
         return
-    if hasattr(signal, "pthread_kill"):  # wakes the cell from a wait too
+    # a signal wakes the cell from a wait too
+    if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:
         _thread.interrupt_main()
