@@ -7,5 +7,6 @@
 | `create`, `join`, `resume`, and the folder that saves a peer | `colab_swarm.swarm.joining`, `saved` |
 | what panels show of it | `colab_swarm.swarm.overview` |
 | `simulate`, and simulated runs with controls | `colab_swarm.swarm.simulation` |
-| the doctor; a class in one room | `colab_swarm.swarm.doctor`, `classroom` |
+| the doctor, and how it measures a model | `colab_swarm.swarm.doctor`, `calibration` |
+| a class in one room | `colab_swarm.swarm.classroom` |
 """

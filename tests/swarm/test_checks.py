@@ -13,8 +13,10 @@ from colab_swarm.net.reachability import Reachability
 from colab_swarm.net.reachability import ReachabilityLevel as Level
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
 from colab_swarm.project import install
+from colab_swarm.swarm import calibration
 from colab_swarm.swarm import doctor as checks
-from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light, Subject
+from colab_swarm.swarm.calibration import Subject
+from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light
 from tests.notebook.test_views import parsed, tags
 
 T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
@@ -194,7 +196,7 @@ def test_texts_are_escaped(words: str) -> None:
 def test_the_suggested_micro_batch_fits_and_twice_as_much_does_not(
     free_bytes: float, parameters: int, sample_bytes: float
 ) -> None:
-    size = checks.fitting_batch(free_bytes, Subject("model", parameters, sample_bytes))
-    room_bytes = checks.USABLE * free_bytes - checks.PARAMETER_BYTES * parameters
+    size = calibration.fitting_batch(free_bytes, Subject("model", parameters, sample_bytes))
+    room_bytes = calibration.USABLE * free_bytes - calibration.PARAMETER_BYTES * parameters
     assert size * sample_bytes <= max(room_bytes, 0)
     assert size == 512 or max(2 * size, 1) * sample_bytes > room_bytes

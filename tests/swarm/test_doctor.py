@@ -18,7 +18,8 @@ from colab_swarm.cli.__main__ import main
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module
 from colab_swarm.swarm import network
-from colab_swarm.swarm.doctor import Diagnosis, Light, calibrate, doctor
+from colab_swarm.swarm.calibration import calibrate
+from colab_swarm.swarm.doctor import Diagnosis, Light, doctor
 
 
 class Net(torch.nn.Module):
