@@ -45,15 +45,18 @@ class Backbone:
         self.assistant = Assistant(swarm.runtime, services, swarm.run_id, name=name, stored=self._stored)
         self.page = status_page(self.snapshots)
         self.keepers: dict[str, Keeper] = {}
-        for one in file.collaborations:
-            prefix = f"{swarm.run_id}/{one.name}"
+        for collaboration in file.collaborations:
+            prefix = f"{swarm.run_id}/{collaboration.name}"
+            hub = None
+            if collaboration.repo:
+                hub = HubPush(collaboration, token=hub_token)
             self.keepers[prefix] = Keeper(
                 services,
                 prefix,
                 name=name,
-                settings=one,
-                folder=Path(file.folder) / one.name,
-                hub=HubPush(one, token=hub_token) if one.repo else None,
+                settings=collaboration,
+                folder=Path(file.folder) / collaboration.name,
+                hub=hub,
                 on_standing_in=self.assistant.leave,  # with the groups that it remembers
                 forward=file.forward,
             )
@@ -150,10 +153,8 @@ def serve(
         options=options or file.options,
         accept_terms=accept_terms,
     ) as swarm:
-        if any(one.repo for one in file.collaborations):
-            token = find_secret("HF_TOKEN")
-        else:
-            token = None
+        pushes = any(collaboration.repo for collaboration in file.collaborations)
+        token = find_secret("HF_TOKEN") if pushes else None
         backbone = swarm.runtime.call(on_loop(lambda: Backbone(swarm, file, hub_token=token)))
         swarm.runtime.call(backbone.start())
         try:

@@ -135,7 +135,7 @@ def read_run_file(path: str | Path) -> RunFile:
         run = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), RunFile)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    names = {one.name for one in run.collaborations}
+    names = {collaboration.name for collaboration in run.collaborations}
     if not names or len(names) != len(run.collaborations):
         raise ValueError(f"{path}: needs at least one of [[collaborations]], each with a name of its own")
     return msgspec.structs.replace(run, folder=str(path.parent / (run.folder or run.name)))

@@ -211,12 +211,13 @@ class Vault(StepFiles):
         self.checkpoints = self._on_disk()
 
     def _on_disk(self) -> tuple[Checkpoint, ...]:
-        found = []
+        checkpoints: list[Checkpoint] = []
         for path in self.paths():
             with contextlib.suppress(OSError):  # deleted meanwhile
                 file = path.stat()
-                found.append(Checkpoint(int(path.stem.partition("-")[2]), file.st_mtime, file.st_size))
-        return tuple(sorted(found, key=lambda one: (one.at, one.step)))
+                step = int(path.stem.partition("-")[2])
+                checkpoints.append(Checkpoint(step, file.st_mtime, file.st_size))
+        return tuple(sorted(checkpoints, key=lambda checkpoint: (checkpoint.at, checkpoint.step)))
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a snapshot, or nothing; raises StateError if it is unsound, or the disk is full."""
@@ -473,12 +474,10 @@ class Keeper:
         if newest and (silent or branch is None or branch.step < newest):
             if self.stored is None:
                 self._on_standing_in(self._prefix)
-                found = self.stored = await asyncio.to_thread(self.vault.latest)
-                # files may be damaged
-                if found is None:
-                    self._saved_step = 0
-                else:
-                    self._saved_step = found.manifest.step
+                latest = await asyncio.to_thread(self.vault.latest)
+                self.stored = latest
+                # None where all files are damaged
+                self._saved_step = 0 if latest is None else latest.manifest.step
                 self._published_at = float("-inf")
             if self.stored is not None and loop_now() - self._published_at >= PUBLISH_S:
                 await self._publish(self.stored, TTL_S)

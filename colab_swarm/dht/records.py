@@ -172,25 +172,28 @@ class Storage:
         more_bytes = record.size_bytes - (held.size_bytes if held else 0)
         if self._owned[record.owner] + more_bytes > settings.owner_bytes:
             return f"its owner has {settings.owner_bytes} bytes here"
-        others = {owner: one for owner, (one, _) in self._keys.get(key, {}).items() if owner != record.owner}
-        while sum(one.size_bytes for one in others.values()) + record.size_bytes > settings.key_bytes:
-            sizes = {owner: max(one.size_bytes, SHORT_BYTES) for owner, one in others.items()}
+        others = {
+            owner: other for owner, (other, _) in self._keys.get(key, {}).items() if owner != record.owner
+        }
+        while sum(other.size_bytes for other in others.values()) + record.size_bytes > settings.key_bytes:
+            sizes = {owner: max(other.size_bytes, SHORT_BYTES) for owner, other in others.items()}
             vouched = Counter[bytes]()
-            for one in (*others.values(), record):
-                vouched[one.voucher] += max(one.size_bytes, SHORT_BYTES)
+            for other in (*others.values(), record):
+                vouched[other.voucher] += max(other.size_bytes, SHORT_BYTES)
             greedy = max(vouched, key=lambda voucher: vouched[voucher])
-            kin = [owner for owner, one in others.items() if one.voucher == greedy]
-            longest = max(kin, key=lambda owner: sizes[owner], default=None)
-            if longest is None or (greedy == record.voucher and record.size_bytes > sizes[longest]):
+            owners = [owner for owner, other in others.items() if other.voucher == greedy]
+            longest = max(owners, key=lambda owner: sizes[owner], default=None)
+            is_longest_itself = longest is not None and record.size_bytes > sizes[longest]
+            if longest is None or (greedy == record.voucher and is_longest_itself):
                 return f"the key is full: {settings.key_bytes} bytes"
             self._drop(key, longest)
             del others[longest]
         while self.total_bytes + more_bytes > settings.total_bytes:
-            vouched = Counter({one: sum(held.values()) for one, held in self._vouched.items()})
+            vouched = Counter({voucher: sum(sizes.values()) for voucher, sizes in self._vouched.items()})
             vouched[record.voucher] += more_bytes
             greedy = max(vouched, key=lambda voucher: vouched[voucher])
-            held_by = (one for one in self._vouched.get(greedy, ()) if one != (key, record.owner))
-            oldest = next(held_by, None)
+            places = (place for place in self._vouched.get(greedy, ()) if place != (key, record.owner))
+            oldest = next(places, None)
             if oldest is None:
                 return f"this peer is full: {settings.total_bytes} bytes"
             self._drop(*oldest)
@@ -201,9 +204,9 @@ class Storage:
         self.total_bytes -= record.size_bytes
         self._owned[owner] -= record.size_bytes
         del self._vouched[record.voucher][key, owner]
-        for counts, one in ((self._keys, key), (self._owned, owner), (self._vouched, record.voucher)):
-            if not counts[one]:
-                del counts[one]
+        for counts, entry in ((self._keys, key), (self._owned, owner), (self._vouched, record.voucher)):
+            if not counts[entry]:
+                del counts[entry]
 
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
         if len(record.value) > self._settings.value_bytes or len(record.membership) > MAX_MEMBERSHIP_BYTES:

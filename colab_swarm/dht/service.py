@@ -301,7 +301,8 @@ class DHT:
         self, ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
     ) -> list[Contact] | None:
         try:
-            return [one for one in islice(await ask(contact), self.settings.bucket_size) if is_sound(one)]
+            contacts = islice(await ask(contact), self.settings.bucket_size)
+            return [near for near in contacts if is_sound(near)]
         except PeerError as error:
             logger.debug("%s does not answer: %s", short(contact.id), error)
             return None
@@ -343,13 +344,12 @@ class DHT:
     def _found_in(self, merged: Storage, key: bytes) -> dict[PeerId, Found]:
         now = self._peers.time()
         decode = msgspec.msgpack.decode
-        records = merged.get(key, now=self._now())
-        return {
-            one.writer: Found(
-                decode(one.value), now + one.ttl_s, merged.role_of(one), voucher_of(one.owner, one.membership)
-            )
-            for one in records
-        }
+        found: dict[PeerId, Found] = {}
+        for record in merged.get(key, now=self._now()):
+            voucher = voucher_of(record.owner, record.membership)
+            expires_at = now + record.ttl_s
+            found[record.writer] = Found(decode(record.value), expires_at, merged.role_of(record), voucher)
+        return found
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
         """Yield our records or, without any, the answers of the ``width`` nearest peers."""

@@ -61,4 +61,4 @@ class SwarmSteps(Callback):
 
 
 def _of_swarm(trainer: Trainer) -> list[SwarmOptimizer]:
-    return [one for one in trainer.optimizers if isinstance(one, SwarmOptimizer)]
+    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, SwarmOptimizer)]

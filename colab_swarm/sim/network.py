@@ -555,17 +555,21 @@ class SimNetwork:
     def _carriers(self) -> list[SimCarrier]:
         """Return both ends of every connection that one of them still uses."""
         ends = [link.carrier for peer in self.by_name.values() for link in peer.linker.table]
-        ways = [end for end in ends if isinstance(end, SimCarrier)]
-        return list(dict.fromkeys(end for way in ways for end in (way, way.other)))
+        carriers: dict[SimCarrier, None] = {}
+        for end in ends:
+            if isinstance(end, SimCarrier):
+                carriers[end] = None
+                carriers[end.other] = None
+        return list(carriers)
 
     def _set_clock(self, peer: str, seconds: float) -> None:
         """Move a clock; its links compare clocks again, which otherwise only a handshake does."""
         self._skews[peer] = seconds
-        for one in self.by_name.values():
-            for other in one.linked():
+        for member in self.by_name.values():
+            for other in member.linked():
                 theirs = self.wall_clock(self.by_id[other].name)
-                ours = self.wall_clock(one.name)
-                one.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
+                ours = self.wall_clock(member.name)
+                member.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
 
     def separated(self, one: str, other: str) -> bool:
         if any(self._silent_until.get(name, 0.0) > self.loop.time() for name in (one, other)):

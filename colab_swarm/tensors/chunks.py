@@ -64,10 +64,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 def blob_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> tuple[bytes, Blob]:
     """Return the encoded `Layout` of a state, and a copy of its tensors as one blob."""
-    entries = tuple((name, one.kind, one.shape) for name, one in tensors.items())
-    blob = np.zeros(sum(_room(one.data.nbytes) for one in tensors.values()), np.uint8)
-    for span, one in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
-        blob[span] = np.asarray(one.data)  # numpy releases the GIL meanwhile
+    entries = tuple((name, tensor.kind, tensor.shape) for name, tensor in tensors.items())
+    blob = np.zeros(sum(_room(tensor.data.nbytes) for tensor in tensors.values()), np.uint8)
+    for span, tensor in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
+        blob[span] = np.asarray(tensor.data)  # numpy releases the GIL meanwhile
     return msgspec.msgpack.encode(Layout(skeleton, entries)), blob
 
 

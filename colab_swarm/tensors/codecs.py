@@ -301,7 +301,7 @@ class _OneBit:
 
 
 _ALL = _Float32(), _Float16(), _BFloat16(), _Int8(), _OneBit(), SparseLoCo()
-CODECS: dict[str, Codec] = {one.name: one for one in _ALL}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in _ALL}
 _ADAPTIVE = "adaptive"
 _PRECISIONS = (*CODECS, _ADAPTIVE)  # names for `Precision`, besides topk with a share
 

@@ -115,8 +115,8 @@ class SparseLoCo:
         require_finite(values, self.name)
         if not len(values):
             return b""
-        found = [_largest(rows, self.kept(rows.shape[1])) for _, rows in block_rows(values)]
-        places = np.concatenate(found)
+        largest = [_largest(rows, self.kept(rows.shape[1])) for _, rows in block_rows(values)]
+        places = np.concatenate(largest)
         codes, means = quantised(values[places + _starts(len(places))])
         return means.tobytes() + pack(codes) + pack_12(places)
 

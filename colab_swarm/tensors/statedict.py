@@ -212,17 +212,17 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
     """Return tensors that share this memory; raises `StateError` if a shape is impossible."""
     import torch
 
-    found: dict[str, torch.Tensor] = {}
-    for name, one in tensors.items():
-        if one.data.nbytes:
-            flat = torch.frombuffer(one.data, dtype=torch.uint8)
+    views: dict[str, torch.Tensor] = {}
+    for name, encoded in tensors.items():
+        if encoded.data.nbytes:
+            flat = torch.frombuffer(encoded.data, dtype=torch.uint8)
         else:
             flat = torch.empty(0).byte()
         try:
-            found[name] = flat.view(getattr(torch, one.kind)).reshape(one.shape)
+            views[name] = flat.view(getattr(torch, encoded.kind)).reshape(encoded.shape)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
             raise StateError(f"the state has an invalid tensor {name[:80]!r}: {error}") from error
-    return found
+    return views
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:

@@ -246,9 +246,10 @@ class RevocationWatch:
         if self._admission.own == self._admission.authority:
             await self._store()
             return
-        found = (await self._dht.get(self.key)).get(id_of(self._admission.authority))
-        if found is not None and isinstance(found.value, bytes):
-            self._learn(found.value, source=None)
+        records = await self._dht.get(self.key)
+        record = records.get(id_of(self._admission.authority))
+        if record is not None and isinstance(record.value, bytes):
+            self._learn(record.value, source=None)
         linked = sorted(self._peers.linked())
         if linked:
             await self._share(self._rng.choice(linked), b"")
@@ -288,8 +289,9 @@ class RevocationWatch:
 
     async def _on_share(self, peer: PeerId, message: ShareRevoked) -> ShareRevoked:
         self._learn(message.revocations, peer)
-        known = self._admission.revoked
-        return ShareRevoked(known.version, known.encode() if known.version > message.version else b"")
+        revoked = self._admission.revoked
+        is_newer = revoked.version > message.version
+        return ShareRevoked(revoked.version, revoked.encode() if is_newer else b"")
 
 
 async def repeat(
@@ -435,8 +437,8 @@ class RunAccess:
         if access == "open":
             return cls(run_id, access, mailbox=mailbox)
         book = AuthorityBook.of(run_id, key_file)
-        known = book.run_id.rpartition("-")[0]
-        require(known == name, f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
+        run = book.run_id.rpartition("-")[0]
+        require(run == name, f"{key_file} is the key of the run {run!r}: use another file for {name!r}")
         key = identity.public_key
         admission = MembershipAdmission(book.run_id, authority=key, own=key)
         return cls(book.run_id, access, admission, book=book, allow=allow, mailbox=mailbox)
@@ -531,12 +533,15 @@ class RunAccess:
         return made.with_mailbox(self.mailbox, peers.public_key, signed.signature)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
-        found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
-        found += map(peers.contact_of, sorted(peers.linked()))
+        contacts: list[Contact] = []
         if self.admission is not None:
-            found.insert(0, peers.contact_of(id_of(self.admission.authority)))
+            contacts.append(peers.contact_of(id_of(self.admission.authority)))
+        contacts.append(peers.contact)
+        if self.invitation is not None:
+            contacts += self.invitation.entries
+        contacts += map(peers.contact_of, sorted(peers.linked()))
         by_id: dict[PeerId, Contact] = {}
-        for contact in sorted(found, key=lambda contact: not contact.direct):
+        for contact in sorted(contacts, key=lambda contact: not contact.direct):
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
         require(

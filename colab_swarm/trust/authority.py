@@ -118,7 +118,7 @@ class Allowlist:
 
     def admits(self, account: Account) -> bool:
         listed = {name.lower() for name in self.organisations}
-        theirs = {one.name.lower() for one in account.orgs}
+        theirs = {organisation.name.lower() for organisation in account.orgs}
         return account.name.lower() in map(str.lower, self.users) or not listed.isdisjoint(theirs)
 
 
@@ -191,15 +191,19 @@ class Authority:
             why = f"this invitation was for {count(proof.grant.uses, 'peer')}, and all have joined"
             raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
         end = now + member_s(self._allow)
-        if proof.grant is None:
-            invited_by = proof.invited_by
-        else:
-            invited_by = proof.grant.key
-        known = proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS]
-        membership = Membership(*known, now, end, invited_by=invited_by).signed(self._peers.sign).encode()
-        self._readmit(peer, membership)
+        membership = Membership(
+            proof.run_id,
+            proof.role,
+            proof.key,
+            name[:MAX_NAME_CHARS],
+            issued_at=now,
+            expires_at=end,
+            invited_by=proof.invited_by if proof.grant is None else proof.grant.key,
+        )
+        encoded = membership.signed(self._peers.sign).encode()
+        self._readmit(peer, encoded)
         logger.info("%s %s is a %s until %.0f", short(peer), name, proof.role.name.lower(), end)
-        return IssuedMembership(membership)
+        return IssuedMembership(encoded)
 
     def _proof_of(self, peer: PeerId, shown: bytes) -> Membership:
         try:

@@ -141,8 +141,9 @@ def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...
             amounts = sums.setdefault(PeerId(row.peer), [0.0] * len(KINDS))
             for kind, amount in enumerate(row.amounts):
                 amounts[kind] += amount
-    found = (Contribution(peer, *amounts) for peer, amounts in sums.items())
-    return tuple(sorted(found, key=lambda one: (-one.samples, -one.reduced_bytes, one.peer)))
+    contributions = [Contribution(peer, *amounts) for peer, amounts in sums.items()]
+    contributions.sort(key=lambda credit: (-credit.samples, -credit.reduced_bytes, credit.peer))
+    return tuple(contributions)
 
 
 def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
