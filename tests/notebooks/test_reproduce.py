@@ -8,7 +8,7 @@ from tests.notebooks.cells import code_cells
 from tests.notebooks.kernel import opened
 from tests.notebooks.regenerate import REPRODUCED
 
-LONG = ("albert", "elastic", "experts", "loss_per_byte", "swav")
+LONG = ("albert", "elastic", "experts", "loss_per_byte", "strategy", "swav", "workunits")
 HOLDS = {
     "albert": [
         "1.2 < figures['load_balancing_gain'] < figures['auxiliary_gain'] < 1.9",
