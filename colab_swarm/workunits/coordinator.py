@@ -48,7 +48,8 @@ from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
 from colab_swarm.workunits.job import Job, Rows, lay_out, measure
 from colab_swarm.workunits.messages import JobCard, RequestGate, Token, backoff, waited
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
-from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
+from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore
+from colab_swarm.workunits.stores import open_store
 from colab_swarm.workunits.web import CoordinatorServer
 from colab_swarm.workunits.weights import Floats, Schema, assimilate
 

@@ -162,7 +162,7 @@ def test_errors_whose_str_fails_are_explained_too(error: Any) -> None:
 
 
 def test_extra_of_finds_the_extra_of_a_module() -> None:
-    found = [extra_of(name) for name in ("segno", "sqlalchemy", "sklearn", "nosuch")]
+    found = [extra_of(name) for name in ("segno", "redis", "sklearn", "nosuch")]
     assert found == ["notebook", "workunits", "train", None]
 
 

@@ -23,8 +23,9 @@ from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.dispatcher import MORE_REPLICAS, Dispatcher
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem, Token
+from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import AnyEntry
-from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore
+from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
 
 M = TypeVar("M", bound=Message)
@@ -147,7 +148,7 @@ async def coordinating(
     **settings: Any,
 ) -> AsyncIterator[Scene]:
     """A coordinator that has started; without settings with one parameter server, quick to notice things."""
-    store = store or SqliteStore(MEMORY, job.name)
+    store = store or SqlStore(MEMORY, job.name)
     given: dict[str, Any] = {"servers": 1, "tick_s": 0.02, **settings}
     access = RunAccess(RUN, "invite", admission) if admission else OPEN
     coordinator = Coordinator(job, store, Token(Identity()), access, folder, **given)

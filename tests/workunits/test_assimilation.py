@@ -14,8 +14,9 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.coordinator import LEASE_S, STORE, ParameterServer, WorkerPool, stop_at_sigterm
+from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
-from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
+from colab_swarm.workunits.store import ParameterStore, Update
 from colab_swarm.workunits.weights import KNOWN, Floats, Schema, assimilate, moved
 from tests.workunits.digits import digits_job
 from tests.workunits.local import CODE
@@ -44,7 +45,7 @@ NUMEL = Schema.of(JOB.first_model()).numel
 
 
 def test_a_result_is_assimilated_and_measured() -> None:
-    store = SqliteStore(MEMORY, "digits")
+    store = SqlStore(MEMORY, "digits")
     fill(store, NUMEL, 0, 1)
     server = ParameterServer(store, JOB, "server-1")
     assert [server.run_once(now) for now in (10.0, 11.0, 12.0)] == [True, True, False]
@@ -55,7 +56,7 @@ def test_a_result_is_assimilated_and_measured() -> None:
 
 
 def test_a_server_that_lost_its_lease_changes_nothing() -> None:
-    store = SqliteStore(MEMORY, "digits")
+    store = SqlStore(MEMORY, "digits")
     fill(store, NUMEL, 0)
     slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
     assert slow is not None and ParameterServer(store, JOB, "fast").run_once(LEASE_S)
@@ -73,7 +74,7 @@ def test_an_accuracy_that_could_not_be_written_is_written_by_the_next_call() -> 
     assert [entry.at for entry in entries(store, Measured)] == [10.0, 12.0]  # type: ignore[attr-defined]
 
 
-class Shaky(SqliteStore):
+class Shaky(SqlStore):
     """Fails each kind of call once; claims are for no time, so that none has to run out."""
 
     def __init__(self, path: str, job: str) -> None:
@@ -123,7 +124,7 @@ def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
 def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path: Path) -> None:
     path, code = tmp_path / "tiny.db", tmp_path / "job.py"
     code.write_text(f"{CODE}\nimport os\nassert {STORE!r} not in os.environ\n")
-    store = SqliteStore(path, "tiny")
+    store = SqlStore(str(path), "tiny")
     fill(store, 15, 0)
     stopped, orphan = start(path, code), start(path, code)
     try:
@@ -142,7 +143,7 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
 
 
 def test_a_server_that_looks_at_its_event_when_sigterm_comes_stops_too() -> None:
-    server = ParameterServer(SqliteStore(MEMORY, "digits"), JOB, "s")
+    server = ParameterServer(SqlStore(MEMORY, "digits"), JOB, "s")
     before = signal.getsignal(signal.SIGTERM)
     stop_at_sigterm(server)
     try:

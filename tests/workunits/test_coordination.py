@@ -14,15 +14,16 @@ import pytest
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Taken
+from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
-from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
+from colab_swarm.workunits.stores import open_store
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.local import CODE, Stranger, coordinating, tiny_job, until
 from tests.workunits.servers import accepted
 
 
 async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
-    store = SqliteStore(MEMORY, "tiny")
+    store = SqlStore(MEMORY, "tiny")
     async with coordinating(tiny_job(), tmp_path, store=store) as scene:
         alice, first = scene.alice, scene.coordinator.card.subsets
         await alice.train()
@@ -116,7 +117,7 @@ async def test_validation_data_that_load_slowly_keep_nobody_waiting(tmp_path: Pa
 
 
 async def test_a_log_of_another_version_is_the_stores_error(tmp_path: Path) -> None:
-    store = SqliteStore(MEMORY, "tiny")
+    store = SqlStore(MEMORY, "tiny")
     with store._transaction() as connection:
         store._run(connection, "INSERT INTO swarm_log VALUES (:job, 1, :entry)", entry=b"\x91\x01")
     with pytest.raises(StoreError, match="another version of colab-swarm"):
@@ -124,7 +125,7 @@ async def test_a_log_of_another_version_is_the_stores_error(tmp_path: Path) -> N
             pass
 
 
-class Doubtful(SqliteStore):
+class Doubtful(SqlStore):
     name, broke = "", 0
 
     def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
@@ -181,7 +182,7 @@ def children() -> list[int]:
 
 
 async def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) -> None:
-    job, store = tiny_job(), SqliteStore(MEMORY, "tiny")
+    job, store = tiny_job(), SqlStore(MEMORY, "tiny")
     async with coordinating(job, tmp_path / "one", store=store) as old:
         assert await old.alice.ask()
         async with coordinating(job, tmp_path / "two", store=store) as new:
@@ -196,7 +197,7 @@ async def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: 
 
 def test_a_store_that_is_closed_waits_for_the_update_at_hand(tmp_path: Path) -> None:
     """SQLite would kill the process."""
-    store, working, go_on = SqliteStore(tmp_path / "job.db", "tiny"), threading.Event(), threading.Event()
+    store, working, go_on = SqlStore(str(tmp_path / "job.db"), "tiny"), threading.Event(), threading.Event()
     store.begin(np.zeros(3, np.float32))
     store.append([accepted(0)], put={accepted(0).result: b""})
     versions = list[int | None]()
@@ -229,7 +230,7 @@ async def test_a_coordinator_that_is_stopped_as_it_starts_leaves_no_parameter_se
 
 
 async def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    store = SqliteStore(MEMORY, "tiny")
+    store = SqlStore(MEMORY, "tiny")
     async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
         for stranger in (scene.alice, scene.bob):
             await stranger.ask(4)

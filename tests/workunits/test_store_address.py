@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.project import install
-from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
+from colab_swarm.workunits.sql_store import MEMORY, SqlStore
+from colab_swarm.workunits.stores import open_store
 
 UNREACHABLE = (
     "redis://:topsecret@127.0.0.1:1/0",
@@ -21,13 +23,19 @@ UNREACHABLE = (
 
 def test_files_are_sqlite_and_memory_is_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for address in ("job.db", f"{tmp_path}/other", "sqlite:///relative", f"sqlite:///{tmp_path}/absolute"):
+    for address in (
+        "job.db",
+        f"{tmp_path}/other",
+        "sqlite:///relative",
+        "sqlite:///memory",
+        f"sqlite:///{tmp_path}/absolute",
+    ):
         store = open_store(address, "job")
-        assert isinstance(store, SqliteStore) and store.shared
+        assert isinstance(store, SqlStore) and store.shared
         store.close()
-    assert {"job.db", "other", "relative", "absolute"} <= set(os.listdir(tmp_path))
+    assert {"job.db", "other", "relative", "memory", "absolute"} <= set(os.listdir(tmp_path))
     memory = open_store("memory", "job")
-    assert isinstance(memory, SqliteStore) and memory.url == MEMORY and not memory.shared
+    assert isinstance(memory, SqlStore) and memory.url == MEMORY and not memory.shared
 
 
 @pytest.mark.parametrize("address", ["redis", "", "sqlite://", "mongodb://here", "postgresql://here/jobs"])
@@ -54,7 +62,18 @@ def test_a_missing_folder_and_a_file_that_is_no_store_are_errors(tmp_path: Path)
         open_store(f"{tmp_path}/text.db", "job")
 
 
-def test_a_missing_library_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "colab_swarm.workunits.remote", None)
-    with pytest.raises(StoreError, match=re.escape(install("workunits"))):
-        open_store("redis://127.0.0.1:1/0", "job")
+@pytest.mark.parametrize(
+    ("address", "module", "extra"),
+    [("redis://127.0.0.1:1/0", "redis_store", "workunits"), ("job.db", "sql_store", "train")],
+)
+def test_a_missing_library_is_an_error_that_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, address: str, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, f"colab_swarm.workunits.{module}", None)
+    with pytest.raises(StoreError, match=re.escape(install(extra))):
+        open_store(address, "job")
+
+
+def test_a_volunteer_loads_no_database() -> None:
+    program = "import sys, colab_swarm.workunits; assert not {'sqlalchemy', 'redis'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True)

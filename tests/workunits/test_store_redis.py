@@ -7,7 +7,7 @@ import pytest
 from redis import Redis
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits import remote
+from colab_swarm.workunits import redis_store
 from colab_swarm.workunits.state import Assimilated
 from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
@@ -61,7 +61,7 @@ def test_a_stopped_server_is_an_error_at_the_next_call(url: str) -> None:
 
 def test_parameters_that_waited_too_long_change_nothing(store: ParameterStore) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "NEW_S", 0)  # Redis deletes them at once
+        patch.setattr(redis_store, "NEW_S", 0)  # Redis deletes them at once
         with pytest.raises(StoreError, match="no such key"):
             store.assimilate(accepted(0), plus_one, server="bob", now=1.0)
     assert store.parameters().version == 0 and store.claim("carol", now=1.0, lease_s=1.0) == accepted(0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from colab_swarm.workunits import remote
+from colab_swarm.workunits import sql_store
 from colab_swarm.workunits.state import Assimilated, Expired
 from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
@@ -22,7 +22,7 @@ def test_tables_are_created_once_by_stores_that_open_at_the_same_time(url: str) 
             connection.execute(sa.text(f"DROP TABLE IF EXISTS swarm_{table}"))
     engine.dispose()
     with ThreadPoolExecutor(4) as threads:
-        for store in threads.map(lambda _: remote.SqlStore(url, new_job()), range(4)):
+        for store in threads.map(lambda _: sql_store.SqlStore(url, new_job()), range(4)):
             assert store.entries() == []
             store.close()
 

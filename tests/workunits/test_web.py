@@ -21,8 +21,8 @@ from colab_swarm.net.addresses import VisitLimit
 from colab_swarm.notebook.page import ANSWERS_PER_S
 from colab_swarm.workunits.job import Rows
 from colab_swarm.workunits.messages import AskForUnits, GivenUnits, JobCard, Refused, Taken
+from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry
-from colab_swarm.workunits.store import MEMORY, SqliteStore
 from colab_swarm.workunits.web import MAX_DOWNLOADS, UploadBuffer, piece_of
 from tests.workunits.local import RUN, coordinating, tiny_job, until
 
@@ -95,7 +95,7 @@ async def test_units_that_are_given_back_go_to_another_volunteer(tmp_path: Path)
         assert len(await scene.bob.ask()) == 1
 
 
-class Failing(SqliteStore):
+class Failing(SqlStore):
     broken, failures = False, 0
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
@@ -137,7 +137,7 @@ async def test_the_page_is_public_and_read_only(tmp_path: Path, path: str) -> No
                 assert answer.status == 405
 
 
-class Slow(SqliteStore):
+class Slow(SqlStore):
     def __init__(self) -> None:
         super().__init__(MEMORY, "tiny")
         self.reached, self.go_on = threading.Event(), threading.Event()

@@ -1,6 +1,6 @@
-"""Stores in a server: Redis, PostgreSQL, MariaDB or MySQL, which the paper compares (section IV-D).
+"""A job's state in a Redis server, which the paper compares with a database (section IV-D).
 
-Redis: eventual consistency. Parameter servers read, compute and write the parameters without
+Eventual consistency: parameter servers read, compute and write the parameters without
 waiting for one another (section III-D). Of two that overlap, one loses its change of the values,
 which training tolerates. One script changes log, queue and version together, so no entry is ever
 lost and no unit is assimilated twice. Vectors and blobs are lists of pieces of 128 KiB: both sides
@@ -9,34 +9,26 @@ reuse memory for pieces of this size.
 Under ``colab-swarm:JOB:`` are ``log``, encoded entries; ``queue``, assignments whose results wait,
 oldest first; by assignment of those, ``accepted``, encoded entries, and ``held``, ends of leases;
 ``version``, ``parameters``, ``blob:NAME``; ``new:RANDOM``, parameters that are not in force yet.
-
-SQL: strong consistency. An assimilation locks the parameters' row until the new ones are written:
-no update is ever lost, parameter servers wait for one another. Vectors and blobs are rows of 1 MiB,
-below every server's limit.
 """
 
 import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
-import sqlalchemy as sa
 from redis import Redis, RedisError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from sqlalchemy.exc import SQLAlchemyError
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
 from colab_swarm.workunits.store import (
-    PARAMETERS,
     Blobs,
     Parameters,
     ParameterStore,
-    TableStore,
     Update,
     assimilated,
     pieces_of,
@@ -75,18 +67,18 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def _explained(kind: type[Exception], where: str, server: str) -> Iterator[None]:
+def _explained() -> Iterator[None]:
     try:
         yield
-    except kind as error:
-        reason = str(getattr(error, "orig", None) or error).strip()
+    except RedisError as error:
         raise StoreError(
-            f"{where}: {reason}. Check that {server} runs, that address, database, user and password are right, and "
-            "that it has space left"
+            f"Redis: {str(error).strip()}. Check that redis-server runs, that address, database, user and password "
+            "are right, and that it has space left"
         ) from error
 
 
-REDIS = _explained(RedisError, "Redis", "redis-server")  # a decorator
+REDIS = _explained()
+"""A decorator: what Redis refuses is a StoreError that says what to do."""
 
 
 class RedisStore(ParameterStore):
@@ -201,44 +193,3 @@ def _push(pipeline: Any, key: str, data: bytes | memoryview) -> None:
     pieces = pieces_of(data, PIECE_BYTES)
     for start in range(0, len(pieces), PIECES_PER_COMMAND):
         pipeline.rpush(key, *pieces[start : start + PIECES_PER_COMMAND])
-
-
-class SqlStore(TableStore):
-    """A job's state in the database at ``url``; missing tables are created."""
-
-    piece_bytes, locking = 1 << 20, " FOR UPDATE"
-
-    def __init__(self, url: str, job: str) -> None:
-        super().__init__(url, job)
-        self.blob_type = "BYTEA" if url.startswith("postgresql") else "MEDIUMBLOB"
-        self._where = sa.make_url(url).render_as_string(hide_password=True)
-        self._engine = sa.create_engine(
-            url,
-            isolation_level="READ COMMITTED",  # after a wait for a lock a statement sees the newest rows
-            pool_pre_ping=True,
-            connect_args={"connect_timeout": CONNECT_S},
-        )
-        with suppress(StoreError):  # PostgreSQL: another process creates them now
-            self._make_tables()
-        self._make_tables()
-
-    def _run(self, connection: sa.Connection, statement: str, **values: Any) -> sa.CursorResult[Any]:
-        plain = {name: bytes(one) if isinstance(one, memoryview) else one for name, one in values.items()}
-        return connection.execute(sa.text(statement), {"job": self._job, **plain})
-
-    def _newest(self, connection: sa.Connection) -> Parameters:
-        query = (  # one statement, as others may write between two
-            "SELECT version, data FROM swarm_jobs JOIN swarm_blobs ON swarm_jobs.job = swarm_blobs.job"
-            " WHERE swarm_jobs.job = :job AND name = :name ORDER BY piece"
-        )
-        if not (rows := self._run(connection, query, name=PARAMETERS).fetchall()):
-            raise self._not_begun()
-        return Parameters(rows[0].version, np.frombuffer(b"".join(row.data for row in rows), "<f4"))
-
-    def close(self) -> None:
-        self._engine.dispose()
-
-    @contextmanager
-    def _transaction(self, *, reads: bool = False) -> Iterator[sa.Connection]:
-        with _explained(SQLAlchemyError, self._where, "the server"), self._engine.begin() as connection:
-            yield connection
