@@ -9,7 +9,7 @@ the coordinator must be reachable. A volunteer that vanishes costs one small pie
       job = epochs x subsets = units       <--- POST units --- request work
       dispatcher: who trains what          ---- unit, deadline --->
                                            <--- GET data, parameters --- (data once: cached by SHA-256)
-      validator                            <--- PUT result, in pieces ---  trains its subset
+      validator                            <--- PUT result --------------  trains its subset
          |
        queue in the store --> parameter server:  W_s <- alpha W_s + (1 - alpha) W_c
 
@@ -18,15 +18,16 @@ paper's `alpha = e/(e+1)` a result weighs one half in the first epoch, and less 
 
 ## Requests
 
-Each carries `Authorization: Swarm …`: the volunteer's membership and a signature over method, path, digest of the
-body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and parameters are safetensors files.
+Each carries `Authorization: Swarm2 …`: the version of the requests, the volunteer's membership and a signature over
+method, path, digest of the body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and parameters
+are safetensors files.
 
 | request | answers |
 |---|---|
 | `GET /api/job` | `JobCard`: the job with its Python code, signed by the coordinator |
 | `POST /api/units` | `AskForUnits` -> `GivenUnits`; it also returns units that the volunteer will not train |
 | `GET /api/data/SHA256`, `/api/parameters[/EPOCH-SUBSET]` | files, with ranges |
-| `PUT /api/results/ASSIGNMENT` | a piece -> `Taken`, with status 409 if it does not continue the upload |
+| `PUT /api/results/ASSIGNMENT` | a result -> `Taken`, once it is checked |
 | `/`, `/status.json`, `/metrics` | the status page, for people, programs and Prometheus |
 
 ## The log
@@ -47,7 +48,7 @@ and counts as gone after 600 s of silence.
 - *Results are not finite, of other shapes, or far off* (`max_change`; at most 10 norms of the first parameters, or
   twice the change by one batch for each batch). They are refused. With `replication=3` a
   majority has to agree. Three bad results in a row, or every fourth, ban the volunteer, ever longer.
-- *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.
+- *The connection breaks.* Downloads resume where they ended, uploads start over. A proxy's error page is retried too.
 - *The coordinator, a server or the store is down.* Volunteers retry. SQLite and SQL databases lose nothing. In Redis
   two overlapping assimilations may lose one change of the values, as in the paper, but never an entry of the log.
 

@@ -1,8 +1,8 @@
 """The volunteer's HTTP client, and its disk cache of data and unfinished units.
 
-A call retries until it succeeds. Bytes transferred before a connection broke are not transferred
-again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with `CallRefused`, whose
-code is the problem's. A proxy's error page is retried like any network error.
+A call retries until it succeeds. A download resumes where a connection broke, an upload starts over.
+Only a refusal of the coordinator itself, a `Problem`, ends a call: with `CallRefused`, whose code
+is the problem's. A proxy's error page is retried like any network error.
 """
 
 import asyncio
@@ -28,7 +28,6 @@ from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
     FRESH_S,
-    GAP,
     MAX_HELD,
     AskForUnits,
     GivenUnit,
@@ -90,13 +89,12 @@ class SubsetCache:
 
 
 T = TypeVar("T")
-PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
 MAX_ANSWER_BYTES, MAX_CARD_BYTES = 64 << 10, 16 << 20
 # ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
-GOOD = (200, 206, GAP)
+GOOD = (200, 206)
 
 
 class CoordinatorClient:
@@ -155,34 +153,26 @@ class CoordinatorClient:
         """Fetch the parameters (numel,) at ``path`` below /api, read-only."""
         return await self._download(f"/api/{path}", schema.size_bytes, schema.decode)
 
-    async def upload(self, assignment: str, data: bytes) -> Taken:
-        target, at, lost = f"/api/results/{assignment}", 0, False
+    async def upload(self, assignment: str, data: bytes) -> None:
+        """Send a result; return once the coordinator has accepted it."""
+        target, lost = f"/api/results/{assignment}", False
 
-        async def attempt() -> Taken:
-            nonlocal at, lost
-            while True:
-                piece = data[at : at + PIECE_BYTES]
-                place = {"Content-Range": f"bytes {at}-{at + len(piece) - 1}/{len(data)}"}
-                try:
-                    async with self._request("PUT", target, piece, place) as answer:
-                        taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
-                except CallRefused as error:
-                    if lost and error.code == "stale":  # the last piece arrived
-                        return Taken(len(data), accepted=True)
-                    raise
-                except TROUBLE:
-                    lost = at + len(piece) == len(data)  # perhaps only its answer
-                    raise
-                if answer.status != GAP:  # an answer was lost, or a killed process sent a part
-                    self.sent_bytes += len(piece)
-                if taken.accepted:
-                    return taken
-                if not at < taken.received < len(data):  # never back without a wait
-                    at = min(at, taken.received) if answer.status == GAP else at
-                    raise RetryableError(f"the upload ends at byte {taken.received:,}: it is sent again")
-                at = taken.received
+        async def attempt() -> None:
+            nonlocal lost
+            try:
+                async with self._request("PUT", target, data) as answer:
+                    taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
+            except CallRefused as error:
+                if lost and error.code == "stale":  # an earlier one arrived, and its answer was lost
+                    return
+                raise
+            except TROUBLE:
+                lost = True
+                raise
+            require(taken.assignment == assignment, "the answer to another upload", RetryableError)
+            self.sent_bytes += len(data)
 
-        return await self._until_done(attempt)
+        await self._until_done(attempt)
 
     async def aclose(self) -> None:
         if self._session is not None:

@@ -71,7 +71,7 @@ class CoordinatorOptions(TypedDict, total=False):
     """Options of a coordinator; everything has a default.
 
     Attributes:
-        folder: for its key, its store, data and uploads; the same folder resumes the job. By default JOB-work.
+        folder: for its key, its store and data; the same folder resumes the job. By default JOB-work.
         store: address of the job's state, see `open_store`; by default an SQLite file in the folder.
         servers: number of parameter servers; ``auto``, the default, follows the waiting results.
         host, port: to listen on; by default all interfaces, and the same port as last time or a free one.

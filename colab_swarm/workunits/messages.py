@@ -1,6 +1,6 @@
 """Messages between a volunteer and the coordinator over HTTP; `colab_swarm.workunits` lists them.
 
-Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`. A link is the
+Each request carries ``Authorization: Swarm2 BASE64URL`` of a `SignedRequest`. 2 is the version. A link is the
 coordinator's address, and after ``#`` the content of an invitation:
 ``https://example.org/#NAME.PAYLOAD``. In a browser it opens the status page; the part after ``#``
 never reaches the server.
@@ -37,7 +37,6 @@ from colab_swarm.project import update
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
-GAP = 409  # a piece does not continue the upload; the answer says where it ends
 MAX_UNITS = 64
 MAX_HELD = 1024
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -102,10 +101,9 @@ class GivenUnits(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """Progress of an upload, in bytes; ``accepted`` once it is complete and valid."""
+    """The result of ``assignment`` is complete, valid and accepted."""
 
-    received: Annotated[int, msgspec.Meta(ge=0)]
-    accepted: bool = False
+    assignment: AssignmentId
 
 
 class Problem(Message, frozen=True):
@@ -135,7 +133,9 @@ def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float
         first_s = min(2 * first_s, most_s)
 
 
-SCHEME = "Swarm "
+VERSION = 2
+"""Of the requests. 2: a result is uploaded whole. Version 1 had no number in its `SCHEME`."""
+SCHEME = f"Swarm{VERSION}"
 FRESH_S = 60.0
 MAX_NONCES = 200_000  # remembered; beyond this many requests in two minutes the rest are refused
 
@@ -162,7 +162,8 @@ class Token:
         """Return the header's value; ``now``: seconds since the epoch, by the coordinator's clock."""
         digest, key = sha256(body).digest(), self.identity.public_key
         unsigned = SignedRequest(key, self.membership(), method, target, digest, os.urandom(16), now)
-        return SCHEME + base64.urlsafe_b64encode(unsigned.signed(self.identity.sign).encode()).decode()
+        encoded = base64.urlsafe_b64encode(unsigned.signed(self.identity.sign).encode())
+        return f"{SCHEME} {encoded.decode()}"
 
 
 class RequestGate:
@@ -199,13 +200,22 @@ class RequestGate:
 
 
 def _decoded(header: str) -> SignedRequest:
+    scheme, _, token = header.partition(" ")
+    other = re.fullmatch("Swarm([0-9]{0,3})", scheme)
+    if other is not None and scheme != SCHEME:
+        older = int(other[1] or 1) < VERSION
+        raise NotAdmitted(
+            f"your colab-swarm is older than the coordinator's: {update()}, and restart"
+            if older
+            else "the coordinator's colab-swarm is older than yours: ask its organizer to update it"
+        )
     require(
-        header.startswith(SCHEME) and len(header) <= 4 * MAX_MEMBERSHIP_BYTES,
+        scheme == SCHEME and len(header) <= 4 * MAX_MEMBERSHIP_BYTES,
         "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)",
         NotAdmitted,
     )
     try:
-        encoded = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
+        encoded = base64.b64decode(token, altchars=b"-_", validate=True)
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
     except (ValueError, *UNDECODABLE) as error:
         raise NotAdmitted(f"the token cannot be read: {update()}") from error

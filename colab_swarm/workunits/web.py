@@ -1,12 +1,11 @@
 """The coordinator over HTTP: requests of `colab_swarm.workunits.messages`, and a public status page.
 
 A request is refused as early as possible: by its token, the size it announces, the assignment it
-names. Only then is the body read. Nothing of a request becomes a path but assignments, by a pattern.
+names. Only then is the body read. Nothing of a request becomes a path.
 """
 
 import asyncio
 import mmap
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,15 +18,15 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from colab_swarm.errors import NotAdmitted, StoreError, require
+from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.net.peers import UNDECODABLE, Message
 from colab_swarm.notebook.page import PATHS, listen
 from colab_swarm.notebook.units_view import status_page
 from colab_swarm.workunits.dispatcher import JobLog
 from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
-    GAP,
     MAX_BODY_BYTES,
+    SCHEME,
     AskForUnits,
     GivenUnit,
     GivenUnits,
@@ -40,13 +39,15 @@ from colab_swarm.workunits.messages import (
 from colab_swarm.workunits.state import Assigned, JobStatus, Rejected, Unit
 from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
-NUMBER = "(0|[1-9][0-9]{0,17})"
-ASSIGNMENT = re.compile("[0-9a-f]{32}")
+ASSIGNMENT = "[0-9a-f]{32}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
-CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
-MAX_PIECE_BYTES = 4 << 20  # of an upload's piece, which is in memory while its digest is checked
-MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8  # at once, and each volunteer; then it must retry
+MIN_UPLOADS, MAX_UPLOADS, MAX_UPLOADS_BYTES = (
+    4,
+    32,
+    1 << 30,
+)  # at once, which are in memory; then volunteers must retry
+MAX_DOWNLOADS, SHARE = 64, 4  # at once, and of those and of uploads a volunteer has one in `SHARE`
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10  # limits; a large file has longer
 IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
 SENT_BYTES = 64 << 10
@@ -57,53 +58,9 @@ VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)  # its id in h
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
-def piece_of(header: str) -> tuple[int, int, int]:
-    """Return start, length and total length by a ``Content-Range`` header, or raise Refused."""
-    found = CONTENT_RANGE.fullmatch(header)
-    start, last, whole = (int(number) for number in found.groups()) if found else (0, 0, 0)
-    if not start <= last < whole:
-        raise Refused("invalid", "Content-Range is missing or garbled: send one such as bytes 0-1023/4096")
-    return start, last + 1 - start, whole
-
-
-class UploadBuffer:
-    """One file per upload in ``folder``, without its last piece; a complete one has ``size_bytes``."""
-
-    def __init__(self, folder: Path, *, size_bytes: int) -> None:
-        self._folder, self.size_bytes = folder, size_bytes
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def received(self, assignment: str) -> int:
-        try:
-            return self._file(assignment).stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def add(self, assignment: str, start: int, piece: bytes) -> bool:
-        """Save a piece if it continues the upload; return True instead if it is the last one."""
-        if start != self.received(assignment):
-            return False
-        if start + len(piece) >= self.size_bytes:
-            return True
-        with self._file(assignment).open("ab") as file:
-            file.write(piece)
-        return False
-
-    def read(self, assignment: str) -> bytes:
-        return self._file(assignment).read_bytes() if self.received(assignment) else b""
-
-    def drop(self, assignment: str) -> None:
-        self._file(assignment).unlink(missing_ok=True)
-
-    def sweep(self, awaited: Callable[[str], bool]) -> None:
-        for file in self._folder.iterdir():
-            if not awaited(file.name):
-                file.unlink(missing_ok=True)
-
-    def _file(self, assignment: str) -> Path:
-        # no text of a stranger becomes a path
-        require(ASSIGNMENT.fullmatch(assignment), f"{assignment!r} is no assignment")
-        return self._folder / assignment
+def most_uploads(size_bytes: int) -> int:
+    """Return how many results of ``size_bytes`` may arrive at once: they are in memory."""
+    return max(MIN_UPLOADS, min(MAX_UPLOADS, MAX_UPLOADS_BYTES // size_bytes))
 
 
 class CoordinatorServer:
@@ -126,11 +83,10 @@ class CoordinatorServer:
         self._job, self._card, self._log, self._folder, self._gate = job, card, log, folder, gate
         self._judge = partial(Schema.of(job.first_model()).judge, max_change=job.plan.max_change, most=most)
         self._dispatcher, self._schema = log.dispatcher, Schema.of(job.first_model())
-        self.uploads = UploadBuffer(folder / "uploads", size_bytes=self._schema.size_bytes)
         self._newest = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
         self._loading = asyncio.Lock()
-        self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(4)  # results in memory
-        self._complete: set[str] = set()  # uploads whose results are being checked
+        self._checking = asyncio.Semaphore(4)
+        self._under_check: set[str] = set()  # assignments whose results are being checked
         self._each: Counter[tuple[str, str]] = Counter()  # transfers under way by kind and volunteer
         self._page = status_page(status)
         self._runner: web.AppRunner | None = None
@@ -146,7 +102,7 @@ class CoordinatorServer:
                 web.get("/api/data/{digest}", self._data),
                 web.get("/api/parameters", self._parameters),
                 web.get(INITIAL, self._parameters),
-                web.put(f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}", self._piece),
+                web.put(f"/api/results/{{assignment:{ASSIGNMENT}}}", self._result),
             ]
         )
         self._runner, self.url = await listen(
@@ -195,11 +151,12 @@ class CoordinatorServer:
             raise Refused("invalid", "the body's length is missing: send Content-Length")
         if (size or 0) > most_bytes:
             raise Refused("size", f"a body of {size:,} bytes: {most_bytes:,} at most")
+        limit_s = READ_S + most_bytes / SLOWEST_BYTES_S
         try:
-            async with asyncio.timeout(READ_S):
+            async with asyncio.timeout(limit_s):
                 body = await request.content.read()
         except OSError as error:  # the client hung up, or took too long
-            raise Refused("busy", f"the body did not arrive within {READ_S:.0f} s: send it again") from error
+            raise Refused("busy", f"the body did not arrive within {limit_s:.0f} s: send it again") from error
         if sha256(body).digest() != request[DIGEST]:
             raise Refused("invalid", "the body is not the signed one")
         return body
@@ -207,7 +164,7 @@ class CoordinatorServer:
     @asynccontextmanager
     async def _one_of(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
         mine = kind, request[VOLUNTEER]
-        if self.running[kind] >= most or self._each[mine] >= MAX_EACH:
+        if self.running[kind] >= most or self._each[mine] >= most // SHARE:
             raise Refused("busy", f"too many {kind}s at once: try again in a second")
         self.running[kind] += 1
         self._each[mine] += 1
@@ -272,46 +229,24 @@ class CoordinatorServer:
 
     # -- results
 
-    async def _piece(self, request: web.Request) -> web.Response:
-        start, size, whole = piece_of(request.headers.get("Content-Range", ""))
-        if whole != self.uploads.size_bytes:
-            raise Refused(
-                "size", f"a result of {whole:,} bytes: those of this job have {self.uploads.size_bytes:,}"
-            )
-        if size != request.content_length:
-            raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
-        self._wanted(request)
-        async with self._one_of(request, "upload", MAX_UPLOADS):
-            taken = await self._add(request, start, await self._read(request, MAX_PIECE_BYTES))
-            return _answer(taken, 200 if taken.received == start + size else GAP)
-
-    def _wanted(self, request: web.Request) -> str:
-        """Return the assignment of a request, after checking that its result is wanted now."""
-        if (assignment := request.match_info["assignment"]) in self._complete:
-            raise Refused("busy", "this result is complete and is being checked: ask again in a second")
+    async def _result(self, request: web.Request) -> web.Response:
+        """Take a result, which is in memory until it is checked. If that fails for now, it may be sent again."""
+        assignment = request.match_info["assignment"]
         _raise(self._dispatcher.refusal(assignment, request[VOLUNTEER], now=time.time()))
-        return assignment
-
-    async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
-        """Save a piece; the last one has the result checked. If that fails for now, it may be sent again."""
-        async with self._uploading:
-            assignment = self._wanted(request)
-            if not start:
-                self.uploads.sweep(partial(self._dispatcher.awaits, now=time.time()))
-            if not await asyncio.to_thread(self.uploads.add, assignment, start, piece):
-                return Taken(self.uploads.received(assignment))
-            self._complete.add(assignment)
-        try:
-            async with self._checking:
-                whole = await asyncio.to_thread(lambda: self.uploads.read(assignment) + piece)
-                await self._take(request[VOLUNTEER], assignment, whole)
-        except Refused:
-            self.uploads.drop(assignment)
-            raise
-        finally:
-            self._complete.discard(assignment)
-        self.uploads.drop(assignment)
-        return Taken(len(whole), accepted=True)
+        size, whole = request.content_length, self._schema.size_bytes
+        if size is not None and size != whole:
+            raise Refused("size", f"a result of {size:,} bytes: those of this job have {whole:,}")
+        async with self._one_of(request, "upload", most_uploads(whole)):
+            data = await self._read(request, whole)
+            if assignment in self._under_check:
+                raise Refused("busy", "this result is here and is being checked: ask again in a second")
+            self._under_check.add(assignment)
+            try:
+                async with self._checking:
+                    await self._take(request[VOLUNTEER], assignment, data)
+            finally:
+                self._under_check.discard(assignment)
+        return _answer(Taken(assignment))
 
     async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
         """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
@@ -415,5 +350,5 @@ def _answer(message: Message, status: int = 200, headers: Mapping[str, str] = {}
 
 
 def _refusal(status: int, problem: Problem, headers: Mapping[str, str] = {}) -> web.Response:
-    always = {503: {"Retry-After": str(BUSY_S)}, 401: {"WWW-Authenticate": "Swarm"}}.get(status, {})
+    always = {503: {"Retry-After": str(BUSY_S)}, 401: {"WWW-Authenticate": SCHEME}}.get(status, {})
     return _answer(problem, status, {**always, **headers})

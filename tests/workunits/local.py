@@ -122,10 +122,8 @@ class Stranger:
         body = msgspec.msgpack.encode(AskForUnits(count, (), name, in_hand))
         return (await self.send("POST", "/api/units", body)).message(GivenUnits).units
 
-    async def upload(self, assignment: str, data: bytes, *, start: int = 0, whole: int = 0) -> Answer:
-        """Bytes of a file of ``whole`` bytes (0: ``data`` end it) in one piece."""
-        place = f"bytes {start}-{start + len(data) - 1}/{whole or start + len(data)}"
-        return await self.send("PUT", f"/api/results/{assignment}", data, Content_Range=place)
+    async def upload(self, assignment: str, data: bytes) -> Answer:
+        return await self.send("PUT", f"/api/results/{assignment}", data)
 
     async def unit(self) -> tuple[str, bytes]:
         """The assignment of a new unit, and a good file for it."""

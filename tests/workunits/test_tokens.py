@@ -59,8 +59,8 @@ def test_a_member_is_let_in_with_the_digest_that_its_body_must_have() -> None:
         (Token(Identity(), membership).header("GET", "/api/job", now=NOW), "another peer's"),
         ("", "no token"),
         ("Basic YTpi", "no token"),
-        ("Swarm ####", "cannot be read"),
-        ("Swarm " + "A" * 100_000, "no token"),
+        ("Swarm2 ####", "cannot be read"),
+        ("Swarm2 " + "A" * 100_000, "no token"),
     ],
 )
 def test_others_are_refused_with_a_reason(header: str, message: str) -> None:
@@ -85,16 +85,16 @@ def test_nonces_are_forgotten_when_their_requests_are_too_old_anyway() -> None:
 @given(st.binary(max_size=400))
 def test_garbage_is_no_token(noise: bytes) -> None:
     with pytest.raises(NotAdmitted):
-        gate().check("Swarm " + base64.urlsafe_b64encode(noise).decode(), "GET", "/", now=NOW)
+        gate().check("Swarm2 " + base64.urlsafe_b64encode(noise).decode(), "GET", "/", now=NOW)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_changed_byte_is_noticed(place: int, change: int) -> None:
-    text = token().header("GET", "/", now=NOW).removeprefix("Swarm ")
+    text = token().header("GET", "/", now=NOW).removeprefix("Swarm2 ")
     data = bytearray(base64.urlsafe_b64decode(text))
     data[place % len(data)] ^= change
     with pytest.raises(NotAdmitted):
-        gate().check("Swarm " + base64.urlsafe_b64encode(data).decode(), "GET", "/", now=NOW)
+        gate().check("Swarm2 " + base64.urlsafe_b64encode(data).decode(), "GET", "/", now=NOW)
 
 
 URL = "http://192.0.2.7:8000/"

@@ -19,7 +19,6 @@ from colab_swarm.net.peers import Role
 from colab_swarm.workunits import messages, web
 from colab_swarm.workunits.messages import GivenUnits
 from colab_swarm.workunits.state import Rejected
-from colab_swarm.workunits.web import MAX_PIECE_BYTES
 from colab_swarm.workunits.weights import Schema
 from tests.workunits.local import RUN, Answer, Scene, Stranger, coordinating, tiny_job, until
 
@@ -34,27 +33,24 @@ async def refused(scene: Scene, answer: Awaitable[Answer], status: int, text: st
     assert scene.state() == before
 
 
-def put(name: str, *, size: int, whole: int) -> tuple[str, str, dict[str, str]]:
-    headers = {"Content_Range": f"bytes 0-{size - 1}/{whole}", "Content_Length": str(size)}
-    return "PUT", f"/api/results/{name}", headers
+def put(name: str, *, size: int) -> tuple[str, str, dict[str, str]]:
+    return "PUT", f"/api/results/{name}", {"Content_Length": str(size)}
 
 
 def huge(scene: Scene, name: str, _: bytes) -> Awaitable[Answer]:
-    method, target, headers = put(name, size=1 << 30, whole=1 << 30)
+    method, target, headers = put(name, size=1 << 30)
     return scene.alice.raw(method, target, **headers)  # not a byte of it is ever sent
 
 
+def chunked(scene: Scene, name: str, _: bytes) -> Awaitable[Answer]:
+    method, target, _ = put(name, size=0)
+    return scene.alice.raw(method, target, Transfer_Encoding="chunked")
+
+
 def unsigned(scene: Scene, name: str, file: bytes) -> Awaitable[Answer]:
-    method, target, headers = put(name, size=len(file), whole=len(file))
+    method, target, _ = put(name, size=len(file))
     signed = scene.alice.token.header(method, target, file[:-1] + b"x", now=time.time())
-    place = headers["Content_Range"]
-    return scene.alice.send(method, target, file, Content_Range=place, Authorization=signed)
-
-
-def placed(place: str) -> Asking:
-    return lambda scene, name, file: scene.alice.send(
-        "PUT", f"/api/results/{name}", file, Content_Range=place.replace("SIZE", str(len(file)))
-    )
+    return scene.alice.send(method, target, file, Authorization=signed)
 
 
 def asking(body: bytes = b"", **headers: str) -> Asking:
@@ -73,8 +69,7 @@ def asking(body: bytes = b"", **headers: str) -> Asking:
         (asking(Transfer_Encoding="chunked"), 422, "send Content-Length"),
         (asking(gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"), 422, "no AskForUnits"),
         (unsigned, 422, "not the signed one"),
-        (placed("bytes 0-9/SIZE"), 422, "Content-Length"),
-        *((placed(one), 422, "Content-Range") for one in ("", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*")),
+        (chunked, 422, "send Content-Length"),
     ],
 )
 async def test_a_bad_request_is_refused_before_it_is_read_and_changes_nothing(
@@ -87,13 +82,13 @@ async def test_a_bad_request_is_refused_before_it_is_read_and_changes_nothing(
         assert (await scene.alice.upload(name, file)).status == 200  # the good one is still awaited
 
 
-async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
+async def test_a_connection_that_breaks_within_a_result_leaves_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         name = (await scene.alice.ask())[0].assignment
         file, before = scene.coordinator.schema.encode(scene.values()), scene.state()
-        method, target, headers = put(name, size=len(file), whole=len(file))
+        method, target, headers = put(name, size=len(file))
         sent = asyncio.create_task(scene.alice.raw(method, target, file[:20], **headers))
         await until(lambda: scene.server.running["upload"] == 1)
         sent.cancel()
@@ -103,13 +98,33 @@ async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
     assert caplog.records == []  # it happens all the time
 
 
-async def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
-    assert MAX_PIECE_BYTES < 1 << 23
+async def test_large_results_are_taken_a_few_at_a_time(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
-        name = (await scene.alice.ask())[0].assignment
-        scene.server.uploads.size_bytes = 1 << 23
-        method, target, headers = put(name, size=1 << 23, whole=1 << 23)
-        await refused(scene, scene.alice.raw(method, target, **headers), 413, "at most")
+        assert [web.most_uploads(size) for size in (64, 64 << 20, 4 << 30)] == [32, 16, 4]
+        (mine,), (other,) = await scene.alice.ask(), await scene.bob.ask()
+        file = scene.coordinator.schema.encode(scene.values())
+        scene.server.running["upload"] = web.most_uploads(len(file))
+        answer = await scene.alice.upload(mine.assignment, file)
+        assert (answer.status, answer.problem.code) == (503, "busy")
+        scene.server.running["upload"] -= 1
+        assert (await scene.bob.upload(other.assignment, file)).status == 200
+        scene.server.running["upload"] = 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text"),
+    [
+        ("Swarm", "your colab-swarm is older than the coordinator's"),
+        ("Swarm99", "ask its organizer to update"),
+    ],
+)
+async def test_a_volunteer_of_another_version_is_told_to_update_by_one_sentence(
+    tmp_path: Path, scheme: str, text: str
+) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        token = scene.alice.token.header("GET", "/api/job", now=time.time()).partition(" ")[2]
+        answer = scene.alice.send("GET", "/api/job", Authorization=f"{scheme} {token}")
+        await refused(scene, answer, 401, text)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +147,7 @@ async def test_no_path_leads_to_a_file(tmp_path: Path, path: str) -> None:
         await scene.alice.ask()
         before = scene.state()
         for method in ("GET", "PUT", "HEAD"):
-            headers = {"Content_Range": "bytes 0-0/1", "Content_Length": "1"} if method == "PUT" else {}
+            headers = {"Content_Length": "1"} if method == "PUT" else {}
             answer = await scene.alice.raw(method, path, b"x" if method == "PUT" else b"", **headers)
             assert answer.status in (404, 405), answer.status
         assert scene.state() == before
@@ -208,11 +223,10 @@ async def test_a_result_that_was_taken_is_not_taken_again(tmp_path: Path) -> Non
 async def test_a_result_whose_unit_went_to_another_volunteer_is_refused(tmp_path: Path) -> None:
     async with coordinating(tiny_job(subsets=1, deadline_s=0.05), tmp_path) as scene:
         name, file = await scene.alice.unit()
-        await scene.alice.upload(name, file[:50], whole=len(file))
         while not await scene.bob.ask():
             await asyncio.sleep(0.02)
         assert "Expired" in scene.kinds()
-        answer = await scene.alice.upload(name, file[50:], start=50)
+        answer = await scene.alice.upload(name, file)
         assert answer.status == 410 and "another volunteer has it" in answer.problem.text
         assert "Accepted" not in scene.kinds()
 
@@ -241,7 +255,7 @@ async def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -
         assert scene.state() == before
 
 
-NAMES = st.sampled_from(["Authorization", "Content-Range", "Range", "If-Range"])
+NAMES = st.sampled_from(["Authorization", "Content-Encoding", "Range", "If-Range"])
 TEXT = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=30)
 
 
@@ -266,30 +280,17 @@ async def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> Non
     async with coordinating(tiny_job(), tmp_path) as scene:
         (mine,), (other,) = await scene.alice.ask(), await scene.bob.ask()
         file = scene.coordinator.schema.encode(scene.values())
-        method, target, headers = put(mine.assignment, size=len(file), whole=len(file))
+        method, target, headers = put(mine.assignment, size=len(file))
         halves = [scene.alice.raw(method, target, file[:9], **headers) for _ in range(40)]
         tasks = [asyncio.create_task(half) for half in halves]
         await until(lambda: sum(task.done() for task in tasks) + scene.server.running["upload"] == 40)
         assert {task.result().status for task in tasks if task.done()} == {503}
-        assert scene.server.running["upload"] == web.MAX_EACH
+        assert scene.server.running["upload"] == web.MAX_UPLOADS // web.SHARE
         assert (await scene.bob.upload(other.assignment, file)).status == 200
         for task in tasks:
             task.cancel()
         await until(lambda: scene.server.running["upload"] == 0)
         assert (await scene.alice.upload(mine.assignment, file)).status == 200
-
-
-async def test_uploads_of_units_accepted_without_them_are_deleted(tmp_path: Path) -> None:
-    async with coordinating(tiny_job(subsets=2, deadline_s=0.05), tmp_path) as scene:
-        late = (await scene.alice.ask())[0]
-        file = scene.coordinator.schema.encode(scene.values())
-        assert (await scene.alice.upload(late.assignment, file[:50], whole=len(file))).status == 200
-        answers: list[Answer] = []
-        while "Finished" not in scene.kinds() and len(answers) < 3:
-            answers += await scene.bob.train()
-            await asyncio.sleep(0.02)
-        assert [answer.status for answer in answers] == [200] * 3
-        assert list((tmp_path / "uploads").iterdir()) == []
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"])
