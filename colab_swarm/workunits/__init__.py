@@ -84,7 +84,7 @@ hold the state elsewhere (with the extra `workunits`). `job.train_serially()` is
 
 Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Paradigm* (VC-ASGD), [arXiv
 2103.08894](https://arxiv.org/abs/2103.08894): equation 1 is in `weights`; work generator, scheduler and validator
-(after BOINC) in `job`, `dispatcher`, `weights`; the parameter servers of section III-D in `coordinator`; eventual and
+(after BOINC) in `job`, `dispatcher`, `weights`; the parameter servers of section III-D in `servers`; eventual and
 strong consistency (IV-D) in `redis_store`, `sql_store`; preemptible machines (IV) in `colab_swarm.experiments.vc_asgd`.
 
 ## Measured

@@ -1,31 +1,21 @@
 """`cs.workunits.coordinate`: hand a job out to volunteers in work units.
 
-`Coordinator` owns the job's log and what follows it: the web server (`web`), and parameter servers,
-which merge accepted results into the parameters. Any number of these work on one store, each on a
-thread or in a process of its own. They know nothing of each other, and hold no state.
+`Coordinator` owns the job's log and what follows it: the web server (`web`), and parameter servers
+(`servers`), which merge accepted results into the parameters.
 """
 
 import asyncio
 import atexit
 import contextlib
 import logging
-import os
 import random
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
 
-import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
@@ -45,13 +35,14 @@ from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
-from colab_swarm.workunits.job import Job, Rows, lay_out, measure
-from colab_swarm.workunits.messages import JobCard, RequestGate, Token, backoff, waited
-from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
-from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore
+from colab_swarm.workunits.job import Job, lay_out
+from colab_swarm.workunits.messages import JobCard, RequestGate, Subset, Token, waited
+from colab_swarm.workunits.servers import ParameterServer, ServerPool, ServerProcess
+from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Unit, UnitState, VolunteerState
+from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.stores import open_store
 from colab_swarm.workunits.web import CoordinatorServer
-from colab_swarm.workunits.weights import Floats, Schema, assimilate
+from colab_swarm.workunits.weights import Schema
 
 logger = logging.getLogger(__name__)
 LOCAL_ONLY = (
@@ -60,11 +51,6 @@ LOCAL_ONLY = (
 )
 VIEWS = Views(draw_job, job_line, lambda status: bool(status.finished), "coordinator", ("Stop", "Stopped"))
 _coordinators: "set[Coordinator]" = set()
-CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
-LEASE_S = 120.0  # a result whose server died goes to another after this time
-IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
-RETRY_S = 0.1, 30.0
-STORE = "COLAB_SWARM_STORE"  # variable of a server process that holds the store's address
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -109,34 +95,56 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         servers: int | Literal["auto"] = "auto",
         tick_s: float = 0.5,
     ) -> None:
-        self.job, self.store, self.folder, self.servers = job, store, folder, servers
-        self.url, self.stopped, self._tick_s, self._since = "", False, tick_s, time.time()
-        self._token, self._access = token, access
-        self.schema, plan = Schema.of(model := job.first_model()), job.plan
+        self.job = job
+        self.store = store
+        self.folder = folder
+        self.servers = servers
+        self.url = ""
+        self.stopped = False
+        self._tick_s = tick_s
+        self._since = time.time()
+        self._token = token
+        self._access = access
+        model = job.first_model()
+        self.schema = Schema.of(model)
         subsets, most = lay_out(job, folder / "data")
         store.begin(self.schema.flatten(model))
-        measured = f"seed={plan.seed}, validation_samples={plan.validation_samples}"  # by server processes
-        (folder / "job.py").write_text(f"{job.code}\njob = job.with_plan({measured})\n", encoding="utf-8")
-        self.card = JobCard(
-            run_id=access.run_id,
-            name=job.name,
-            key=token.identity.public_key,
-            membership=token.membership(),
-            code=job.code,
-            local_epochs=plan.local_epochs,
-            batch_size=plan.batch_size,
-            schema=self.schema.head(),
-            subsets=subsets,
-        ).signed(token.identity.sign)
-        self.dispatcher = Dispatcher(plan, [subset.sha256 for subset in subsets], random.SystemRandom())
+        self._write_code()
+        self.card = self._signed_card(subsets)
+        digests = [subset.sha256 for subset in subsets]
+        self.dispatcher = Dispatcher(job.plan, digests, random.SystemRandom())
         self._log = JobLog(self.dispatcher, store)
-        self.finished, gate = self._log.finished, RequestGate(access.admission)
+        self.finished = self._log.finished
+        gate = RequestGate(access.admission)
         self.server = CoordinatorServer(job, self.card, most, self._log, folder, gate, self.status)
-        self._pool = WorkerPool(self._start_server)
+        self._pool = ServerPool(self._start_server)
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
-        self._held = contextlib.ExitStack()  # lock and store, until `stop`
+        # lock and store, until `stop`
+        self._held = contextlib.ExitStack()
+
+    def _write_code(self) -> None:
+        """Write the job's file for server processes, which measure with this job's settings."""
+        plan = self.job.plan
+        settings = f"seed={plan.seed}, validation_samples={plan.validation_samples}"
+        code = f"{self.job.code}\njob = job.with_plan({settings})\n"
+        (self.folder / "job.py").write_text(code, encoding="utf-8")
+
+    def _signed_card(self, subsets: tuple[Subset, ...]) -> JobCard:
+        identity = self._token.identity
+        card = JobCard(
+            run_id=self._access.run_id,
+            name=self.job.name,
+            key=identity.public_key,
+            membership=self._token.membership(),
+            code=self.job.code,
+            local_epochs=self.job.plan.local_epochs,
+            batch_size=self.job.plan.batch_size,
+            schema=self.schema.head(),
+            subsets=subsets,
+        )
+        return card.signed(identity.sign)
 
     @property
     def servers(self) -> int | Literal["auto"]:
@@ -156,8 +164,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
         With an allowlist they join the swarm first. A peer that joined passes its own invitation on.
         """
-        given = self._access.invitation or issue(self._access, self._token.identity, hours=hours)
-        return shown(self.url, given)
+        invite = self._access.invitation or issue(self._access, self._token.identity, hours=hours)
+        return invitation_at(self.url, invite)
 
     def snapshot(self) -> JobStatus:
         return Runtime.shared().call(on_loop(self.status))
@@ -206,30 +214,36 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
         """Begin the job, or resume it where its log ends. All parts start, or none."""
         try:
-            async with self._log.deciding():
-                pass
-            self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
-            host, self.url = options.get("host", ""), options.get("url", "")
-            port = await self._listen(host, options.get("port", 0))
-            if tunnel is not None:
-                self._tunnel = Tunnel(
-                    tunnel, port, on_change=self._set_url, events=EventLog(), sent_bytes=float
-                )
-                self._set_url((await self._tunnel.open()).address)
-            elif not self.url:
-                found = reachable_addresses(host or "0.0.0.0", port)
-                self._set_url(found[min(1, len(found) - 1)])  # the first is loopback
+            await self._start(options, tunnel)
         except BaseException:
             await self.close()
             raise
 
-    async def _listen(self, host: str, wanted: int) -> int:
+    async def _start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None) -> None:
+        # reads the log
+        async with self._log.deciding():
+            pass
+        self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
+        host = options.get("host", "")
+        self.url = options.get("url", "")
+        port = await self._listen(host, options.get("port", 0))
+        if tunnel is not None:
+            self._tunnel = Tunnel(tunnel, port, on_change=self._set_url, events=EventLog(), sent_bytes=float)
+            relayed = await self._tunnel.open()
+            self._set_url(relayed.address)
+        elif not self.url:
+            addresses = reachable_addresses(host or "0.0.0.0", port)
+            # the first is loopback
+            self._set_url(addresses[min(1, len(addresses) - 1)])
+
+    async def _listen(self, host: str, port: int) -> int:
+        """Listen on ``port``; 0: on that of last time if it is free. Return the port."""
         saved = self.folder / "port"
-        if not wanted:
+        if not port:
             with contextlib.suppress(OSError, ValueError):
                 await self.server.start(host, int(saved.read_text()))
         if not self.server.url:
-            await self.server.start(host, wanted)
+            await self.server.start(host, port)
             saved.write_text(str(urlsplit(self.server.url).port))
         return urlsplit(self.server.url).port or 0
 
@@ -244,40 +258,50 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         await self.server.close()
         if self._upkeep is not None:
             self._stopping.set()
-            await self._upkeep  # not cancelled: its threads use the store, and start servers
+            # not cancelled: its threads use the store, and start servers
+            await self._upkeep
             await asyncio.to_thread(self._pool.close)
 
     async def _keep_up(self) -> None:
         while not self._stopping.is_set():
             try:
-                async with self._log.deciding() as now:
-                    backlog = self.dispatcher.state.backlog
-                wanted = self._pool.wanted(backlog, now=now) if self.servers == "auto" else self.servers
-                await asyncio.to_thread(self._pool.keep, 0 if self.finished.is_set() else wanted, now=now)
+                await self._keep_servers()
             except StoreError:
-                pass  # the log has reported it, and the next round retries
-            except Exception as error:  # volunteers are answered all the same
+                # the log has reported it, and the next round retries
+                pass
+            except Exception as error:
+                # volunteers are answered all the same
                 if self._log.fault != str(error):
                     logger.exception("upkeep of the job failed")
                     self._log.fault = str(error)
             await waited(self._stopping.wait(), self._tick_s)
 
-    def _start_server(self, name: str) -> "ParameterServer | ProcessWorker":
+    async def _keep_servers(self) -> None:
+        async with self._log.deciding() as now:
+            backlog = self.dispatcher.state.backlog
+        wanted = self.servers
+        if wanted == "auto":
+            wanted = self._pool.wanted(backlog, now=now)
+        if self.finished.is_set():
+            wanted = 0
+        await asyncio.to_thread(self._pool.keep, wanted, now=now)
+
+    def _start_server(self, name: str) -> ParameterServer | ServerProcess:
         if self.store.shared and self.job.code:
-            return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
+            return ServerProcess(self.store.url, self.job.name, self.folder / "job.py", name)
         server = ParameterServer(self.store, self.job, name)
         server.start()
         return server
 
     def status(self) -> JobStatus:
-        now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
+        now = time.time()
+        plan = self.job.plan
+        state = self.dispatcher.state
+        epoch = self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
-        counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
-        counts |= Counter("waiting" if unit.mark in MARKS.values() else unit.mark for unit in units)
-        stale = [unit.staleness for unit in units if unit.staleness is not None]
-        rows, latest = tuple(subset.rows for subset in self.card.subsets), state.assimilated_at
-        running = latest and now > latest[0] and not state.finished
-        units_per_s = len(latest) / (now - latest[0]) if running else 0.0
+        staleness = [unit.staleness for unit in units if unit.staleness is not None]
+        rows = tuple(subset.rows for subset in self.card.subsets)
+        units_per_s = self._units_per_s(now)
         return JobStatus(
             name=self.job.name,
             at=now,
@@ -293,15 +317,37 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             epoch=epoch,
             max_epochs=plan.max_epochs,
             finished=state.finished,
-            volunteers=tuple(sorted(map(replace, state.volunteers.values()), key=lambda one: -one.accepted)),
+            volunteers=self._volunteers(),
             epochs=tuple(state.epochs),
-            units=counts,
+            units=_counts(units),
             marks=tuple(unit.mark for unit in units[:MAX_MARKS]),
-            staleness=sum(stale) / len(stale) if stale else None,
+            staleness=sum(staleness) / len(staleness) if staleness else None,
             update_s=tuple(sorted(state.update_s)),
             units_per_s=units_per_s,
             samples_per_s=units_per_s * plan.local_epochs * sum(rows) / len(rows),
         )
+
+    def _units_per_s(self, now: float) -> float:
+        """Return the rate of the latest assimilations."""
+        state = self.dispatcher.state
+        times = state.assimilated_at
+        if state.finished or not times or now <= times[0]:
+            return 0.0
+        return len(times) / (now - times[0])
+
+    def _volunteers(self) -> tuple[VolunteerState, ...]:
+        """Return copies of the volunteers' records, by accepted units."""
+        records = [replace(record) for record in self.dispatcher.state.volunteers.values()]
+        records.sort(key=lambda record: -record.accepted)
+        return tuple(records)
+
+
+def _counts(units: list[UnitState]) -> dict[str, int]:
+    """Count units by mark; those that failed count as waiting."""
+    counts = Counter(unit.mark for unit in units)
+    for mark in MARKS.values():
+        counts["waiting"] += counts.pop(mark, 0)
+    return {mark: counts[mark] for mark in ("waiting", "training", "queued", "assimilated")}
 
 
 def issue(access: RunAccess, identity: Identity | Peers, *, hours: float) -> Invite:
@@ -313,7 +359,7 @@ def issue(access: RunAccess, identity: Identity | Peers, *, hours: float) -> Inv
     return Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key)
 
 
-def shown(url: str, invite: Invite) -> Invitation:
+def invitation_at(url: str, invite: Invite) -> Invitation:
     """Return the link of a coordinator at ``url``; `parse_link` reads it."""
     return Invitation(
         f"{url}#{invite.code}",
@@ -346,7 +392,8 @@ def coordinate(
         accept_terms: True if the platform's terms allow this; needed on Colab.
         **options: see `CoordinatorOptions`.
     """
-    job = job if isinstance(job, Job) else Job.load(job)
+    if not isinstance(job, Job):
+        job = Job.load(job)
     require(access != "allowlist", "access='allowlist' needs a swarm: use swarm.coordinate(job)")
     require_terms(accept_terms)
     key_file = _folder(job, options) / "organizer.key"
@@ -359,14 +406,16 @@ def coordinate(
 def open_coordinator(job: Job, access: RunAccess, token: Token, options: CoordinatorOptions) -> Coordinator:
     """Coordinate ``job`` in the run of ``access``, as the peer of ``token``; see `coordinate`."""
     folder = _folder(job, options)
-    if running := next((one for one in _coordinators if one.folder == folder), None):
-        return running
+    for running in _coordinators:
+        if running.folder == folder:
+            return running
     tunnel = settings_of(options["tunnel"]) if "tunnel" in options else None
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         lock = FileLock(folder / "lock", thread_local=False)
         try:
-            lock.acquire(timeout=0)  # two coordinators would not know of each other's decisions
+            # two coordinators would not know of each other's decisions
+            lock.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(f"another coordinator works in {folder}: stop it first") from error
         held.callback(lock.release)
@@ -383,167 +432,3 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
 
 def _folder(job: Job, options: CoordinatorOptions) -> Path:
     return Path(options.get("folder", f"{job.name}-work")).resolve()
-
-
-# -- parameter servers
-
-
-class ParameterServer(threading.Thread):
-    """Assimilate results of the store until stopped; measure the accuracy after each.
-
-    A thread, for stores that other processes cannot open; in a process of its own only `run` is
-    called. It loads model and validation data itself: a failure there is a server's death.
-    """
-
-    def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._store, self._job, self._end = store, job, threading.Event()
-        self._measured: list[Measured] = []  # not in the log yet
-
-    @cached_property
-    def _loaded(self) -> "tuple[nn.Module, Schema, Rows]":
-        model = self._job.first_model()
-        return model, Schema.of(model), self._job.validation_rows()
-
-    def stop(self) -> None:
-        """Let `run` end after the current update."""
-        self._end.set()
-
-    def run(self) -> None:
-        """Serve until stopped. Store errors are retried."""
-        waits_s, wait_s = backoff(random.Random(), *RETRY_S), 0.0
-        while not self._end.wait(wait_s):
-            try:
-                wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
-                waits_s = backoff(random.Random(), *RETRY_S)
-            except StoreError as error:
-                wait_s = next(waits_s)
-                logger.warning("%s retries the store in %.1f s: %s", self.name, wait_s, error)
-
-    def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. After a StoreError the next call continues it."""
-        model, schema, rows = self._loaded
-        if not self._measured:
-            if (accepted := self._store.claim(self.name, now=now, lease_s=LEASE_S)) is None:
-                return False
-            try:
-                result = np.frombuffer(self._store.blob(accepted.result), "<f4")
-            except KeyError:
-                return True  # another server has assimilated it after our lease ended
-            updated = list[Floats]()
-
-            def update(server: Floats) -> Floats:
-                updated.append(assimilate(server, result, accepted.alpha))
-                return updated[-1]
-
-            if self._store.assimilate(accepted, update, server=self.name, now=now) is None:
-                return True
-            schema.load(model, updated[-1])
-            self._measured = [Measured(at=now, unit=accepted.unit, accuracy=measure(self._job, model, rows))]
-        self._store.append(self._measured)
-        self._measured = []
-        return True
-
-
-class ProcessWorker:
-    """A parameter server in a process: ``store`` is an address, ``job`` a name, ``code`` a file.
-
-    The address is in the process's environment: it may hold a password, and all users see
-    arguments. When its input closes, this process is dead, and the server exits at once.
-    """
-
-    def __init__(self, store: str, job: str, code: Path, name: str) -> None:
-        with code.with_name("parameter-servers.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve()", job, str(code), name],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=os.environ | KEEP_MEMORY | {STORE: store},
-                start_new_session=True,
-            )
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def stop(self) -> None:
-        self._process.terminate()
-
-    def join(self, timeout_s: float) -> None:
-        with self._process:  # closes its input at last
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-
-
-def serve() -> None:
-    """Serve in a process of a `ProcessWorker`, until SIGTERM, or until its input closes."""
-    job, code, name = sys.argv[1:]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
-    torch.set_num_threads(1)  # the coordinator adds servers until all processors are busy
-    with contextlib.closing(open_store(os.environ.pop(STORE), job)) as store:
-        server = ParameterServer(store, Job.load(code), name)
-        stop_at_sigterm(server)
-        server.run()
-
-
-def stop_at_sigterm(server: ParameterServer) -> None:
-    """Stop the server at SIGTERM, from another thread: in this one the handler could deadlock on its event's lock."""
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
-
-
-def _exit_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-class WorkerPool:
-    """Parameter servers, as many as wanted; ``deaths`` counts those that ended by themselves."""
-
-    def __init__(self, start: Callable[[str], ParameterServer | ProcessWorker]) -> None:
-        self._start, self.deaths = start, 0
-        self._most = max(1, (os.cpu_count() or 1) - 1)  # one processor is the coordinator's
-        self._running: list[ParameterServer | ProcessWorker] = []
-        self._stopping: list[ParameterServer | ProcessWorker] = []
-        self._started, self._pause_until = 0, 0.0
-        self._trend, self._since = 0, 0.0  # which way the number has to change, since when
-
-    @property
-    def size(self) -> int:
-        return sum(one.is_alive() for one in self._running)
-
-    def wanted(self, waiting: int, *, now: float) -> int:
-        """Return how many servers to run: one more if for `GROW_S` more than `CROWD` results per
-        server are ``waiting``, one less if for `SHRINK_S` none is.
-        """
-        size, trend = self.size, -1 if waiting == 0 else 0
-        trend = 1 if waiting > CROWD * size else trend
-        if trend != self._trend:
-            self._trend, self._since = trend, now
-        if now - self._since >= (GROW_S if trend > 0 else SHRINK_S):
-            size, self._since = size + trend, now
-        return max(1, min(self._most, size))
-
-    def keep(self, wanted: int, *, now: float) -> None:
-        """Run ``wanted`` servers; dead ones are replaced after ever longer pauses."""
-        alive = [one for one in self._running if one.is_alive()]
-        if died := len(self._running) - len(alive):
-            self.deaths += died
-            self._pause_until = now + min(LONGEST_PAUSE_S, 2.0 ** min(self.deaths, 16))
-            logger.warning("%d parameter servers died, %d so far", died, self.deaths)
-        self._running, surplus = alive[:wanted], alive[wanted:]
-        for one in surplus:
-            one.stop()
-        self._stopping = [one for one in self._stopping + surplus if one.is_alive()]
-        while len(self._running) < wanted and now >= self._pause_until:
-            self._started += 1
-            self._running.append(self._start(f"server-{self._started}"))
-
-    def close(self) -> None:
-        workers, self._running = self._running + self._stopping, []
-        for one in workers:
-            one.stop()
-        for one in workers:
-            one.join(FAREWELL_S)

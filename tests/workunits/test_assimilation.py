@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.coordinator import LEASE_S, STORE, ParameterServer, WorkerPool, stop_at_sigterm
+from colab_swarm.workunits.servers import LEASE_S, STORE, ParameterServer, ServerPool, stop_at_sigterm
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import ParameterStore, Update
@@ -114,7 +114,7 @@ def test_faults_of_the_store_are_waited_out() -> None:
 
 
 def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
-    program = "from colab_swarm.workunits.coordinator import serve; serve()"
+    program = "from colab_swarm.workunits.servers import serve; serve()"
     command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", STORE: str(path)}
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
@@ -219,7 +219,7 @@ class Fellow:
 class Scene:
     def __init__(self) -> None:
         self.hired: list[Fellow] = []
-        self.crew = WorkerPool(self._hire)
+        self.crew = ServerPool(self._hire)
 
     def _hire(self, name: str) -> Fellow:
         self.hired.append(Fellow(name))

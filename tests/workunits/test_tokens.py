@@ -18,7 +18,7 @@ from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.workunits.coordinator import issue, shown
+from colab_swarm.workunits.coordinator import invitation_at, issue
 from colab_swarm.workunits.messages import RequestGate, Token, parse_link, token_by
 
 NOW = 1_700_000_000.0
@@ -102,7 +102,7 @@ URL = "http://192.0.2.7:8000/"
 
 def issued(access: Access = "invite", hours: float = 1.0) -> tuple[str, RunAccess]:
     entrance = RunAccess.found("digits", organizer, access=access, allow=None, key_file=None)
-    return str(shown(URL, issue(entrance, organizer, hours=hours))), entrance
+    return str(invitation_at(URL, issue(entrance, organizer, hours=hours))), entrance
 
 
 @pytest.mark.parametrize("access", ["invite", "open"])
@@ -143,7 +143,7 @@ def test_text_that_is_no_link_is_refused_with_a_reason(text: str, message: str) 
 def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
     allow = Allowlist(("alice",))
     entrance = RunAccess.found("digits", organizer, access="allowlist", allow=allow, key_file=None)
-    _, invite = parse_link(str(shown(URL, issue(entrance, organizer, hours=1.0))))
+    _, invite = parse_link(str(invitation_at(URL, issue(entrance, organizer, hours=1.0))))
     with pytest.raises(InviteError, match="admits each peer"):
         token_by(invite, alice)
     grant, now = invite.grant, time.time()
@@ -159,7 +159,7 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret(monkeypatch: pytest.Mo
     text, _ = issued()
     _, invite = parse_link(text)
     assert repr(invite.secret) not in repr(invite)
-    html = shown(URL, invite)._repr_mimebundle_()["text/html"]
+    html = invitation_at(URL, invite)._repr_mimebundle_()["text/html"]
     assert "volunteer.ipynb" in html and "join digits as volunteer" in html
 
 
@@ -174,7 +174,7 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret(monkeypatch: pytest.Mo
 )
 def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) -> None:
     entrance = RunAccess.found("digits", organizer, access="open", allow=None, key_file=None)
-    warning = shown(url, issue(entrance, organizer, hours=1.0)).warning
+    warning = invitation_at(url, issue(entrance, organizer, hours=1.0)).warning
     assert ("same local network" in warning and "tunnel=" in warning) is local
 
 
