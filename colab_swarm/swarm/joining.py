@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError, require
@@ -30,6 +30,7 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 
+LAST_TIME = 1e11  # of an invitation that does not expire, seconds since the epoch
 _open_swarms: set[Swarm] = set()
 
 
@@ -72,22 +73,30 @@ def create(
         BucketError: the mailbox is a folder that cannot be made.
     """
     platforms.require_terms(accept_terms)
-    if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
+    swarm = _open_in(state_dir)
+    if swarm is not None and swarm.run == name and swarm.is_owner:
         return swarm
     with _reserved(state_dir) as (store, saved):
         if saved is not None:
-            if (saved.invitation, saved.run, saved.access, saved.mailbox) != ("", name, access, mailbox):
-                raise _saves_another(state_dir, saved)
-        elif not options.identity and (opened := find_open(run=name, name=peer_name)) is not None:
-            return _same(opened, store, options, access=access, allow=allow, mailbox=mailbox)
+            _check_saves_creator(saved, state_dir, name, access, mailbox)
+        elif not options.identity:
+            swarm = find_open(run=name, name=peer_name)
+            if swarm is not None:
+                _check_same(swarm, store, options, access=access, allow=allow, mailbox=mailbox)
+                return swarm
         if mailbox:
             prepare(mailbox)
-        options, identity = _with_key(options, store)
-        asked: dict[str, Any] = {"access": access, "allow": allow, "mailbox": mailbox}
-        way = RunAccess.found(name, identity, key_file=options.identity, **asked)
-        if store is None and (swarm := find_open(way.run_id, id=identity.id)) is not None:
-            return swarm
-        return _open(way, identity, peer_name, options, store)
+        options = _with_key_file(options, store)
+        identity = _identity_of(options)
+        run_access = RunAccess.found(
+            name, identity, access=access, allow=allow, mailbox=mailbox, key_file=options.identity
+        )
+        # a key file stands for the same peer of the same run
+        if store is None:
+            swarm = find_open(run_access.run_id, id=identity.id)
+            if swarm is not None:
+                return swarm
+        return _open(run_access, identity, peer_name, options, store)
 
 
 @overload
@@ -136,23 +145,26 @@ def join(
         invitation = _invitation(invite, returning=saved is not None)
         if saved is not None and (not saved.invitation or saved.run_id != invitation.run_id):
             raise _saves_another(state_dir, saved)
-        if store is None and (swarm := find_open(invitation.run_id, name=peer_name)) is not None:
-            return swarm
+        if store is None:
+            swarm = find_open(invitation.run_id, name=peer_name)
+            if swarm is not None:
+                return swarm
         if invitation.mailbox:
             mailbox = confirmed_address(invitation.mailbox, mailbox)
             require_rights(mailbox)
         else:
-            require(
-                not mailbox, f"mailbox={mailbox!r}: the rounds of this run are in no mailbox; leave it out"
-            )
+            problem = f"mailbox={mailbox!r}: the rounds of this run are in no mailbox; leave it out"
+            require(not mailbox, problem)
+        # viewers compute nothing
         platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
-        options, identity = _with_key(options, store)
-        token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
+        options = _with_key_file(options, store)
+        identity = _identity_of(options)
+        token = ""
+        if invitation.access == "allowlist":
+            token = str(find_secret("HF_TOKEN") or "")
         membership = b"" if saved is None else saved.membership
-        access = RunAccess.by(
-            invitation, identity, token=str(token or ""), membership=membership, mailbox=mailbox
-        )
-        return _open(access, identity, peer_name, options, store)
+        run_access = RunAccess.by(invitation, identity, token=token, membership=membership, mailbox=mailbox)
+        return _open(run_access, identity, peer_name, options, store)
 
 
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
@@ -162,29 +174,45 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     from the saved checkpoint or the swarm's newer state. A StateError if the folder is unusable, a
     JoinError if no saved peer answers: join with ``state_dir=folder``. Else see `join`.
     """
-    if (swarm := _open_in(folder)) is not None:
+    swarm = _open_in(folder)
+    if swarm is not None:
         return swarm
-    if (saved := saving.read_saved(folder_of(folder))) is None:
+    saved = saving.read_saved(folder_of(folder))
+    if saved is None:
         raise StateError(f"{folder} saves no peer: start with cs.join(invitation, state_dir={str(folder)!r})")
     try:
         options = NetworkOptions.from_saved(saved.options)
     except (TypeError, ValueError) as error:
         raise saving.damaged(folder_of(folder)) from error
-    how: Any = {"options": options, "state_dir": folder, "accept_terms": accept_terms}
     if saved.invitation:
-        return join(saved.invitation, mailbox=saved.mailbox, **how)
-    return create(saved.run, access=saved.access, allow=saved.allow, mailbox=saved.mailbox, **how)
+        return join(
+            saved.invitation,
+            mailbox=saved.mailbox,
+            options=options,
+            state_dir=folder,
+            accept_terms=accept_terms,
+        )
+    return create(
+        saved.run,
+        access=saved.access,
+        allow=saved.allow,
+        mailbox=saved.mailbox,
+        options=options,
+        state_dir=folder,
+        accept_terms=accept_terms,
+    )
 
 
 def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
-    if isinstance(invite, str):  # a returning peer may use one that has expired
+    """Return the invitation to a run; a returning peer may use one that has expired."""
+    if isinstance(invite, str):
         return Invite.parse(invite, now=0.0 if returning else None)
     require(
         invite.access == "open",
         f"{invite.run} takes peers with an invitation only: ask {', '.join(invite.names)} for one",
         JoinError,
     )
-    return Invite(invite.run_id, invite.contacts, 1e11)  # the last possible time
+    return Invite(invite.run_id, invite.contacts, LAST_TIME)
 
 
 def _open_in(folder: str | Path | None) -> Swarm | None:
@@ -197,36 +225,46 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
             continue
         if not swarm.left:
             return swarm
-        swarm.leave()  # returns when the thread that leaves has done so
+        # returns when the thread that leaves has done so
+        swarm.leave()
     return None
 
 
 def find_open(run_id: str = "", *, run: str = "", id: PeerId | None = None, name: str = "") -> Swarm | None:
     """Return this process's swarm of a run, by the run's id, or by the name ``run`` of one that it created."""
-    here = (
-        swarm
-        for swarm in _open_swarms
-        if not swarm.left and (swarm.run_id == run_id or (swarm.run == run and swarm.is_owner))
-    )
-    return next((one for one in here if id in (None, one.id) and name in ("", one.name)), None)
+    for swarm in _open_swarms:
+        is_run = swarm.run_id == run_id or (swarm.run == run and swarm.is_owner)
+        is_peer = id in (None, swarm.id) and name in ("", swarm.name)
+        if is_run and is_peer and not swarm.left:
+            return swarm
+    return None
 
 
-def _same(swarm: Swarm, store: PeerStore | None, options: NetworkOptions, **asked: object) -> Swarm:
-    """Return the open swarm; raise unless it is what `create` is asked for."""
+def _check_same(
+    swarm: Swarm,
+    store: PeerStore | None,
+    options: NetworkOptions,
+    *,
+    access: Access,
+    allow: Allowlist | None,
+    mailbox: str,
+) -> None:
+    """Raise unless the open swarm is what `create` would make."""
     assert swarm.network is not None
     if store is not None:
         raise _open_unsaved(store, swarm)
     own = swarm.network.access
-    has = {"access": own.access, "allow": own.allow, "mailbox": own.mailbox}
-    has |= swarm.network.options.to_saved()
-    asked |= options.to_saved()
-    other = ", ".join(f"{name}={has[name]!r}" for name in asked if has[name] != asked[name])
+    present = {"access": own.access, "allow": own.allow, "mailbox": own.mailbox}
+    present |= swarm.network.options.to_saved()
+    wanted = {"access": access, "allow": allow, "mailbox": mailbox}
+    wanted |= options.to_saved()
+    differences = [f"{name}={present[name]!r}" for name in wanted if present[name] != wanted[name]]
     require(
-        not other,
-        f"{swarm!r} is open already, with {other}: pass that again, or leave it first: swarm.leave(). "
-        "Unless a state_dir saves it, invited peers then need a new invitation. Another peer_name= makes another run",
+        not differences,
+        f"{swarm!r} is open already, with {', '.join(differences)}: pass that again, or leave it first: "
+        "swarm.leave(). Unless a state_dir saves it, invited peers then need a new invitation. "
+        "Another peer_name= makes another run",
     )
-    return swarm
 
 
 def _open_unsaved(store: PeerStore, swarm: Swarm) -> StateError:
@@ -238,6 +276,7 @@ def _open_unsaved(store: PeerStore, swarm: Swarm) -> StateError:
 
 @contextlib.contextmanager
 def _reserved(state_dir: str | Path | None) -> Iterator[tuple[PeerStore | None, SavedPeer | None]]:
+    """Reserve the folder and read its peer; the folder is free again if the block raises."""
     if state_dir is None:
         yield None, None
         return
@@ -249,40 +288,60 @@ def _reserved(state_dir: str | Path | None) -> Iterator[tuple[PeerStore | None, 
         raise
 
 
+def _check_saves_creator(saved: SavedPeer, folder: object, run: str, access: Access, mailbox: str) -> None:
+    """Raise ValueError unless the folder saves the peer that created this run."""
+    joined_another = saved.invitation or saved.run != run
+    if joined_another or saved.access != access or saved.mailbox != mailbox:
+        raise _saves_another(folder, saved)
+
+
 def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
-    how = "joined" if saved.invitation else "created"
+    verb = "joined" if saved.invitation else "created"
     return ValueError(
-        f"{folder} saves {saved.name}, which {how} {saved.run} (access={saved.access!r}): cs.resume({str(folder)!r}) "
+        f"{folder} saves {saved.name}, which {verb} {saved.run} (access={saved.access!r}): cs.resume({str(folder)!r}) "
         "brings that peer back; for another run use another folder"
     )
 
 
-def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:
-    require(
-        store is None or options.identity is None,
-        "a folder given as state_dir= has its own key: leave identity= out of the options",
-    )
-    options = options if store is None else replace(options, identity=store.key_file)
-    return options, Identity() if options.identity is None else Identity.load_or_create(options.identity)
+def _with_key_file(options: NetworkOptions, store: PeerStore | None) -> NetworkOptions:
+    if store is None:
+        return options
+    problem = "a folder given as state_dir= has its own key: leave identity= out of the options"
+    require(options.identity is None, problem)
+    return replace(options, identity=store.key_file)
+
+
+def _identity_of(options: NetworkOptions) -> Identity:
+    if options.identity is None:
+        return Identity()
+    return Identity.load_or_create(options.identity)
 
 
 def _open(
     access: RunAccess, identity: Identity, peer_name: str, options: NetworkOptions, store: PeerStore | None
 ) -> Swarm:
-    runtime, here, saved = Runtime.shared(), platforms.platform(), None if store is None else store.saved
+    runtime = Runtime.shared()
+    here = platforms.platform()
+    saved = None if store is None else store.saved
     if access.mailbox:
         options = options.without_links()
     clock = platforms.SessionClock.of(
         here, options.session_hours, age_s=platforms.session_age_s(), now=runtime.time()
     )
-    name = peer_name or (saved.name if saved is not None else f"peer-{short(identity.id)}")
+    name = f"peer-{short(identity.id)}"
+    if peer_name:
+        name = peer_name
+    elif saved is not None:
+        name = saved.name
     if store is not None:
         _save(store, access, identity, name, options)
-        if warning := saving.loss_warning(store.folder, here):
+        warning = saving.loss_warning(store.folder, here)
+        if warning:
             print(warning)
     if saved is not None:
         access = replace(access, known=saved.contacts, tally=saved.tally)
-    if isinstance(options.tunnel, str):  # its token may have to be typed: on the user's thread
+    # a tunnel's token may have to be typed, which only the user's thread can ask for
+    if isinstance(options.tunnel, str):
         options = replace(options, tunnel=settings_of(options.tunnel))
     services, network = runtime.call(_start(access, identity, name, options, store))
     _open_swarms.difference_update({swarm for swarm in _open_swarms if swarm.left})
@@ -294,11 +353,20 @@ def _open(
 
 
 def _save(store: PeerStore, access: RunAccess, key: Identity, name: str, options: NetworkOptions) -> None:
-    if (swarm := find_open(access.run_id, id=key.id)) is not None:
+    swarm = find_open(access.run_id, id=key.id)
+    if swarm is not None:
         raise _open_unsaved(store, swarm)
-    invitation = "" if access.invitation is None else str(access.invitation)
-    run = (access.run_id, access.access, name, invitation, access.allow)
-    store.begin(SavedPeer(saving.VERSION, *run, options.to_saved(), mailbox=access.mailbox))
+    peer = SavedPeer(
+        saving.VERSION,
+        access.run_id,
+        access.access,
+        name,
+        "" if access.invitation is None else str(access.invitation),
+        access.allow,
+        options.to_saved(),
+        mailbox=access.mailbox,
+    )
+    store.begin(peer)
 
 
 async def _start(
@@ -308,22 +376,27 @@ async def _start(
     options: NetworkOptions,
     store: PeerStore | None = None,
 ) -> tuple[PeerServices, NetworkSession]:
-    events, saved = EventLog(), None if store is None else store.saved
-    former = saved.port if saved is not None and options.listen else 0
+    events = EventLog()
+    former_port = 0
+    if store is not None and store.saved is not None and options.listen:
+        former_port = store.saved.port
     try:
-        node = await _start_node(access, identity, options, options.port or former, events)
-    except OSError:  # another program uses the port now; old invitations stop working
-        if not former:
+        node = await _start_node(access, identity, options, options.port or former_port, events)
+    except OSError:
+        # another program uses the former port now, so old invitations stop working
+        if not former_port:
             raise
         node = await _start_node(access, identity, options, options.port, events)
     try:
         services = assemble(node, access.run_id, events, random.SystemRandom(), mailbox=access.mailbox)
         network = NetworkSession(node, access, options, services)
         await network.open(store)
-    except BaseException:  # an interrupt included: nothing may stay open
+    except BaseException:
+        # nothing may stay open, after an interrupt neither
         await node.close()
         raise
-    if not (platforms.in_colab() or platforms.in_kaggle()):  # no other machine is in their networks
+    # on Colab and Kaggle no other machine is in the network
+    if not (platforms.in_colab() or platforms.in_kaggle()):
         node.linker.spawn(network.announce_in_lan(name))
     return services, network
 
@@ -331,19 +404,20 @@ async def _start(
 async def _start_node(
     access: RunAccess, identity: Identity, options: NetworkOptions, port: int, events: EventLog
 ) -> Node:
-    bounds = (options.upload_mbit_s, options.download_mbit_s)
-    upload_bps, download_bps = (None if bound is None else bound * 1e6 for bound in bounds)
-    announce = tuple(options.announce) or None
     settings = NodeSettings(
         access.run_id,
         port=port,
         listen=options.listen,
-        announce=announce,
+        announce=tuple(options.announce) or None,
         iroh=options.iroh,
-        upload_bps=upload_bps,
-        download_bps=download_bps,
+        upload_bps=_bps(options.upload_mbit_s),
+        download_bps=_bps(options.download_mbit_s),
     )
     return await Node.start(identity, settings, events, admission=access.admission)
+
+
+def _bps(mbit_s: float | None) -> float | None:
+    return None if mbit_s is None else mbit_s * 1e6
 
 
 @atexit.register
