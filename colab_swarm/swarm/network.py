@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from colab_swarm.averaging.round import Averager
+from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
-from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
+from colab_swarm.events import Event, EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
@@ -41,12 +41,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PUBLISH_EVERY_S = 60.0
-SAVE_EVERY_S, SAVE_NEW_S = 15.0, 1.0  # and after a new link: a killed peer finds back through saved peers
+PUBLISHED_S = 180.0  # how long an announcement lasts
+SAVE_EVERY_S = 15.0
+# A new link is saved at once, as a killed peer finds back through saved peers; the delay is for its addresses.
+SAVE_NEW_S = 1.0
+LINK_S = 15.0
 DIALS = 16  # at once, of the saved peers
-HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
+# installing the package and loading a data set contact these hosts anyway
+HOSTS = (("pypi.org", 443), ("huggingface.co", 443))
 CONNECT_TIMEOUT_S = 3.0
 ENDED = "If the run has ended, start a new one with cs.create(…); if not, ask for a new invitation"
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
+HAND_OVER_S = 60.0  # for a last round then
 MAX_RELAYS = 64
 
 
@@ -101,8 +107,10 @@ class NetworkOptions:
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "NetworkOptions":
         relay = saved.get("relay", False)
-        if isinstance(relay, dict):  # an earlier version had more limits
-            relay = RelayQuota(**{key: relay[key] for key in relay.keys() & RelayQuota.__annotations__})
+        # an earlier version had more limits
+        if isinstance(relay, dict):
+            limits = {name: relay[name] for name in relay.keys() & RelayQuota.__annotations__}
+            relay = RelayQuota(**limits)
         return cls(**{**saved, "relay": relay})
 
 
@@ -119,37 +127,46 @@ class NetworkSession:
         options: NetworkOptions,
         services: PeerServices,
     ) -> None:
-        self.node, self.access, self.options, self._services = node, access, options, services
-        dht, events, rng = services.dht, services.events, services.rng
-        self.trust = Trust(node, dht, events, rng, access)
+        self.node = node
+        self.access = access
+        self.options = options
+        self._services = services
+        self.trust = Trust(node, services.dht, services.events, services.rng, access)
         self.trust.contributions.saved = access.tally
         self.store: PeerStore | None = None  # the folder that saves this peer
         self.clock: SessionClock | None = None  # None if the session's end is unknown
         self.stops: list[Callable[[], None]] = []  # give work back at the session's end
-        ledger = self.trust.contributions.ledger
-        services.averager.on_round = lambda one: ledger.on_round(one.group, one.contributors, one.spans_lost)
+        services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
             node,
             self.relays,
-            events,
-            rng,
+            services.events,
+            services.rng,
             trusted=tuple(options.announce),
             use_relays=options.use_relays,
             punch=options.punch,
             tunnel=options.tunnel if isinstance(options.tunnel, TunnelSettings) else None,
         )
-        quota = options.relay if isinstance(options.relay, RelayQuota) else RelayQuota()
-        self.relay = Relay(node, quota) if options.relay else None
+        self.relay: Relay | None = None
+        if isinstance(options.relay, RelayQuota):
+            self.relay = Relay(node, options.relay)
+        elif options.relay:
+            self.relay = Relay(node, RelayQuota())
         self._announcer: LanAnnouncer | None = None
 
+    def _on_round(self, result: RoundResult) -> None:
+        self.trust.contributions.ledger.on_round(result.group, result.contributors, result.spans_lost)
+
     async def open(self, store: PeerStore | None) -> None:
+        """Enter the run, and save this peer from now on; leave again if that fails."""
         try:
             await self._enter()
             if store is not None:
                 await self._save(store)
                 self.store = store
                 self.node.linker.spawn(self._keep_saving(store))
-        except BaseException:  # an interrupt included: a tunnel would stay open
+        except BaseException:
+            # otherwise a tunnel would stay open, after an interrupt too
             await self.leave()
             raise
 
@@ -158,38 +175,50 @@ class NetworkSession:
         entries = () if self.access.mailbox else self.access.entries
         for contact in entries:
             node.learn(contact)
+        # Others must not try addresses behind a NAT, so these are announced once a peer has dialled back.
         if entries and not self.options.announce:
-            # until a peer has dialled back: others must not try addresses behind a NAT
             node.announce(node.linker.iroh.addresses)
         await self.trust.join()
         if entries:
-            try:
-                await enter(node, entries)
-            except JoinError as error:
-                await _blame_the_network(entries, error)
-                if self.access.invitation is not None:  # a returning owner continues alone
-                    raise
-                node.announce(tuple(self.options.announce) or node.listening())
-                entries = ()
-            else:
-                await self.reachability.verify()
+            entries = await self._link(entries)
         try:
             await find_others(self._services, entries)
         except JoinError as error:
             skew = clock_advice(node.linker.clock.behind_s)
-            raise JoinError(f"{error}; {skew}" if skew else str(error)) from error
+            if not skew:
+                raise
+            raise JoinError(f"{error}; {skew}") from error
         await self.reachability.start()
         self.trust.start()
         if self.relay is not None:
             await self.announce("relays", lambda: node.contact.addresses if node.contact.direct else ())
 
+    async def _link(self, entries: Sequence[Contact]) -> Sequence[Contact]:
+        """Link to the entries of the run, and return them. An owner who finds nobody there continues alone."""
+        node = self.node
+        try:
+            await enter(node, entries)
+        except JoinError as error:
+            await _blame_the_network(entries, error)
+            if self.access.invitation is not None:
+                raise
+            node.announce(tuple(self.options.announce) or node.listening())
+            return ()
+        await self.reachability.verify()
+        return entries
+
     async def _keep_saving(self, store: PeerStore) -> None:
-        met = asyncio.Event()
-        self._services.events.listen(lambda event: met.set() if isinstance(event, PeerJoined) else None)
+        new_link = asyncio.Event()
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, PeerJoined):
+                new_link.set()
+
+        self._services.events.listen(on_event)
         while True:
-            await wait_until(loop_now() + SAVE_EVERY_S, met)
-            await asyncio.sleep(SAVE_NEW_S)  # until its addresses are known
-            met.clear()
+            await wait_until(loop_now() + SAVE_EVERY_S, new_link)
+            await asyncio.sleep(SAVE_NEW_S)
+            new_link.clear()
             try:
                 await self._save(store)
             except StateError as error:
@@ -197,15 +226,19 @@ class NetworkSession:
                 self._services.events.emit(Fault(time.monotonic(), "saving this peer", str(error)))
 
     async def _save(self, store: PeerStore) -> None:
-        admission, contributions = self.access.admission, self.trust.contributions
+        admission = self.access.admission
         membership = b"" if admission is None else admission.membership
-        tally = merged(contributions.saved, contributions.ledger.rows())  # it may lack saved ones
+        contributions = self.trust.contributions
+        # the ledger of this session may lack saved ones
+        tally = merged(contributions.saved, contributions.ledger.rows())
         linked = map(self.node.contact_of, sorted(self.node.linked()))
-        contacts = sorted((one for one in linked if one.addresses), key=lambda one: not one.direct)
+        reachable = [contact for contact in linked if contact.addresses]
+        contacts = sorted(reachable, key=lambda contact: not contact.direct)
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
 
     async def leave(self) -> None:
-        async with contextlib.AsyncExitStack() as ends:  # last first; no failure or interrupt skips another
+        # the stack runs the last first, and no failure or interrupt skips another
+        async with contextlib.AsyncExitStack() as ends:
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
                 ends.callback(self.relay.close)
@@ -232,7 +265,8 @@ class NetworkSession:
             threading.Thread(target=end, name="colab-swarm-leave", daemon=True).start()
 
         self.clock = clock
-        self.node.linker.spawn(wait())  # until the node is closed
+        # the node ends it when it closes
+        self.node.linker.spawn(wait())
 
     def end_session(
         self, clock: SessionClock, optimizers: "Mapping[str, SwarmOptimizer]", leave: Callable[[], None]
@@ -246,15 +280,18 @@ class NetworkSession:
                 self._services.events.emit(Fault.of(time.monotonic(), "leaving at the session's end", error))
 
     def _hand_over(self, clock: SessionClock, optimizers: "Mapping[str, SwarmOptimizer]") -> None:
-        again = "join again in a new one"
+        next_step = "join again in a new one"
         if self.store is not None:
-            again = f"continue in a new one with cs.resume({str(self.store.folder)!r})"
-        why = f"this peer has handed over and left before its session ends ({clock.reason}): {again}"
-        most_s, trained = clock.leave_before_s / 4, list(optimizers.values())
-        deadline = time.monotonic() + min(PATIENCE_S, most_s)
+            next_step = f"continue in a new one with cs.resume({str(self.store.folder)!r})"
+        reason = f"this peer has handed over and left before its session ends ({clock.reason}): {next_step}"
+        # a quarter of the time is for this, as experts and work units are given back after it
+        max_s = clock.leave_before_s / 4
+        deadline = time.monotonic() + min(PATIENCE_S, max_s)
+        trained = list(optimizers.values())
         for optimizer in trained:
-            optimizer.end(why, hand_over_s=min(60.0, most_s))
-        for optimizer in trained:  # `leave` closes those that the user no longer steps
+            optimizer.end(reason, hand_over_s=min(HAND_OVER_S, max_s))
+        # `leave` closes those that the user no longer steps
+        for optimizer in trained:
             optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
 
     async def announce_in_lan(self, name: str) -> None:
@@ -264,7 +301,9 @@ class NetworkSession:
         try:
             self._announcer = LanAnnouncer(self.access.run_id, self.access.access, name)
             while True:
-                if addresses != (addresses := self.node.listening()):
+                listening = self.node.listening()
+                if addresses != listening:
+                    addresses = listening
                     await self._announcer.update(Contact(self.node.id, addresses))
                 await asyncio.sleep(PUBLISH_EVERY_S)
         except OSError as error:
@@ -276,28 +315,39 @@ class NetworkSession:
 
     async def _publish(self, key: str, value: Callable[[], Any]) -> None:
         while (current := value()) is not None:
-            if current:
-                with contextlib.suppress(PeerError):
-                    await self._services.dht.publish(key, current, ttl_s=180.0)
-            await asyncio.sleep(PUBLISH_EVERY_S if current else 1.0)
+            if not current:
+                await asyncio.sleep(1.0)
+                continue
+            with contextlib.suppress(PeerError):
+                await self._services.dht.publish(key, current, ttl_s=PUBLISHED_S)
+            await asyncio.sleep(PUBLISH_EVERY_S)
 
     async def announced(self, what: str) -> dict[PeerId, Found]:
         """Return the announcements of the run's peers (see `announce`), not checked, by peer."""
         return await self._services.dht.get(f"{self.access.run_id}/{what}")
 
     async def relays(self) -> list[Contact]:
+        """Return the run's relays, as far as their announcements are sound."""
         contacts = []
-        for peer, record in list((await self.announced("relays")).items())[:MAX_RELAYS]:
-            addresses = record.value if isinstance(record.value, list) else []
-            if texts := tuple(address for address in addresses if isinstance(address, str)):
-                contacts.append(Contact(peer, texts))
+        records = await self.announced("relays")
+        for peer, record in list(records.items())[:MAX_RELAYS]:
+            if not isinstance(record.value, list):
+                continue
+            addresses = tuple(address for address in record.value if isinstance(address, str))
+            if addresses:
+                contacts.append(Contact(peer, addresses))
         return contacts
 
     async def coordinators(self) -> list[str]:
         """Return the links of the run's coordinators of work units, the newest first."""
-        found = (await self.announced("coordinators")).values()
-        newest = [record.value for record in sorted(found, key=lambda record: -record.expires_at)]
-        return [url for url in newest if isinstance(url, str) and url.startswith(("http://", "https://"))]
+        records = await self.announced("coordinators")
+        newest_first = sorted(records.values(), key=lambda record: -record.expires_at)
+        urls = []
+        for record in newest_first:
+            url = record.value
+            if isinstance(url, str) and url.startswith(("http://", "https://")):
+                urls.append(url)
+        return urls
 
     def token(self) -> "Token":
         from colab_swarm.workunits.messages import Token
@@ -307,7 +357,8 @@ class NetworkSession:
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
-    with contextlib.suppress(PeerError):  # peers that it says farewell to may be gone
+    # peers that it says farewell to may be gone
+    with contextlib.suppress(PeerError):
         await stop()
 
 
@@ -320,31 +371,33 @@ def internet() -> bool:
             socket.create_connection(host, CONNECT_TIMEOUT_S).close()
             up.set()
 
-    for host in HOSTS:  # in threads, because a name lookup has no timeout
+    # in threads, because a name lookup has no timeout
+    for host in HOSTS:
         threading.Thread(target=try_host, args=(host,), daemon=True).start()
     return up.wait(CONNECT_TIMEOUT_S)
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
     """Link to the first of the entries that answers, `DIALS` at once in their order; `JoinError` if none does."""
-    free, reasons = asyncio.Semaphore(DIALS), []
+    free = asyncio.Semaphore(DIALS)
+    reasons = []
 
     async def dial(contact: Contact) -> None:
         async with free:
-            await node.linker.link_to(contact.id, 15.0)
+            await node.linker.link_to(contact.id, LINK_S)
 
-    tries = [asyncio.create_task(dial(one)) for one in entries]
+    dials = [asyncio.create_task(dial(contact)) for contact in entries]
     try:
-        for done in asyncio.as_completed(tries):
+        for done in asyncio.as_completed(dials):
             try:
                 await done
                 return
             except PeerError as error:
                 reasons.append(str(error))
     finally:
-        await end_tasks(*tries)
-    tried, hint = "; ".join(dict.fromkeys(reasons)), f" {LOCAL_ONLY}" if only_local(entries) else ""
-    raise JoinError(f"nobody answers: {tried}.{hint} {ENDED}")
+        await end_tasks(*dials)
+    advice = f"{LOCAL_ONLY} {ENDED}" if only_local(entries) else ENDED
+    raise JoinError(f"nobody answers: {'; '.join(dict.fromkeys(reasons))}. {advice}")
 
 
 def assemble(
@@ -360,27 +413,32 @@ def assemble(
     dht = DHT(peers, DHTSettings(), rng, events)
     router = PrefixRouter(peers, events)
     averager = Averager(peers, events=events)
-    how: Any = {"router": router, "averager": averager, "pace": pace}
-    return PeerServices(peers, dht, events, rng, run_id, mailbox=mailbox, **how)
+    return PeerServices(
+        peers, dht, events, rng, run_id, mailbox=mailbox, router=router, averager=averager, pace=pace
+    )
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
     """Join the DHT through the entries; raise `JoinError` if there are some and none answered."""
     if entries and await services.dht.bootstrap(entries) == 0:
-        reasons = {one.reason for one in services.events.recent(PeerLeft) if isinstance(one, PeerLeft)}
-        why = f"{'; '.join(sorted(reasons)) or 'they do not answer'}. Ask for a new invitation"
-        raise JoinError(f"the peers of this invitation do not admit this peer: {why}")
+        events = services.events.recent(PeerLeft)
+        reasons = {event.reason for event in events if isinstance(event, PeerLeft)}
+        reason = "; ".join(sorted(reasons)) or "they do not answer"
+        raise JoinError(
+            f"the peers of this invitation do not admit this peer: {reason}. Ask for a new invitation"
+        )
     services.dht.start()
 
 
 async def close(services: PeerServices, network: NetworkSession | None) -> None:
+    """Close the services of a peer; no failure or interrupt leaves a link open."""
     try:
-        if network is not None:
-            await network.leave()
-        else:
+        if network is None:
             await _stop(services.dht.stop)
             await services.averager.close()
-    finally:  # an interrupt leaves no link open
+        else:
+            await network.leave()
+    finally:
         await services.peers.close()
 
 
