@@ -193,7 +193,7 @@ class NetworkSession:
         if self.relay is not None:
             await self.announce("relays", lambda: node.contact.addresses if node.contact.direct else ())
 
-    async def _link(self, entries: Sequence[Contact]) -> Sequence[Contact]:
+    async def _link(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
         """Link to the entries of the run, and return them. An owner who finds nobody there continues alone."""
         node = self.node
         try:
