@@ -57,10 +57,13 @@ class Occupant(msgspec.Struct, frozen=True):
 
 
 def _start_of(pid: int) -> str:
-    """When a local process started; empty if it is dead, or where that is unknown (macOS, Windows)."""
+    """Return when a local process started; empty if it is dead, or where that is unknown (macOS, Windows)."""
     with contextlib.suppress(OSError, IndexError):
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else rest[18]  # a zombie was killed: its parent has not noticed yet
+        # fields of proc(5) from the third on; the second one, a name in parentheses, may hold spaces
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # a zombie was killed, and its parent has not noticed yet
+        if fields[0] not in "ZX":
+            return fields[19]
     return ""
 
 
@@ -139,19 +142,26 @@ class PeerStore:
     _here: ClassVar[set[Path]] = set()  # folders of this process
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.key_file, self._lock = folder, folder / "identity.key", folder / "in-use.json"
-        self._writing, self._closed, self._written = threading.Lock(), False, b""  # none after the end
+        self.folder = folder
+        self.key_file = folder / "identity.key"
+        self._lock = folder / "in-use.json"
+        # nothing is written after the end
+        self._writing = threading.Lock()
+        self._closed = False
+        self._written = b""
         require(folder not in self._here, f"{folder} is in use here: leave it first", StateError)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._reserve()
         except OSError as error:
             raise _unusable(folder, error) from error
-        try:  # what an earlier session saved; None if the folder is new
-            self.saved = self.peer = read_saved(folder)
+        try:
+            # the peer of an earlier session; None if the folder is new
+            self.saved = read_saved(folder)
         except BaseException:
             self.close()
             raise
+        self.peer = self.saved
 
     def _reserve(self) -> None:
         while True:
@@ -162,22 +172,26 @@ class PeerStore:
             self._lock.unlink(missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(Occupant.here()))
-        time.sleep(0.1)  # others may have deleted our file, as abandoned too: the last one wins
+        # Another process may have deleted our file, as it found the same abandoned one: the last one wins.
+        time.sleep(0.1)
         self._require_free()
         self._here.add(self.folder)
 
     def _require_free(self) -> None:
         try:
             other = msgspec.json.decode(self._lock.read_bytes(), type=Occupant)
-        except (FileNotFoundError, msgspec.MsgspecError):  # garbled: its process was killed while it wrote
+        except (FileNotFoundError, msgspec.MsgspecError):
+            # a garbled file is of a process that was killed while it wrote
             return
         here = Occupant.here()
-        if other.holds_against(here):
-            raise StateError(
-                f"{self.folder} is in use by process {other.pid} on {other.host}, whose last heartbeat is "
-                f"{max(0.0, here.at - other.at):.0f} s old: leave the swarm there, or shut that kernel down. If it has "
-                f"ended already, try again in {STALE_S / 60:.0f} minutes, or delete {self._lock.name} there"
-            )
+        if not other.holds_against(here):
+            return
+        age_s = max(0.0, here.at - other.at)
+        raise StateError(
+            f"{self.folder} is in use by process {other.pid} on {other.host}, whose last heartbeat is {age_s:.0f} s "
+            "old: leave the swarm there, or shut that kernel down. If it has ended already, try again in "
+            f"{STALE_S / 60:.0f} minutes, or delete {self._lock.name} there"
+        )
 
     def checkpoints(self, name: str) -> Path:
         return self.folder / "checkpoints" / quote(name, safe="").replace(".", "%2E")
@@ -200,19 +214,24 @@ class PeerStore:
             by_id: dict[PeerId, Contact] = {}
             for contact in (*contacts, *self.peer.contacts):
                 by_id.setdefault(contact.id, contact)
-            state = {"contacts": tuple(by_id.values())[:MAX_CONTACTS], "membership": membership}
-            self.peer = msgspec.structs.replace(self.peer, **state, tally=tally, port=port)
-            data = msgspec.json.encode(self.peer)
+            kept_contacts = tuple(by_id.values())[:MAX_CONTACTS]
+            self.peer = msgspec.structs.replace(
+                self.peer, contacts=kept_contacts, membership=membership, tally=tally, port=port
+            )
             try:
-                if not self.key_file.exists():  # saving a checkpoint may have recreated an unmounted folder
-                    raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
-                self._require_free()
-                write_private(self._lock, msgspec.json.encode(Occupant.here()))
-                if data != self._written:
-                    write_private(self.folder / "peer.json", data)
-                    self._written = data
+                self._write_files(msgspec.json.encode(self.peer))
             except OSError as error:
                 raise _unusable(self.folder, error) from error
+
+    def _write_files(self, data: bytes) -> None:
+        # saving a checkpoint may have recreated an unmounted folder, without the key
+        if not self.key_file.exists():
+            raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
+        self._require_free()
+        write_private(self._lock, msgspec.json.encode(Occupant.here()))
+        if data != self._written:
+            write_private(self.folder / "peer.json", data)
+            self._written = data
 
     def close(self) -> None:
         with self._writing:
