@@ -25,7 +25,7 @@ from colab_swarm.swarm.saved import folder_of, read_saved
 from colab_swarm.swarm.swarm import Swarm
 
 SAVED = "SWARM_INVITATION"
-_shown: Connection | None = None
+_connection: Connection | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Door:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
-LISTEN, LAN = Door("this machine's public address"), Door("the local network")
+LISTEN = Door("this machine's public address")
+LAN = Door("the local network")
 IROH = Door("iroh's free relays", {"iroh": "public"})
 TUNNELS = tuple(Door(f"a tunnel by {kind}", {"tunnel": kind}) for kind in ("cloudflared", "ngrok"))
 
@@ -48,9 +49,14 @@ def doors(here: Platform, *, public: bool, agreed: bool, usable: Collection[str]
     """
     if public:
         return [LISTEN]
-    found = [IROH] if agreed and here.proxies and "iroh" in usable else []
-    found += [door for door in TUNNELS if agreed and not here.alone and door.changes["tunnel"] in usable]
-    return found if here.alone else [*found, LAN]
+    doors = []
+    if agreed and here.proxies and "iroh" in usable:
+        doors.append(IROH)
+    if agreed and not here.alone:
+        doors += [door for door in TUNNELS if door.changes["tunnel"] in usable]
+    if not here.alone:
+        doors.append(LAN)
+    return doors
 
 
 def connect(
@@ -85,17 +91,17 @@ def connect(
         JoinError: no peer of the invitation answers, or nobody could reach a run that is started here.
         InviteError, TermsError, ValueError, StateError: see `join` and `create`.
     """
-    global _shown
+    global _connection
     act = partial(_connect, run=run, mailbox=mailbox, options=options, state_dir=state_dir)
     saves = state_dir is not None and read_saved(folder_of(state_dir)) is not None
     if invitation is not None or saves or not platforms.has_frontend():
         return act(invitation or "", name, accept_terms, print)
-    if _shown is None or not _shown.is_open:
-        _shown = Connection(act, platforms.platform(), saved=find_secret(SAVED) is not None)
+    if _connection is None or not _connection.is_open:
+        _connection = Connection(act, platforms.platform(), saved=find_secret(SAVED) is not None)
     from IPython.display import display
 
-    display(_shown)  # type: ignore[no-untyped-call]
-    return _shown
+    display(_connection)  # type: ignore[no-untyped-call]
+    return _connection
 
 
 def _connect(
@@ -109,48 +115,90 @@ def _connect(
     options: NetworkOptions,
     state_dir: str | Path | None,
 ) -> Swarm:
-    how: dict[str, Any] = {"peer_name": name, "state_dir": state_dir, "accept_terms": agreed}
     invitation = invitation.strip() or str(find_secret(SAVED) or "")
     saved = None if state_dir is None else read_saved(folder_of(state_dir))
     if invitation.startswith(SCHEMES):
         say(f"… starting {run} in {invitation}")
-        swarm = joining.create(run, mailbox=invitation, options=options, **how)
+        swarm = joining.create(
+            run,
+            mailbox=invitation,
+            options=options,
+            peer_name=name,
+            state_dir=state_dir,
+            accept_terms=agreed,
+        )
     elif saved is not None:
         say(f"… coming back as {saved.name}")
         swarm = joining.resume(folder_of(state_dir or ""), accept_terms=agreed)
     elif invitation:
-        swarm = _join(invitation, options, say, mailbox=mailbox, **how)
+        options = _options_to_join(invitation, options, say, agreed=agreed)
+        swarm = joining.join(
+            invitation,
+            mailbox=mailbox,
+            options=options,
+            peer_name=name,
+            state_dir=state_dir,
+            accept_terms=agreed,
+        )
     else:
-        swarm = _start(run, options, say, **how)
-    say(f"✔ you are {swarm.name} ({short(swarm.id)}) in {swarm.run}")
-    for peer in swarm.services.peers.linked():
-        say(f"✔ reached {short(peer)}: {swarm.services.peers.way_to(peer)}")
-    known = swarm.reachability.level is not ReachabilityLevel.UNVERIFIED
-    say(f"{'✔' if known else '○'} others reach you: {swarm.reachability}")
+        swarm = _start(run, options, say, name=name, state_dir=state_dir, agreed=agreed)
+    _say_links(swarm, say)
     return swarm
 
 
-def _join(invitation: str, options: NetworkOptions, say: Say, **how: Any) -> Swarm:
+def _say_links(swarm: Swarm, say: Say) -> None:
+    say(f"✔ you are {swarm.name} ({short(swarm.id)}) in {swarm.run}")
+    for peer in swarm.services.peers.linked():
+        say(f"✔ reached {short(peer)}: {swarm.services.peers.way_to(peer)}")
+    verified = swarm.reachability.level is not ReachabilityLevel.UNVERIFIED
+    symbol = "✔" if verified else "○"
+    say(f"{symbol} others reach you: {swarm.reachability}")
+
+
+def _options_to_join(invitation: str, options: NetworkOptions, say: Say, *, agreed: bool) -> NetworkOptions:
+    """Return the options to join by; peers at iroh's public relays are met there, if the user agreed."""
     invite = Invite.parse(invitation)
-    addresses = [address for contact in invite.entries for address in contact.addresses]
     say(f"… joining {invite.name}")
-    if how["accept_terms"] and platforms.platform().proxies and any(map(is_at_public_relay, addresses)):
-        options = replace(options, iroh=options.iroh or "public")
-    return joining.join(invitation, options=options, **how)
+    if not (agreed and platforms.platform().proxies):
+        return options
+    for contact in invite.entries:
+        if any(map(is_at_public_relay, contact.addresses)):
+            return replace(options, iroh=options.iroh or "public")
+    return options
 
 
-def _start(run: str, options: NetworkOptions, say: Say, **how: Any) -> Swarm:
-    platforms.require_terms(how["accept_terms"])
-    if (swarm := joining.find_open(run=run, name=how["peer_name"])) is not None:
+def _start(
+    run: str,
+    options: NetworkOptions,
+    say: Say,
+    *,
+    name: str,
+    state_dir: str | Path | None,
+    agreed: bool,
+) -> Swarm:
+    """Create a run through the first door that opens; JoinError if none does."""
+    platforms.require_terms(agreed)
+    swarm = joining.find_open(run=run, name=name)
+    if swarm is not None:
         return swarm
-    given = options.tunnel or options.announce or options.iroh
-    for door in [Door("the given options")] if given else _doors_here(how["accept_terms"]):
+    if options.tunnel or options.announce or options.iroh:
+        doors_to_try = [Door("the given options")]
+    else:
+        doors_to_try = _doors_here(agreed)
+    for door in doors_to_try:
         say(f"… trying {door.name}")
         try:
-            swarm = joining.create(run, options=replace(options, **door.changes), **how)
+            swarm = joining.create(
+                run,
+                options=replace(options, **door.changes),
+                peer_name=name,
+                state_dir=state_dir,
+                accept_terms=agreed,
+            )
         except (TunnelError, PeerError) as error:
             say(f"✖ {door.name}: {error}")
             continue
+        # without an answer of a relay nobody reaches this peer by iroh
         if door is not IROH or any(map(is_at_public_relay, swarm.contact.addresses)):
             return swarm
         say(f"✖ {door.name}: none answered")
@@ -160,10 +208,13 @@ def _start(run: str, options: NetworkOptions, say: Say, **how: Any) -> Swarm:
 
 def _doors_here(agreed: bool) -> list[Door]:
     here = platforms.platform()
-    found = {
-        "iroh": find_spec("iroh"),
-        "cloudflared": which("cloudflared"),
-        "ngrok": find_spec("pyngrok") and find_secret("NGROK_AUTHTOKEN"),
-    }
-    public = not here.alone and any(ip.version == 4 and not is_local(str(ip)) for ip in own_ips())
-    return doors(here, public=public, agreed=agreed, usable=[name for name, one in found.items() if one])
+    usable = []
+    if find_spec("iroh"):
+        usable.append("iroh")
+    if which("cloudflared"):
+        usable.append("cloudflared")
+    if find_spec("pyngrok") and find_secret("NGROK_AUTHTOKEN"):
+        usable.append("ngrok")
+    public_ips = [ip for ip in own_ips() if ip.version == 4 and not is_local(str(ip))]
+    public = bool(public_ips) and not here.alone
+    return doors(here, public=public, agreed=agreed, usable=usable)
