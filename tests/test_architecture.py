@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "colab_swarm"
 LAYERS = [
-    {"errors", "events", "snapshot", "runtime", "credentials", "markup", "project"},
+    {"errors", "events", "files", "snapshot", "runtime", "credentials", "markup", "project"},
     {"tensors", "net"},
     {"dht", "invite"},
     {"averaging", "moe", "workunits", "trust"},

@@ -30,11 +30,12 @@ import msgspec
 from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
+from colab_swarm.files import StepFiles
 from colab_swarm.net.peers import PeerId, end_tasks
 from colab_swarm.runtime import loop_now
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
+from colab_swarm.tensors.statedict import read_tensors, write_tensors
 from colab_swarm.training.progress import WATCHING, Branch, Progress, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of

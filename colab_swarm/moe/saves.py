@@ -24,6 +24,7 @@ from blake3 import blake3
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
 from colab_swarm.errors import PeerError, StateError, require
+from colab_swarm.files import write_file
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
 from colab_swarm.net.peers import (
     UNDECODABLE,
@@ -51,7 +52,6 @@ from colab_swarm.tensors.chunks import (
     receive_chunk,
     send_chunks,
 )
-from colab_swarm.tensors.statedict import write_file
 
 logger = logging.getLogger(__name__)
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record

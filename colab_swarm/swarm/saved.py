@@ -25,11 +25,12 @@ from urllib.parse import quote
 import msgspec
 
 from colab_swarm.errors import StateError, require
+from colab_swarm.files import write_file
 from colab_swarm.invite import Access
 from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId
 from colab_swarm.notebook.platforms import Platform
 from colab_swarm.project import update
-from colab_swarm.trust.authority import Allowlist, write_private
+from colab_swarm.trust.authority import Allowlist
 from colab_swarm.trust.contributions import TallyRow
 
 STALE_S = 180.0  # without a heartbeat
@@ -228,9 +229,9 @@ class PeerStore:
         if not self.key_file.exists():
             raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
         self._require_free()
-        write_private(self._lock, msgspec.json.encode(Occupant.here()))
+        write_file(self._lock, [msgspec.json.encode(Occupant.here())], sync=True, private=True)
         if data != self._written:
-            write_private(self.folder / "peer.json", data)
+            write_file(self.folder / "peer.json", [data], sync=True, private=True)
             self._written = data
 
     def close(self) -> None:

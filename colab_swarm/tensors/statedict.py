@@ -12,26 +12,22 @@ its metadata hold the skeleton and a SHA-256 over all. A relay keeps checkpoints
 """
 
 import base64
-import contextlib
 import hashlib
 import json
-import logging
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from colab_swarm.errors import StateError, require
+from colab_swarm.files import write_file
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 32
 MAX_NODES = 1_000_000
@@ -241,34 +237,6 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: byte
     write_file(path, [len(text).to_bytes(8, "little"), text, *values], sync=True)
 
 
-def write_file(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, sync: bool = False) -> None:
-    """Write a file under another name and rename it; make its folder if needed. ``sync``: it survives a power cut.
-
-    Raises StateError if the disk refuses it: an old file stays, and no partial one.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.writelines(parts)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-        if sync and os.name == "posix":  # Windows has no such call
-            descriptor = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        text = f"cannot write {path}: {error.strerror}; free some space or name another folder"
-        raise StateError(text) from error
-    finally:
-        with contextlib.suppress(OSError):  # renamed, or a failing disk, which the next write reports
-            partial.unlink()
-
-
 def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
     """Return the tensors of a file, in its order and in new memory, and the skeleton.
 
@@ -314,42 +282,3 @@ def digest(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> str:
         total.update(f"{name} torch.{tensor.kind} {tensor.shape}".encode())
         total.update(tensor.data)
     return total.hexdigest()
-
-
-class StepFiles:
-    """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on."""
-
-    def __init__(self, path: str | Path, *, keep: int = 3) -> None:
-        require(keep >= 1, f"keep={keep}: keep at least one checkpoint")
-        self.path = Path(path)
-        self.keep = keep
-
-    def file_of(self, step: int) -> Path:
-        return self.path / f"step-{step:012}.safetensors"
-
-    def paths(self) -> list[Path]:
-        """Return the existing files, newest step first, readable or not."""
-        return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
-
-    def newest(self, read: Callable[[Path], T]) -> T | None:
-        """Return the newest file that ``read(path)`` can read, or None; warns of the others."""
-        for path in self.paths():
-            try:
-                return read(path)
-            except (StateError, OSError) as error:
-                logger.warning("skipped a checkpoint: %s", error)
-        return None
-
-    @property
-    def newest_step(self) -> int:
-        """The step of the newest file; 0 if there is none."""
-        return max((int(path.stem.partition("-")[2]) for path in self.paths()), default=0)
-
-    def prune(self, newest: Path) -> None:
-        """Delete the oldest files beyond `keep`, never ``newest``, and killed processes' partial files."""
-        stale: Iterable[Path] = [other for other in self.paths() if other != newest][self.keep - 1 :]
-        for file in [*stale, *self.path.glob("step-*.partial")]:
-            file.unlink(missing_ok=True)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r}, {len(self.paths())} of {self.keep} kept)"

@@ -19,6 +19,7 @@ import msgspec
 
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
+from colab_swarm.files import StepFiles
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, decoded, remember, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
@@ -35,7 +36,6 @@ from colab_swarm.tensors.chunks import (
     tensors_in,
 )
 from colab_swarm.tensors.statedict import (
-    StepFiles,
     TensorBytes,
     as_bytes,
     as_tensors,

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import NotAdmitted, PeerError, require
+from colab_swarm.files import write_file
 from colab_swarm.markup import count
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
@@ -58,16 +59,6 @@ class ShareRevoked(Message, frozen=True):
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, completely or not at all."""
-    aside = path.with_name(f"{path.name}.new")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 class AuthorityBook(msgspec.Struct):
     """The authority's memory: uses of invitations, and the newest encoded list of revocations."""
 
@@ -93,7 +84,7 @@ class AuthorityBook(msgspec.Struct):
 
     def save(self) -> None:
         if self.path:
-            write_private(Path(self.path), msgspec.json.encode(self))
+            write_file(Path(self.path), [msgspec.json.encode(self)], sync=True, private=True)
 
     def use(self, grant: Grant, peer: PeerId, *, now: float) -> bool:
         """Count that a peer joins with a grant; return False if it is used up. A peer may join again for free."""

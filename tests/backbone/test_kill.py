@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.tensors.statedict import StepFiles, read_tensors
+from colab_swarm.files import StepFiles
+from colab_swarm.tensors.statedict import read_tensors
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120.0

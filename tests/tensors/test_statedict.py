@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
+from colab_swarm.files import write_file
 from colab_swarm.tensors import statedict
 from colab_swarm.tensors.statedict import (
     KINDS,
@@ -176,7 +177,7 @@ def test_a_file_is_synced_and_read_as_it_was_written(tmp_path: Path, monkeypatch
         statedict.write_tensors(path, as_bytes(named), skeleton)
         found, again = statedict.read_tensors(path)
         assert same(unflatten(as_tensors(found), again), state)
-    statedict.write_file(tmp_path / "not synced", [b"x"])
+    write_file(tmp_path / "not synced", [b"x"])
     assert synced == [False, True] * 2, "each file, then the folder with its name"
 
 

@@ -1,0 +1,98 @@
+"""Files that are written whole or not at all, and the newest of several. Knows no torch."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from colab_swarm.errors import StateError, require
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def write_file(
+    path: Path,
+    parts: Iterable[bytes | bytearray | memoryview],
+    *,
+    sync: bool = False,
+    private: bool = False,
+) -> None:
+    """Write a file under another name and rename it; make its folder if needed.
+
+    Args:
+        path: of the file.
+        parts: its contents, one after another.
+        sync: whether it must survive a power cut.
+        private: whether only its owner may read it.
+
+    Raises:
+        StateError: the disk refuses it. An old file stays, and no partial one.
+    """
+    partial = path.with_name(path.name + ".partial")
+    mode = 0o600 if private else 0o666
+
+    def partial_opener(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb", opener=partial_opener) as file:
+            file.writelines(parts)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+        if sync and os.name == "posix":  # Windows has no such call
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        text = f"cannot write {path}: {error.strerror}; free some space or name another folder"
+        raise StateError(text) from error
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or a failing disk, which the next write reports
+            partial.unlink()
+
+
+class StepFiles:
+    """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on."""
+
+    def __init__(self, path: str | Path, *, keep: int = 3) -> None:
+        require(keep >= 1, f"keep={keep}: keep at least one checkpoint")
+        self.path = Path(path)
+        self.keep = keep
+
+    def file_of(self, step: int) -> Path:
+        return self.path / f"step-{step:012}.safetensors"
+
+    def paths(self) -> list[Path]:
+        """Return the existing files, newest step first, readable or not."""
+        return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
+
+    def newest(self, read: Callable[[Path], T]) -> T | None:
+        """Return the newest file that ``read(path)`` can read, or None; warns of the others."""
+        for path in self.paths():
+            try:
+                return read(path)
+            except (StateError, OSError) as error:
+                logger.warning("skipped a checkpoint: %s", error)
+        return None
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest file; 0 if there is none."""
+        return max((int(path.stem.partition("-")[2]) for path in self.paths()), default=0)
+
+    def prune(self, newest: Path) -> None:
+        """Delete the oldest files beyond `keep`, never ``newest``, and killed processes' partial files."""
+        stale: Iterable[Path] = [other for other in self.paths() if other != newest][self.keep - 1 :]
+        for file in [*stale, *self.path.glob("step-*.partial")]:
+            file.unlink(missing_ok=True)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self.paths())} of {self.keep} kept)"
