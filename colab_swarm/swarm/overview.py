@@ -7,7 +7,7 @@ network call, no file. Slow readings run in the background and appear a moment l
 import logging
 import statistics
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
@@ -38,10 +38,14 @@ if TYPE_CHECKING:
     from colab_swarm.training.part import TrainingPart
 
 logger = logging.getLogger(__name__)
-MAX_ROUNDS, MAX_LOSSES = 20, 1000
+MAX_ROUNDS = 20
+MAX_LOSSES = 1000
+MAX_CONTRIBUTIONS = 20  # rows of the leaderboard
 LOG_LINES = 8
 SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
-MAX_NAMES, MAX_NAME_CHARS = 1000, 40
+MAX_NAMES = 1000
+MAX_NAME_CHARS = 40
+NEVER = float("-inf")
 MODEL = "model"  # the default name in `Swarm.optimizer`
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
@@ -51,9 +55,10 @@ class Background(Generic[T]):
     """A slow reading on a thread of its own, at most every ``every_s``, while it is looked at."""
 
     def __init__(self, read: Callable[[], T], *, every_s: float) -> None:
-        self._read, self._every_s = read, every_s
+        self._read = read
+        self._every_s = every_s
         self._value: T | None = None
-        self._began_at = float("-inf")
+        self._began_at = NEVER
         self._reading = threading.Lock()
 
     def look(self, now: float) -> T | None:
@@ -65,7 +70,8 @@ class Background(Generic[T]):
     def _run(self) -> None:
         try:
             self._value = self._read()
-        except Exception:  # the peer may have left meanwhile; the last reading stays
+        except Exception:
+            # the peer may have left meanwhile; the last reading stays
             logger.debug("reading for the panel failed", exc_info=True)
         finally:
             self._reading.release()
@@ -82,11 +88,14 @@ class Overview:
         optimizers: "dict[str, SwarmOptimizer]",
         contributions: Contributions | None,
     ) -> None:
-        self._runtime, self._services, self._name, self._optimizers = runtime, services, name, optimizers
+        self._runtime = runtime
+        self._services = services
+        self._name = name
+        self._optimizers = optimizers
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
-        self._counted = Counter[str]()  # samples of the rounds that this peer was in, by hex id
+        self._samples = defaultdict[str, float](float)  # of the rounds that this peer was in, by hex id
         self.plan: Communication | str | None = None  # of the newest optimizer
         self._silent: Waited | None = None  # the round waits for it
         self._bottlenecks = set[Bottleneck]()  # of the averaging, each told once
@@ -95,8 +104,9 @@ class Overview:
         self._trainers: Background[tuple[*Records, object]] | None = None
         self._joined_at = runtime.time()
         if contributions is not None:
-            read, prefix = contributions.read, f"{services.run_id}/{MODEL}"
-            self._leaderboard = Background(lambda: runtime.call(read()), every_s=30.0)
+            ledger = contributions
+            prefix = f"{services.run_id}/{MODEL}"
+            self._leaderboard = Background(lambda: runtime.call(ledger.read()), every_s=30.0)
             self._trainers = Background(
                 lambda: runtime.call(read_participants(services.dht, prefix)), every_s=3.0
             )
@@ -106,77 +116,100 @@ class Overview:
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case StepFinished(step=step, loss=loss) if loss is not None:
-                first, *others = *self._losses, (step, loss)
-                self._losses = (first, *others[1 - MAX_LOSSES :])
-            case StepFinished() | Applied() | Contributed():
-                pass
-            case PeerLeft(peer=peer, at=at) if any(
-                isinstance(one, PeerLeft) and one.peer == peer and at - one.at < SAME_LOSS_S
-                for one in self._events
-            ):
+            case StepFinished(step=step, loss=loss):
+                if loss is not None:
+                    # the first loss stays, as the panel compares with it
+                    losses = (*self._losses, (step, loss))
+                    self._losses = (losses[0], *losses[1:][1 - MAX_LOSSES :])
+            case Applied() | Contributed():
                 pass
             case RoundFinished():
                 self._on_round(event)
+            case PeerLeft():
+                if not self._is_reported(event):
+                    self._log(event)
+            case Waited():
+                self._silent = event
+                self._log(event)
             case _:
-                self._silent = event if isinstance(event, Waited) else self._silent
-                self._tell(event)
+                self._log(event)
+
+    def _is_reported(self, event: PeerLeft) -> bool:
+        """Return True if another service has just reported the same loss."""
+        for earlier in self._events:
+            same_peer = isinstance(earlier, PeerLeft) and earlier.peer == event.peer
+            if same_peer and event.at - earlier.at < SAME_LOSS_S:
+                return True
+        return False
 
     def _on_round(self, event: RoundFinished) -> None:
         self._silent = None
-        self.names()  # of its members: one may have left when the panel shows the round
+        # a member may have left when the panel shows the round, so its name is read now
+        self.names()
         self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
-        self._counted.update(
-            {one.peer: one.samples for one in event.members if one.peer in event.contributors}
-        )
+        for member in event.members:
+            if member.peer in event.contributors:
+                self._samples[member.peer] += member.samples
         if event.bottleneck and event.bottleneck not in self._bottlenecks:
             self._bottlenecks.add(event.bottleneck)
-            self._tell(Notice(event.at, f"round {event.step}: {event.explanation}"))
-        if event.spans_lost or event.kept_local or any(member.dropped for member in event.members):
-            self._tell(event)
+            self._log(Notice(event.at, f"round {event.step}: {event.explanation}"))
+        was_complete = not (event.spans_lost or event.kept_local)
+        if not was_complete or any(member.dropped for member in event.members):
+            self._log(event)
 
     def _awaited(self, now: float) -> str:
-        if (late := self._silent) is None:
+        wait = self._silent
+        if wait is None:
             return ""
-        name = self._names.get(late.peer[:8], f"peer-{late.peer[:8]}")
-        return f"{name}, for {duration(late.seconds + now - late.at)}"
+        name = self._names.get(wait.peer[:8], f"peer-{wait.peer[:8]}")
+        return f"{name}, for {duration(wait.seconds + now - wait.at)}"
 
-    def _tell(self, event: Event) -> None:
+    def _log(self, event: Event) -> None:
         self._events = (*self._events[1 - LOG_LINES :], event)
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
-        now, total = self._runtime.time(), self._services.peers.statistics()
-        seen_at, names = float("-inf") if left else now, self.names()
-        bucket = [optimizer.collaboration.bucket_bytes for optimizer in self._optimizers.values()]
-        shown = SwarmSnapshot(
+        now = self._runtime.time()
+        # a peer that has left starts no new reading
+        read_at = NEVER if left else now
+        names = self.names()
+        trainers, assistants = self._records(read_at)
+        total = self._services.peers.statistics()
+        sent_bytes = total.sent_bytes
+        received_bytes = total.received_bytes
+        for optimizer in self._optimizers.values():
+            bucket_sent_bytes, bucket_received_bytes = optimizer.collaboration.bucket_bytes
+            sent_bytes += bucket_sent_bytes
+            received_bytes += bucket_received_bytes
+        snapshot = SwarmSnapshot(
             run=self._services.run_id.rpartition("-")[0],
             me=self._name,
             reached=reached,
             state="left" if left else "joined",
-            peers=peer_rows(self._services.peers, self._name, *self._records(seen_at)),
+            peers=peer_rows(self._services.peers, self._name, trainers, assistants),
             step=0,
             samples_per_s=0.0,
             target_batch_size=0.0,
             accumulated=0.0,
             loss_history=self._losses,
-            sent_bytes=total.sent_bytes + sum(sent for sent, _ in bucket),
-            received_bytes=total.received_bytes + sum(received for _, received in bucket),
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
             uptime_s=now - self._joined_at,
             names=names,
             log=tuple(describe(event, names) for event in self._events),
             silent=self._awaited(now),
             last_share=_last_share(self._rounds, self._services.peers.id.hex()),
             rounds=self._rounds,
-            leaderboard=self._contributions(seen_at),
+            leaderboard=self._contributions(read_at),
             session=session,
             paused=self._services.gate.closed,
         )
-        if (trained := self._trained()) is None:
-            return shown
+        trained = self._trained()
+        if trained is None:
+            return snapshot
         progress = trained.progress
         eta_s = progress.seconds_to_batch(now)
         return replace(
-            shown,
+            snapshot,
             state="left" if left else "training",
             step=progress.own.step,
             samples_per_s=progress.samples_per_s(),
@@ -189,64 +222,88 @@ class Overview:
 
     def _forecast(self) -> str:
         """Return the planned round and the usual one of the last, in words; empty without a plan."""
-        if not (isinstance(self.plan, Communication) and self._rounds):
+        if not isinstance(self.plan, Communication) or not self._rounds:
             return ""
-        sent = statistics.median(one.sent_bytes for one in self._rounds)
-        seconds = statistics.median(one.seconds for one in self._rounds)
-        wanted = self.plan.chosen
-        return (
-            f"{size(sent)} in {seconds:.2g} s\nforecast {size(wanted.sent_bytes)} in {wanted.round_s:.2g} s"
-        )
+        sent_bytes = statistics.median(finished.sent_bytes for finished in self._rounds)
+        seconds = statistics.median(finished.seconds for finished in self._rounds)
+        planned = self.plan.chosen
+        forecast = f"forecast {size(planned.sent_bytes)} in {planned.round_s:.2g} s"
+        return f"{size(sent_bytes)} in {seconds:.2g} s\n{forecast}"
 
     def _trained(self) -> "TrainingPart | None":
         newest = next(reversed(self._optimizers.values()), None)
         return None if newest is None else newest.collaboration
 
     def names(self) -> Mapping[str, str]:
-        names = {
-            short(peer): plain(record.name, MAX_NAME_CHARS)
-            for records in reversed(self._records(float("-inf")))
-            for peer, record in records.items()
-        }
-        self._names = {**(self._names if len(self._names) < MAX_NAMES else {}), **names}
-        return self._names
+        """Return the names of all peers seen so far, by short id."""
+        trainers, assistants = self._records(NEVER)
+        names: dict[str, str] = {}
+        if len(self._names) < MAX_NAMES:
+            names |= self._names
+        for peer, helper in assistants.items():
+            names[short(peer)] = plain(helper.name, MAX_NAME_CHARS)
+        for peer, trainer in trainers.items():
+            names[short(peer)] = plain(trainer.name, MAX_NAME_CHARS)
+        self._names = names
+        return names
 
     def peer_of(self, text: str) -> PeerId:
         """Return the peer of this name, or of these first hex digits; ValueError unless there is exactly one."""
         names = dict.fromkeys(self._services.peers.linked(), "")
         for optimizer in self._optimizers.values():
-            records = optimizer.collaboration.progress.records
-            names |= {one: record.name for one, record in records.items()}
-        matches = [one for one, name in names.items() if text == name or one.hex().startswith(text.lower())]
-        found = f": {', '.join(map(short, matches))}" if matches else ""
-        require(len(matches) == 1, f"{text!r} matches {len(matches)} peers, expected exactly one{found}")
+            for peer, record in optimizer.collaboration.progress.records.items():
+                names[peer] = record.name
+        matches = []
+        for peer, name in names.items():
+            if text == name or peer.hex().startswith(text.lower()):
+                matches.append(peer)
+        problem = f"{text!r} matches {len(matches)} peers, expected exactly one"
+        if matches:
+            problem += f": {', '.join(map(short, matches))}"
+        require(len(matches) == 1, problem)
         return matches[0]
 
     def _records(self, now: float) -> Records:
-        if (trained := self._trained()) is not None:
+        """Return the trainers and the assistants: of the model trained here, else as last read."""
+        trained = self._trained()
+        if trained is not None:
             return dict(trained.progress.records), dict(trained.progress.assistants)
-        found = None if self._trainers is None else self._trainers.look(now)
-        return ({}, {}) if found is None else found[:2]
+        reading = None if self._trainers is None else self._trainers.look(now)
+        if reading is None:
+            return {}, {}
+        trainers, assistants, _ = reading
+        return trainers, assistants
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         """Return the rows of the leaderboard; meanwhile this peer's own counts of its rounds."""
-        found = None if self._leaderboard is None else self._leaderboard.look(now)
-        book, counted = {one.peer.hex(): one for one in found or ()}, dict(self._counted)
-        me, rows = self._services.peers.id.hex(), list[ContributionRow]()
-        for peer in book.keys() | counted.keys():
-            id, reduced_bytes = peer[:8], book[peer].reduced_bytes if peer in book else 0.0
-            samples = max(counted.get(peer, 0.0), book[peer].samples if peer in book else 0.0)
-            name = self._name if peer == me else self._names.get(id, f"peer-{id}")
-            rows.append(ContributionRow(name, id, samples, reduced_bytes, peer == me))
-        return tuple(sorted(rows, key=lambda row: -row.samples)[:20])
+        reading = None if self._leaderboard is None else self._leaderboard.look(now)
+        confirmed = {contribution.peer.hex(): contribution for contribution in reading or ()}
+        own_counts = dict(self._samples)
+        me = self._services.peers.id.hex()
+        rows = []
+        for peer in confirmed.keys() | own_counts.keys():
+            short_id = peer[:8]
+            name = self._names.get(short_id, f"peer-{short_id}")
+            if peer == me:
+                name = self._name
+            samples = own_counts.get(peer, 0.0)
+            reduced_bytes = 0.0
+            if peer in confirmed:
+                samples = max(samples, confirmed[peer].samples)
+                reduced_bytes = confirmed[peer].reduced_bytes
+            rows.append(ContributionRow(name, short_id, samples, reduced_bytes, peer == me))
+        rows.sort(key=lambda row: -row.samples)
+        return tuple(rows[:MAX_CONTRIBUTIONS])
 
 
 def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:
     if not rounds:
         return None
     last = rounds[-1]
-    own = sum(member.samples for member in last.members if member.peer == me and me in last.contributors)
-    return own / last.samples if last.samples else 0.0
+    if not last.samples or me not in last.contributors:
+        return 0.0
+    own = sum(member.samples for member in last.members if member.peer == me)
+    return own / last.samples
 
 
 def peer_rows(
@@ -258,28 +315,38 @@ def peer_rows(
     """Return a row per peer: those that train, those that assist, this one, others linked."""
     rows: dict[PeerId, PeerRow] = {}
     for peer, record in sorted(trainers.items()):
-        role = "catching up" if record.syncing else "paused" if record.paused else "trainer"
-        role = "idle" if record.idle and not record.paused else role
         rows[peer] = replace(
-            _row(peers, peer, record.name, role, bool(record.addresses)),
+            _row(peers, peer, record.name, _role(record), bool(record.addresses)),
             step=record.step,
             samples_per_s=0.0 if record.absent else record.samples_per_s,
             samples=record.samples,
             upload_bps=record.upload_bps,
             download_bps=record.download_bps,
         )
-    rows |= {
-        peer: _row(peers, peer, assistants[peer].name, "assistant", True)
-        for peer in sorted(assistants.keys() - rows.keys())
-    }
+    for peer in sorted(assistants.keys() - rows.keys()):
+        rows[peer] = _row(peers, peer, assistants[peer].name, "assistant", True)
     if peers.id not in rows:
         rows[peers.id] = _row(peers, peers.id, own_name, "peer", bool(peers.contact.addresses))
-    rows |= {peer: _row(peers, peer, "", "peer", None) for peer in sorted(peers.linked() - rows.keys())}
+    for peer in sorted(peers.linked() - rows.keys()):
+        rows[peer] = _row(peers, peer, "", "peer", None)
     return tuple(rows.values())
 
 
+def _role(record: ProgressRecord) -> str:
+    if record.idle and not record.paused:
+        return "idle"
+    if record.syncing:
+        return "catching up"
+    if record.paused:
+        return "paused"
+    return "trainer"
+
+
 def _row(peers: Peers, peer: PeerId, name: str, role: str, reachable: bool | None) -> PeerRow:
-    me = peer == peers.id
-    rtt_s, connected = (None, "") if me else (peers.statistics(peer).rtt_s, peers.way_to(peer))
     name = plain(name, MAX_NAME_CHARS) or f"peer-{short(peer)}"
-    return PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me, rtt_s, connected)
+    if peer == peers.id:
+        return PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me=True)
+    rtt_s = peers.statistics(peer).rtt_s
+    return PeerRow(
+        name, short(peer), role, 0, 0.0, 0.0, reachable, me=False, rtt_s=rtt_s, connected=peers.way_to(peer)
+    )
