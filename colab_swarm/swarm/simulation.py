@@ -44,6 +44,7 @@ RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SLICE_S = 0.5  # virtual time between two looks at what the user injected
 LOOK_S = 0.25  # real time between two snapshots
+MAX_ENTRIES = 4  # peers that a new one joins the DHT through
 
 
 class Simulation(AbstractContextManager["Simulation"]):
@@ -52,7 +53,9 @@ class Simulation(AbstractContextManager["Simulation"]):
     def __init__(
         self, profile: NetworkProfile, *, seed: int, samples_per_s: float, mailbox: bool = False
     ) -> None:
-        self._runtime, self._seed, self._samples_per_s = SimRuntime(), seed, samples_per_s
+        self._runtime = SimRuntime()
+        self._seed = seed
+        self._samples_per_s = samples_per_s
         self._names: list[str] = []  # of all peers that ever joined
         self._speeds: dict[str, float] = {}
         self._train: Callable[[Swarm], object] | None = None
@@ -112,7 +115,8 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._crashed.pop(name, None)
             if name not in self._names:
                 self._names.append(name)
-            entries = [one.contact for one in self.swarms.values() if one.contact.addresses][:4]
+            contacts = [swarm.contact for swarm in self.swarms.values()]
+            entries = [contact for contact in contacts if contact.addresses][:MAX_ENTRIES]
             services = assemble(
                 peers,
                 RUN_ID,
@@ -123,7 +127,8 @@ class Simulation(AbstractContextManager["Simulation"]):
             )
             try:
                 await find_others(services, entries)
-            except BaseException:  # a cancelled task included: the name must be free for the next try
+            except BaseException:
+                # the name must be free for the next try, after a cancellation too
                 services.dht.kill()
                 peers.kill(f"{name} could not join")
                 raise
@@ -142,6 +147,10 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._crashed[name] = replace(self._peer(name), role="crashed", samples=0.0)
         self.swarms.pop(name).kill()
 
+    def new_name(self) -> str:
+        """Return the first name that no peer has had."""
+        return next(name for name in map(nth_name, itertools.count()) if name not in self._names)
+
     def speed_of(self, name: str) -> float:
         return self._speeds.get(name, self._samples_per_s)
 
@@ -150,7 +159,8 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def _on_event(self, name: str, event: Event) -> None:
         if isinstance(event, RoundFinished):
-            if event.step <= self._told_step:  # another peer has reported it
+            # another peer has reported it
+            if event.step <= self._told_step:
                 return
             self._told_step = event.step
         if isinstance(event, RoundFinished | StateReceived | BatchDropped | Fault):
@@ -195,7 +205,9 @@ class Simulation(AbstractContextManager["Simulation"]):
         if InteractiveRun.running is not None:
             InteractiveRun.running.stop()
         lesson = InteractiveRun(self, math.inf if seconds is None else self.time + seconds, speed)
-        if has_frontend() if live is None else live:
+        if live is None:
+            live = has_frontend()
+        if live:
             self.begin(train)
             lesson.start()
             self._lesson = lesson
@@ -214,7 +226,9 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._lesson = None
 
     def begin(self, train: Callable[[Swarm], object]) -> None:
-        self._train, self.results, self._told_step = train, {}, -1
+        self._train = train
+        self.results = {}
+        self._told_step = -1
         for name in self.swarms:
             self._start(name)
 
@@ -246,7 +260,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._train = None
 
     async def _churn(self, churn: ChurnProfile, seconds: float) -> None:
-        begin, rng = self.time, random.Random(f"churn {self._seed}")
+        begin = self.time
+        rng = random.Random(f"churn {self._seed}")
         for event in churn.events(list(self.swarms), until_s=seconds, rng=rng):
             await asyncio.sleep(begin + event.at - self.time)
             if event.online:
@@ -264,7 +279,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._tasks[name] = self._runtime.loop.create_task(self._work(name), name=name)
 
     async def _work(self, name: str) -> None:
-        train, swarm = self._train, self.swarms[name]
+        train = self._train
+        swarm = self.swarms[name]
         assert train is not None
         self.results[name] = await self._runtime.run_thread(lambda: train(swarm), name)
         self._tasks.pop(name, None)
@@ -282,7 +298,9 @@ class Simulation(AbstractContextManager["Simulation"]):
         """Return what panels show; while time passes, use `InteractiveRun.snapshot` instead."""
         peers = tuple(map(self._peer, self._names))
         faults = sorted(self.network.coming, key=lambda fault: fault.at)
-        coming = (f"{one.at:.0f} s: {lessons.describe_fault(one.name, one.arguments)}" for one in faults)
+        coming = []
+        for fault in faults:
+            coming.append(f"{fault.at:.0f} s: {lessons.describe_fault(fault.name, fault.arguments)}")
         return SimulationSnapshot(self.time, str(self.network), peers, tuple(self._story), tuple(coming))
 
     def _peer(self, name: str) -> PeerRow:
@@ -290,19 +308,22 @@ class Simulation(AbstractContextManager["Simulation"]):
         if name not in self.swarms:
             state = "joining" if self.network.is_up(name) else "crashed"
             return self._crashed.get(name, PeerRow(name, "", state, 0, speed, 0.0, None, me=False))
-        seen = self.swarms[name].snapshot()
-        row = next(peer for peer in seen.peers if peer.me)
-        loss = seen.loss_history[-1][1] if seen.loss_history else None
-        state = row.role if row.role == "catching up" else seen.state
+        snapshot = self.swarms[name].snapshot()
+        row = next(peer for peer in snapshot.peers if peer.me)
+        loss = snapshot.loss_history[-1][1] if snapshot.loss_history else None
+        state = snapshot.state
         if name in self.results:
             state = "finished"
+        elif row.role == "catching up":
+            state = row.role
         return replace(row, name=name, role=state, samples_per_s=speed, loss=loss)
 
     def __repr__(self) -> str:
         return f"Simulation({len(self.swarms)} peers on {self.network.profile.name}, {self.time:.1f} s)"
 
     def _repr_html_(self) -> str:
-        return lessons.draw(self.snapshot() if self._lesson is None else self._lesson.snapshot()).html()
+        snapshot = self.snapshot() if self._lesson is None else self._lesson.snapshot()
+        return lessons.draw(snapshot).html()
 
 
 class InteractiveRun:
@@ -314,11 +335,17 @@ class InteractiveRun:
     running: "ClassVar[InteractiveRun | None]" = None
 
     def __init__(self, simulation: Simulation, until: float, speed: float) -> None:
-        self._simulation, self._until, self.speed = simulation, until, speed
+        self._simulation = simulation
+        self._until = until
+        self.speed = speed
         self._injected: deque[tuple[lessons.Verb, tuple[Any, ...]]] = deque()
-        self._paused, self._single_steps, self._stopping, self._end = False, 0, False, ""
+        self._paused = False
+        self._single_steps = 0
+        self._stopping = False
+        self._end = ""  # the final state
         self._error: Exception | None = None
-        self._wake, self._over = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._over = threading.Event()
         self._panel: Panel[SimulationSnapshot] | None = None
         self._look()
 
@@ -340,7 +367,8 @@ class InteractiveRun:
         try:
             self._look()
         finally:
-            self._end, self._error = state, error
+            self._end = state
+            self._error = error
             self._over.set()
 
     def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
@@ -381,7 +409,9 @@ class InteractiveRun:
         return dict(self._simulation.results)
 
     def snapshot(self) -> SimulationSnapshot:
-        state = self._end or ("paused" if self._paused else "playing")
+        state = self._end
+        if not state:
+            state = "paused" if self._paused else "playing"
         error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         return replace(self._seen, state=state, speed=self.speed, error=error)
 
@@ -394,10 +424,12 @@ class InteractiveRun:
         return self._panel._repr_mimebundle_()
 
     def _run(self) -> None:
-        state, error = "failed", None
+        state = "failed"
+        error = None
         try:
             state = self._pass_time()
-        except Exception as raised:  # a door: the user's own code; shown in the panel, raised by `wait`
+        except Exception as raised:
+            # a door: the user's own code failed; the panel shows it, and `wait` raises it
             error = raised
         finally:
             try:
@@ -406,15 +438,20 @@ class InteractiveRun:
                 self.end(state, error)
 
     def _pass_time(self) -> str:
-        simulation, idle = self._simulation, False
+        """Pass slices of time until the end, a stop or a pause without an end; return the final state."""
+        simulation = self._simulation
+        # an idle run waits for an action: every peer has finished or crashed
+        idle = False
         while not self._stopping:
-            began, wait_s, look_s = time.monotonic(), None, 0.0
+            began = time.monotonic()
+            wait_s: float | None = None
+            look_s = 0.0
             while self._injected:
                 self._act(*self._injected.popleft())
                 idle = False
             if idle and simulation.swarms:
                 return "finished"
-            if not idle and (self._single_steps or not self._paused):  # idle: every peer has crashed
+            if not idle and (self._single_steps or not self._paused):
                 self._single_steps = max(0, self._single_steps - 1)
                 idle = self._pass_slice()
                 if simulation.time > self._until - 1e-6:
@@ -435,12 +472,16 @@ class InteractiveRun:
             return False
 
     def _look(self) -> None:
-        self._looked_at, self._seen = time.monotonic(), self._simulation.snapshot()
+        self._looked_at = time.monotonic()
+        self._seen = self._simulation.snapshot()
 
     def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
+        # a share of lost messages is from 0 to below 1, all other numbers are above 0
         low, high = (-1e-9, 1.0) if verb == "lose" else (0.0, math.inf)
         try:
-            require(all(isinstance(x, str) or low < x < high for x in arguments), "a number is out of range")
+            for argument in arguments:
+                in_range = isinstance(argument, str) or low < argument < high
+                require(in_range, "a number is out of range")
             self._do(verb, arguments)
         except (ValueError, TypeError) as error:
             self._simulation.tell(f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
@@ -449,8 +490,7 @@ class InteractiveRun:
         simulation = self._simulation
         match verb, *arguments:
             case ("join",):
-                new = next(name for name in map(nth_name, itertools.count()) if name not in simulation._names)
-                simulation.join(new, at=simulation.time)
+                simulation.join(simulation.new_name(), at=simulation.time)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
             case "speed", str(name), float() | int() as samples_per_s if name in simulation._names:
@@ -479,7 +519,8 @@ def simulate(
     require(peers >= 1, f"peers={peers}: a swarm needs at least one")
     profile = PROFILES.get(network) if isinstance(network, str) else network
     if profile is None:
-        raise ValueError(f"network={network!r} is unknown: choose one of {', '.join(PROFILES)}")
+        names = ", ".join(PROFILES)
+        raise ValueError(f"network={network!r} is unknown: choose one of {names}")
     simulation = Simulation(profile, seed=seed, samples_per_s=samples_per_s, mailbox=mailbox)
     for index in range(peers):
         simulation.join(nth_name(index))
