@@ -29,7 +29,7 @@ from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import SessionClock, platform, wait_for_end
-from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.runtime import PauseGate, loop_now, wait_until
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess, Trust, clock_advice
@@ -348,6 +348,11 @@ class NetworkSession:
             if isinstance(url, str) and url.startswith(("http://", "https://")):
                 urls.append(url)
         return urls
+
+    @property
+    def gate(self) -> PauseGate:
+        """Stops this peer's background work while the user pauses it."""
+        return self._services.gate
 
     def token(self) -> "Token":
         from colab_swarm.workunits.messages import Token

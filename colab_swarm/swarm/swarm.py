@@ -73,14 +73,23 @@ class Swarm(AbstractContextManager["Swarm"]):
     def __init__(
         self, runtime: Runner, services: PeerServices, run_id: str, name: str, network: NetworkSession | None
     ) -> None:
-        self.runtime, self.services, self.network = runtime, services, network
-        self.id, self.name, self.run_id = services.peers.id, name, run_id
-        self.run, self.events, self.left = run_id.rpartition("-")[0], services.events, False
+        self.runtime = runtime
+        self.services = services
+        self.network = network
+        self.id = services.peers.id
+        self.name = name
+        self.run_id = run_id
+        self.run = run_id.rpartition("-")[0]
+        self.events = services.events
+        self.left = False
+        self.page = ""
+        self.settings: Mapping[str, Setting] = {}
+        self._role = Role.WORKER
         invitation = None if network is None else network.access.invitation
         self.is_owner = network is not None and invitation is None
-        self.page = ""
-        self.settings: Mapping[str, Setting] = {} if invitation is None else dict(invitation.settings)
-        self._role = Role.WORKER if invitation is None else invitation.role
+        if invitation is not None:
+            self.settings = dict(invitation.settings)
+            self._role = invitation.role
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.elastic: dict[str, ElasticOptimizer] = {}
         self.assistant: Assistant | None = None
@@ -98,7 +107,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     @property
     def reachability(self) -> Reachability:
-        """How others reach this peer; ``print(swarm.reachability.explain())`` says why not better."""
+        """How other peers reach this one; ``print(swarm.reachability.explain())`` tells why better ways failed."""
         if self.services.mailbox:
             return Reachability(ReachabilityLevel.BUCKET, self.services.mailbox)
         if self.network is not None:
@@ -138,7 +147,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             invite = invite.with_settings(settings)
         if self.page:
             invite = invite.replaced(page=self.page)
-        if invite.warning and not in_notebook():  # notebooks show it with the invitation
+        # notebooks show the warning with the invitation
+        if invite.warning and not in_notebook():
             logger.warning(invite.warning)
         return Invitation(
             str(invite),
@@ -164,9 +174,11 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def contributions(self) -> Leaderboard:
         """Return each peer's contribution as other peers confirmed it, most samples first."""
-        network = self.network
-        rows = () if network is None else self.runtime.call(network.trust.contributions.read())
-        return Leaderboard(rows, {**self._overview.names(), short(self.id): self.name}, self.id)
+        names = {**self._overview.names(), short(self.id): self.name}
+        if self.network is None:
+            return Leaderboard((), names, self.id)
+        rows = self.runtime.call(self.network.trust.contributions.read())
+        return Leaderboard(rows, names, self.id)
 
     def optimizer(
         self,
@@ -180,9 +192,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         communication: 'Communication | Literal["auto"] | None' = None,
         **options: Any,
     ) -> "SwarmOptimizer":
-        """Let the swarm step ``optimizer``: see `SwarmOptimizer`.
+        """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
 
-        The last call for a name counts, and continues from where the one before stopped, if nothing else changed.
+        A second call with the same ``name`` replaces the first optimizer and resumes its state.
         It sees the optimizer's parameters only: without ``model`` no buffer is averaged and no frozen parameter
         compared. Models that were initialised differently take the state of the peer that began.
 
@@ -208,17 +220,24 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.training.state import CheckpointFolder
 
         self._check(worker=True)
-        self._overview.plan, prefix = communication, f"{self.run_id}/{name}"
+        prefix = f"{self.run_id}/{name}"
+        self._overview.plan = communication
         options = options_for(communication, self.runtime, self.services, prefix) | options
         settings = TrainingSettings(prefix, float(target_batch_size), **options)
-        local, sparse = settings.local_steps != 1, settings.is_sparse_local
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local, model, sparse)
-        if (before := self.optimizers.pop(name, None)) is not None:
-            before.close()
-        store = None if self.network is None else self.network.store
-        folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
+        is_local = settings.local_steps != 1
+        rule = UpdateRule(
+            optimizer, scheduler, max_grad_norm, settings.overlap, is_local, model, settings.is_sparse_local
+        )
+        previous = self.optimizers.pop(name, None)
+        if previous is not None:
+            previous.close()
+        folder = None
+        if self.network is not None and self.network.store is not None:
+            folder = CheckpointFolder(self.network.store.checkpoints(name), keep=2)
         part = part_for(self.services, settings)
-        trained = SwarmOptimizer(self.runtime, self.services, settings, rule, self.name, folder, before, part)
+        trained = SwarmOptimizer(
+            self.runtime, self.services, settings, rule, self.name, folder, previous, part
+        )
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
         return trained
@@ -234,9 +253,15 @@ class Swarm(AbstractContextManager["Swarm"]):
             **limits: ``peers`` that train, by default those that are linked now, at least two; ``gb_per_hour``, the
                 most that a peer may send, and receive.
         """
-        here, count = self.services.peers.statistics(), len(self.services.peers.linked()) + 1
-        how = {"peers": max(2, count), "in_bucket": bool(self.services.mailbox), **limits}
-        return plan_communication(model, step_s, line_bps=(here.upload_bps, here.download_bps), **how)
+        line = self.services.peers.statistics()
+        limits.setdefault("peers", max(2, len(self.services.peers.linked()) + 1))
+        return plan_communication(
+            model,
+            step_s,
+            line_bps=(line.upload_bps, line.download_bps),
+            in_bucket=bool(self.services.mailbox),
+            **limits,
+        )
 
     def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
@@ -275,8 +300,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         settings = ElasticSettings(f"{self.run_id}/elastic/{name}", peers, **options)
         if name in self.elastic:
             self.elastic.pop(name).close()
-        enter, pace = partial(enter_group, self.services), self.services.pace
-        trained = ElasticOptimizer(self.runtime, optimizer, settings, enter, self.events, pace)
+        enter = partial(enter_group, self.services)
+        trained = ElasticOptimizer(self.runtime, optimizer, settings, enter, self.events, self.services.pace)
         self.elastic[name] = trained
         return trained
 
@@ -385,17 +410,10 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         A file may define ``job``. Errors are those of `colab_swarm.workunits.coordinate`.
         """
-        from colab_swarm.workunits.coordinator import open_coordinator
-        from colab_swarm.workunits.job import Job
+        from colab_swarm.swarm.work import coordinate
 
         self._check(worker=True)
-        network = self._require_network()
-        job = job if isinstance(job, Job) else Job.load(job)
-        coordinator = open_coordinator(job, network.access, network.token(), options)
-        links = network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
-        self.runtime.call(links)
-        network.stops.append(coordinator.stop)
-        return coordinator
+        return coordinate(job, self.runtime, self._require_network(), options)
 
     def volunteer(
         self,
@@ -410,44 +428,34 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         A JoinError if no coordinator answers, a ValueError if its code is not trusted yet.
         """
-        from colab_swarm.workunits.client import CoordinatorClient
-        from colab_swarm.workunits.volunteering import open_volunteer
+        from colab_swarm.swarm.work import volunteer
 
         self._check(worker=True)
-        network = self._require_network()
-        if not (urls := self.runtime.call(network.coordinators())):
-            raise JoinError(
-                "nobody coordinates work units in this swarm: call swarm.coordinate(job) here or at another peer; "
-                "if a coordinator has just started, try again in a few seconds"
-            )
-        admission = network.access.admission
-        authority = None if admission is None else admission.authority
-        volunteer = open_volunteer(
-            lambda _: CoordinatorClient(urls[0], network.token(), run_id=self.run_id, authority=authority),
-            name=self.name,
+        return volunteer(
+            self.runtime,
+            self._require_network(),
+            self.name,
             job=job,
             trust_code=trust_code,
             units=units,
             folder=folder,
             device=device,
-            gate=self.services.gate,
         )
-        network.stops.append(volunteer.stop)
-        return volunteer
 
     def panel(self) -> "Panel[SwarmSnapshot]":
         """Return the live view: widgets in a notebook, text elsewhere; always the same object."""
         live = has_frontend()
         if self._panel is None:
-            self._panel = Panel(
-                self.snapshot,
-                self.leave,
-                pause=lambda wanted: self.pause() if wanted else self.unpause(),
-                live=live,
-            )
+            self._panel = Panel(self.snapshot, self.leave, pause=self._set_paused, live=live)
         if live:
             self.runtime.while_waiting(self._panel.tick)
         return self._panel
+
+    def _set_paused(self, paused: bool) -> None:
+        if paused:
+            self.pause()
+        else:
+            self.unpause()
 
     def watch(self, seconds: float | None = None) -> None:
         """Show the swarm for ``seconds`` (None: until interrupted); the peer continues."""
@@ -487,8 +495,10 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)
 
     def __repr__(self) -> str:
-        linked = len(self.services.peers.linked())
-        state = "left" if self.left else f"{linked} {'peer' if linked == 1 else 'peers'} linked"
+        state = "left"
+        if not self.left:
+            linked = len(self.services.peers.linked())
+            state = "1 peer linked" if linked == 1 else f"{linked} peers linked"
         return f"Swarm({self.run}, {self.name}, {state})"
 
     def _repr_html_(self) -> str:
@@ -508,7 +518,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             self._on_gate()
 
     def pause(self) -> None:
-        """Stop background work until `unpause`; training cells wait. Idempotent."""
+        """Pause this peer until `unpause`; training cells wait meanwhile. Idempotent."""
         self.services.gate.hold()
         self._on_gate()
 
@@ -518,7 +528,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._on_gate()
 
     def _on_gate(self) -> None:
-        for optimizer in list(self.optimizers.values()):  # buttons call this on other threads
+        # buttons call this on other threads, so the dictionary may change meanwhile
+        for optimizer in list(self.optimizers.values()):
             self.runtime.call(optimizer.collaboration.on_gate())
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
@@ -526,14 +537,17 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         ``hand_over_s``: how long to wait for a last round with the gradients accumulated here.
         """
-        with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
+        # a button, the session's end and a cell may all leave at the same moment
+        with self._leaving:
             if self.left:
                 return
-            with contextlib.ExitStack() as parts:  # last first
+            # the stack closes the last part first
+            with contextlib.ExitStack() as parts:
                 if self._recorder is not None:
                     parts.callback(self._recorder.close)
                 parts.callback(lambda: self.runtime.call(close(self.services, self.network)))
-                parts.callback(self.services.gate.release)  # a paused trainer would wait forever
+                # a paused trainer would wait forever
+                parts.callback(self.services.gate.release)
                 parts.callback(setattr, self, "left", True)
                 if self._experts is not None:
                     parts.callback(self._experts.close)
