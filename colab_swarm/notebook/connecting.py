@@ -12,7 +12,7 @@ from colab_swarm.notebook.panel import make_button, update_button
 from colab_swarm.notebook.platforms import Platform
 from colab_swarm.notebook.theme import Document
 
-CONSENT = (
+_CONSENT = (
     "I may use this machine for a swarm. If no peer reaches it otherwise, it may use iroh's free relays or a tunnel, "
     "which see addresses, sizes and times but no contents."
 )
@@ -42,7 +42,7 @@ class Connection:
             description="Your name", placeholder="what the others see", style=style, layout=layout
         )
         self._agreed = ipywidgets.Checkbox(indent=False, layout={"width": "auto"})
-        consent = ipywidgets.HTML(_lines(f"{here.terms} {CONSENT}"))
+        consent = ipywidgets.HTML(_lines(f"{here.terms} {_CONSENT}"))
         agreed = ipywidgets.HBox([self._agreed, consent])
         self._button = make_button("Start / Join", "plug", "make this notebook a peer", self._on_click)
         self._button.layout.align_self = "flex-start"

@@ -18,8 +18,8 @@ from colab_swarm.markup import plain
 from colab_swarm.notebook.theme import MAX_CHARS, Document
 from colab_swarm.project import COPY, install, repository
 
-DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+_DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
 
 
@@ -28,7 +28,7 @@ class _Advice(NamedTuple):
     fix: str
 
 
-INTERRUPTED = _Advice(
+_INTERRUPTED = _Advice(
     cause="you or the notebook's stop button interrupted the cell",
     fix="nothing is broken: the peer is still in the swarm, and optimizers are as after their last whole step. "
     "Run the cell again to continue, or swarm.leave() to end",
@@ -39,7 +39,7 @@ COMMON = {
         fix="use smaller micro-batches: the target batch size, and so the training, stays the same. Then restart the "
         "kernel, which may still hold memory of the failed step; cs.doctor(model=…) shows what fits",
     ),
-    r"^KeyboardInterrupt": INTERRUPTED,
+    r"^KeyboardInterrupt": _INTERRUPTED,
     r"TypeError: ((Swarm\.|host_)optimizer|TrainingSettings\.__init__)\(|no attribute 'param_groups'": _Advice(
         cause="swarm.optimizer(…) got a wrong argument, or lacks one: only the torch optimizer comes without a name",
         fix="adam = torch.optim.AdamW(model.parameters(), lr=1e-3), then swarm.optimizer(adam, "
@@ -83,7 +83,7 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     title = _title_of(error, kind)
     # our own errors document their advice; a subclass may inherit it
     for base in kind.__mro__:
-        advice = DOCUMENTED.search(inspect.cleandoc(base.__doc__ or ""))
+        advice = _DOCUMENTED.search(inspect.cleandoc(base.__doc__ or ""))
         if advice is not None:
             return Explanation(title, _one_line(advice["cause"]), _one_line(advice["fix"]))
     return Explanation(title, *_advice_on(error, title))
@@ -122,7 +122,7 @@ def _show_interrupt(
         if frame.f_globals.get("__name__") == "__main__":
             place = f"line {line} of the cell"
             break
-    message = f"KeyboardInterrupt in {place}: {INTERRUPTED.fix}. %tb shows the traceback"
+    message = f"KeyboardInterrupt in {place}: {_INTERRUPTED.fix}. %tb shows the traceback"
     error._render_traceback_ = lambda: [message]  # type: ignore[attr-defined]
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
     del error._render_traceback_  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def install_line(module: str) -> str:
 
 def extra_of(module: str) -> str | None:
     """Return the extra of colab-swarm that installs the package of a module; None if none does."""
-    package = re.escape(DISTRIBUTIONS.get(module, module)).replace("_", "[-_]")
+    package = re.escape(_DISTRIBUTIONS.get(module, module)).replace("_", "[-_]")
     try:
         requirements = "\n".join(requires("colab-swarm") or ())
     except PackageNotFoundError:  # it runs from its source

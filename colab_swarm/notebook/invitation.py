@@ -10,14 +10,16 @@ from colab_swarm.notebook.theme import Document
 from colab_swarm.project import notebook_links
 
 MAX_QR_CHARACTERS = 1500  # cameras cannot read the code of a longer text from a screen
-BOX = "border:1px solid var(--line);border-radius:4px"
-BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
+_BOX = "border:1px solid var(--line);border-radius:4px"
+BADGE = (
+    f"display:inline-block;{_BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
+)
 # The only script of ours. Where a page removes it, as of a notebook that is not trusted, one click selects the text.
 COPY = (
     "getSelection().selectAllChildren(this.previousElementSibling);"
     "this.textContent=document.execCommand('copy')?'Copied':'Press Ctrl+C'"
 )
-MODULE_PX = 3  # of a QR code; phones read no finer ones from a screen
+_MODULE_PX = 3  # of a QR code; phones read no finer ones from a screen
 NONE = (
     "found no swarm in this network: create one with cs.create(…), or pass an invitation to cs.join('swarm://…'); "
     "some networks block multicast"
@@ -64,7 +66,7 @@ class Invitation(str):
 
         code = segno.make(str(self), error="l", micro=False, boost_error=False)
         # dark on white on any page: many cameras cannot read the inverse
-        drawn = code.svg_inline(scale=MODULE_PX, border=4, dark="#000", light="#fff", omitsize=False)
+        drawn = code.svg_inline(scale=_MODULE_PX, border=4, dark="#000", light="#fff", omitsize=False)
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
     def _document(self) -> Document:
@@ -75,7 +77,7 @@ class Invitation(str):
         document = Document(self.described(), label="invitation")
         document.warn(self.warning)
         document.draw(
-            f'<div class="row">{self._qr_html()}<div style="flex:1 1 300px"><p><code style="{BOX};display:block;'
+            f'<div class="row">{self._qr_html()}<div style="flex:1 1 300px"><p><code style="{_BOX};display:block;'
             "padding:6px 8px;overflow-wrap:anywhere;white-space:normal;background:var(--card);color:inherit;"
             f'user-select:all" title="one click selects all of it">{html.escape(self)}</code>'
             f'<button style="{BADGE};margin-top:6px;font:inherit;background:var(--card);cursor:pointer" '

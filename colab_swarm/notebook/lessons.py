@@ -11,8 +11,8 @@ from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
 from colab_swarm.snapshot import PeerRow
 
-MAX_LINES = 6
-FAULTS = {
+_MAX_LINES = 6
+_FAULTS = {
     "crash": "{} crashes",
     "restart": "{} restarts",
     "freeze": "{} freezes for {:.0f} s",
@@ -24,7 +24,7 @@ FAULTS = {
 }
 OVER = ("finished", "stopped", "failed")  # final states of a run
 COLUMNS = ("peer", "state", "step", "samples", "samples/s", "loss")
-SYMBOLS = {
+_SYMBOLS = {
     "training": ("green", "▶"),
     "finished": ("blue", "✓"),
     "catching up": ("amber", "↻"),
@@ -34,7 +34,7 @@ SYMBOLS = {
 }
 # slider values of slower connections and of the playback
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-NAMED = {"description_width": "initial"}
+_NAMED = {"description_width": "initial"}
 Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
 
 
@@ -42,7 +42,7 @@ Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidt
 class SimulationSnapshot:
     at: float  # virtual seconds since it started
     network: str  # name and description
-    peers: tuple[PeerRow, ...]  # in the order in which they joined; a role is one of `SYMBOLS`
+    peers: tuple[PeerRow, ...]  # in the order in which they joined; a role is a state of the simulation
     story: tuple[str, ...]  # what happened, one line each, oldest first
     coming: tuple[str, ...]  # scripted faults to come, in words with their times
     state: str = "idle"  # of its run: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
@@ -54,8 +54,8 @@ def describe_fault(name: str, arguments: Sequence[object]) -> str:
     if name == "partition":
         groups = [", ".join(sorted(group)) for group in arguments if isinstance(group, set)]
         return f"the network is partitioned: {' | '.join(groups)}"
-    if name in FAULTS:
-        return FAULTS[name].format(*arguments)
+    if name in _FAULTS:
+        return _FAULTS[name].format(*arguments)
     return f"{name} {', '.join(map(str, arguments))}".strip()
 
 
@@ -73,14 +73,14 @@ def draw(snapshot: SimulationSnapshot) -> theme.Document:
     if snapshot.error:
         document.warn(f"A peer's code raised {snapshot.error}")
     document.table(COLUMNS, snapshot.peers, _cells, numbers=(2, 3, 4, 5), what="peers")
-    coming = [f"to come: {line}" for line in snapshot.coming[:MAX_LINES]]
-    document.note(*snapshot.story[-MAX_LINES:], *coming, title="What happened")
+    coming = [f"to come: {line}" for line in snapshot.coming[:_MAX_LINES]]
+    document.note(*snapshot.story[-_MAX_LINES:], *coming, title="What happened")
     return document
 
 
 def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
     state = plain(peer.role, 40)
-    hue, symbol = SYMBOLS.get(peer.role, ("soft", "•"))
+    hue, symbol = _SYMBOLS.get(peer.role, ("soft", "•"))
     loss = ""
     if peer.loss is not None and math.isfinite(peer.loss):
         loss = f"{peer.loss:.3f}"
@@ -127,7 +127,7 @@ class LessonControls:
         self._alive: set[str] = set()
         # as wide as a slider
         width = {"width": "300px", "margin": "2px 12px 2px 2px"}
-        self._peer = ipywidgets.Dropdown(description="this peer:", style=NAMED, layout=width)
+        self._peer = ipywidgets.Dropdown(description="this peer:", style=_NAMED, layout=width)
         self._peer.observe(lambda change: self._enable_buttons(), names="value")
 
         def inject_at_peer(verb: Verb) -> Callable[..., None]:
@@ -180,7 +180,7 @@ class LessonControls:
             options=[(label.format(step), step) for step in steps],
             value=value,
             description=name,
-            style=NAMED,
+            style=_NAMED,
             layout={"width": "310px"},
             continuous_update=False,
         )

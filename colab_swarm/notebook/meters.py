@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from colab_swarm.moe.calls import ExpertStatistics
     from colab_swarm.moe.host import ExpertsSnapshot, LiveExpert
 
-MAX_NAMED = 5
+_MAX_NAMED = 5
 EXPERTS = ("expert", "state", "host", "step", "of the updates")
 SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "latency")
 RECENT = 20  # steps in the means of waiting and missing
@@ -48,8 +48,8 @@ def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     if none_lives and not snapshot.over:
         document.warn("no expert lives: host some with swarm.host_experts(…) or check prefix and grid")
     if snapshot.left_out:
-        names = ", ".join(snapshot.left_out[:MAX_NAMED])
-        if len(snapshot.left_out) > MAX_NAMED:
+        names = ", ".join(snapshot.left_out[:_MAX_NAMED])
+        if len(snapshot.left_out) > _MAX_NAMED:
             names += " …"
         document.warn(f"not called for a while because they failed this peer: {names}")
     rows = [_failed_cells(uid, "! left out") for uid in snapshot.left_out]
@@ -84,7 +84,7 @@ def _served_cells(expert: "ExpertStatistics") -> tuple[str, ...]:
     )
 
 
-EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(
+_EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(
     draw_experts, summarize_experts, lambda snapshot: snapshot.over
 )
 
@@ -93,7 +93,7 @@ def show_experts(
     read: "Callable[[], ExpertsSnapshot]", stop: Callable[[], None], hosting: bool
 ) -> "Panel[ExpertsSnapshot]":
     """Return a panel of experts; its button calls ``stop``: stop hosting, or leave the swarm."""
-    views = EXPERTS_VIEWS
+    views = _EXPERTS_VIEWS
     if hosting:
         views = replace(views, who="host", leave=("Stop hosting", "Stopped"))
     return Panel(read, stop, views=views)

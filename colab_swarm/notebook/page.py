@@ -38,7 +38,7 @@ setInterval(async () => {
 }, 3000);
 """
 # the invitation stays in the browser: no request carries what follows the #
-JOIN_SCRIPT = """
+_JOIN_SCRIPT = """
 const copy = document.getElementById("copy"), line = document.getElementById("line");
 document.getElementById(location.hash.includes(".") ? "whole" : "cut").hidden = false;
 line.textContent = location.href;
@@ -49,7 +49,7 @@ copy.addEventListener("click", async () => {
 """
 
 
-RUN_NOW = '<h2>The run now</h2><div id="lost">The backbone does not answer.</div><div id="live"></div>'
+_RUN_NOW = '<h2>The run now</h2><div id="lost">The backbone does not answer.</div><div id="live"></div>'
 
 
 class StatusPage(Generic[S]):
@@ -109,7 +109,7 @@ class StatusPage(Generic[S]):
         if path == "/status.json":
             return "application/json", msgspec.json.encode(snapshot)
         if path == "/metrics":
-            return "text/plain", exposition(self._metrics(snapshot))
+            return "text/plain", _exposition(self._metrics(snapshot))
         title = text(self._title(snapshot))
         views = "".join([view.html() for view in self._draw(snapshot)])
         live = f"<h1>{title}</h1>{views}"
@@ -145,11 +145,11 @@ def join_page(run: str, *, live: bool) -> Callable[[web.BaseRequest], Awaitable[
 
     The page names the run, copies the line, opens the notebook and, if ``live``, refreshes ``/live``.
     """
-    script = JOIN_SCRIPT
+    script = _JOIN_SCRIPT
     run_now = ""
     if live:
         script += SCRIPT
-        run_now = RUN_NOW
+        run_now = _RUN_NOW
     links = ""
     for name, url in notebook_links("swarm").items():
         links += f'<a class="button" href="{text(url)}" rel="noopener">Open in {name}</a> '
@@ -188,7 +188,7 @@ def _filled(name: str, **parts: str) -> str:
     return template.substitute(parts)
 
 
-def exposition(samples: Iterable[Sample]) -> str:
+def _exposition(samples: Iterable[Sample]) -> str:
     """Return the metrics in the text format of Prometheus. Of equal names and labels the last value counts."""
     metrics: dict[str, dict[str, float]] = {}
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})

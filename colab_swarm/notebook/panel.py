@@ -24,12 +24,12 @@ from colab_swarm.snapshot import SwarmSnapshot
 
 logger = logging.getLogger(__name__)
 SHOW_EVERY_S = 0.25
-TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-end
+_TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-end
 RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
 CONFIRM_S = 5.0  # how long the leave button waits for the second click
 BEAT_S = 2.0  # the kernel looks after the browser's clock
-HEIGHT = "520px"  # of the view, which scrolls beyond; with its controls a panel has at most 600
-ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
+_HEIGHT = "520px"  # of the view, which scrolls beyond; with its controls a panel has at most 600
+_ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
 # The play widget as one switch with a name: only its first button. In ipywidgets 7 this is the second while it plays.
 PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!important}
 .cs-live button:nth-child(n+2),.cs-live .mod-active{display:none!important}
@@ -113,7 +113,7 @@ class Panel(Generic[S]):
     def _build(self, controls: Sequence[Any]) -> None:
         import ipywidgets
 
-        self._view = ipywidgets.HTML(layout={"max_height": HEIGHT, "overflow": "auto"})
+        self._view = ipywidgets.HTML(layout={"max_height": _HEIGHT, "overflow": "auto"})
         self._slider = ipywidgets.IntSlider(layout={"display": "none"})
         self._slider.style.description_width = "initial"
         tooltips = [f"show the page: {name}" for name in self._pages]
@@ -136,13 +136,13 @@ class Panel(Generic[S]):
             row.append(self._pause_button)
         if self._views.stops:
             tooltip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
-            row.append(make_button("Stop cell", "stop", tooltip, interrupt_cell))
+            row.append(make_button("Stop cell", "stop", tooltip, _interrupt_cell))
         row.append(self._leave_button)
         top = ipywidgets.HBox(row, layout=WRAPPING)
         self._box = ipywidgets.VBox([top, *controls, self._slider, self._view])
         self.refresh()
         for control in (self._clock, self._chooser, self._slider):
-            keep_listening(control)
+            _keep_listening(control)
 
     def _build_clock(self) -> Any:
         """Return the switch *Auto-refresh*: the browser ticks each second while it is on."""
@@ -174,7 +174,7 @@ class Panel(Generic[S]):
         if self._clock.value == self._clock_was and getattr(self._clock, self._playing):
             for playing in (False, True):
                 setattr(self._clock, self._playing, playing)
-            keep_listening(self._clock)
+            _keep_listening(self._clock)
             if self._playing == "_playing":
                 self.tick()
         self._clock_was = self._clock.value
@@ -191,7 +191,7 @@ class Panel(Generic[S]):
         else:
             self._slider.description, self._slider.max = slider
             self._slider.layout.display = ""
-        keep_listening(self._slider)
+        _keep_listening(self._slider)
         self.refresh()
 
     def _on_leave(self) -> None:
@@ -242,7 +242,7 @@ class Panel(Generic[S]):
     def tick(self) -> None:
         """Stay live from a training loop: call it after each batch. Draws at most four times a second.
 
-        Without a front-end it prints a line every `TEXT_EVERY_S`. Views that fail are logged.
+        Without a front-end it prints a line each 10 s. Views that fail are logged.
         """
         now = time.monotonic()
         if now - self._shown_at < SHOW_EVERY_S:
@@ -256,7 +256,7 @@ class Panel(Generic[S]):
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
         """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell.
 
-        Without a front-end, a line is printed every `TEXT_EVERY_S` and all pages at the end.
+        Without a front-end, a line is printed each 10 s, and all pages at the end.
         """
         if self._box is not None:
             from IPython.display import display
@@ -284,7 +284,7 @@ class Panel(Generic[S]):
 
     def _print_line(self, snapshot: S) -> None:
         now = time.monotonic()
-        if self._box is None and now - self._printed_at >= TEXT_EVERY_S:
+        if self._box is None and now - self._printed_at >= _TEXT_EVERY_S:
             self._printed_at = now
             _print(self._views.line(snapshot))
 
@@ -302,7 +302,7 @@ def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[],
     button = ipywidgets.Button(description=description, icon=icon, tooltip=tooltip)
     button.layout.width = "auto"
     button.on_click(lambda _: clicked())
-    keep_listening(button)
+    _keep_listening(button)
     return button
 
 
@@ -310,10 +310,10 @@ def update_button(button: Any, **traits: object) -> None:
     # a trait that keeps its value sends nothing
     for name, value in traits.items():
         setattr(button, name, value)
-    keep_listening(button)
+    _keep_listening(button)
 
 
-def keep_listening(control: Any) -> None:
+def _keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
     ipykernel 7.4 handles clicks beside a busy cell only if no cell updated the widget: forget that.
@@ -322,7 +322,7 @@ def keep_listening(control: Any) -> None:
         vars(control.comm).pop("_reply_subshell_id", None)
 
 
-def interrupt_cell() -> None:
+def _interrupt_cell() -> None:
     """Interrupt the running cell, as ■ does; on the main thread it has ended already."""
     if threading.current_thread() is threading.main_thread():
         return
@@ -338,5 +338,5 @@ def _print(text: str) -> None:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        text = text.translate(ASCII).encode(encoding, "replace").decode(encoding)
+        text = text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
     print(text, flush=True)

@@ -17,7 +17,7 @@ from colab_swarm.events import EventLog, Notice
 from colab_swarm.snapshot import SessionTime
 
 LEAVE_BEFORE_S = 600.0  # time between leaving and the end of the session; less if the session ends soon
-WARN_BEFORE_S = 600.0  # time between the warning and leaving
+_WARN_BEFORE_S = 600.0  # time between the warning and leaving
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class SessionClock:
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
     """Wait until it is time to leave; emit `Notice` some minutes before, and then."""
     loop = asyncio.get_running_loop()
-    for warn_at in (clock.leaves_at - WARN_BEFORE_S, clock.leaves_at):
+    for warn_at in (clock.leaves_at - _WARN_BEFORE_S, clock.leaves_at):
         await asyncio.sleep(warn_at - loop.time())
         left_s = max(0.0, clock.began_at + clock.limit_s - loop.time())
         events.emit(Notice(loop.time(), f"this session ends in {left_s / 60:.0f} min: {clock.reason}"))

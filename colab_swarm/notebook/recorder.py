@@ -44,8 +44,8 @@ class Names:
     names: dict[str, str]  # by the first 8 hex digits of the peers' ids
 
 
-Item: TypeAlias = Header | Names | Event
-KINDS: dict[str, type[Item]] = {kind.__name__: kind for kind in (Header, Names, *Event.__subclasses__())}
+_Item: TypeAlias = Header | Names | Event
+KINDS: dict[str, type[_Item]] = {kind.__name__: kind for kind in (Header, Names, *Event.__subclasses__())}
 
 
 class _Line(msgspec.Struct):
@@ -53,11 +53,11 @@ class _Line(msgspec.Struct):
     data: msgspec.Raw
 
 
-def _encoded(item: Item) -> bytes:
+def _encoded(item: _Item) -> bytes:
     return msgspec.json.encode({"kind": type(item).__name__, "data": item}) + b"\n"
 
 
-def _decoded(line: bytes) -> Item:
+def _decoded(line: bytes) -> _Item:
     require(len(line) <= MAX_LINE_BYTES, f"it is longer than {size(MAX_LINE_BYTES)}")
     try:
         decoded = msgspec.json.decode(line, type=_Line)
@@ -182,7 +182,7 @@ class Replay:
                     damaged.append(number)
         return damaged
 
-    def _add(self, item: Item) -> None:
+    def _add(self, item: _Item) -> None:
         if isinstance(item, Header):
             self.headers.append(item)
         elif not self.headers:

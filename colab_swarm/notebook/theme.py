@@ -22,10 +22,10 @@ History: TypeAlias = Sequence[tuple[float, float]]
 MAX_POINTS = 400  # of a curve
 # margins of a curve, in pixels
 LEFT = 44
-BOTTOM = 36
-TOP = 20
-RIGHT = 12
-TEXT_BAR = 20  # characters of a bar in text
+_BOTTOM = 36
+_TOP = 20
+_RIGHT = 12
+_TEXT_BAR = 20  # characters of a bar in text
 # the theme's blue; on a page without the theme, a blue for light and dark paper
 LINE = "var(--blue,#2a78d6)"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
@@ -140,8 +140,8 @@ class Document:
         full = 0
         # not for NaN
         if part > 0:
-            full = int(TEXT_BAR * min(part, 1.0))
-        filled = "#" * full + "." * (TEXT_BAR - full)
+            full = int(_TEXT_BAR * min(part, 1.0))
+        filled = "#" * full + "." * (_TEXT_BAR - full)
         line = f"  [{filled}] {markup.plain(f'{title}: {words}')}"
         self.draw(f"<p>{label}{bar(part, label, hue)}</p>", line)
 
@@ -229,7 +229,7 @@ def curve(
     chart = _Chart([*points, *limit_points], points, width=width, height=height, from_zero=from_zero)
     axes = chart.axes()
     axes += f'<text x="{LEFT}" y="11">{label}</text>'
-    axes += f'<text x="{width - RIGHT}" y="{height - 4}" text-anchor="end">{across}</text>'
+    axes += f'<text x="{width - _RIGHT}" y="{height - 4}" text-anchor="end">{across}</text>'
     bound = ""
     if limit_points:
         dashed = 'fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
@@ -260,11 +260,11 @@ class _Chart:
         self._high = max(*values, self._low + 1e-3 * (1 + abs(self._low)))
 
     def x(self, step: float) -> float:
-        return LEFT + (self._width - LEFT - RIGHT) * (step - self._first) / (self._last - self._first)
+        return LEFT + (self._width - LEFT - _RIGHT) * (step - self._first) / (self._last - self._first)
 
     def y(self, value: float) -> float:
         visible = min(max(value, self._low), self._high)
-        return TOP + (self._height - TOP - BOTTOM) * (self._high - visible) / (self._high - self._low)
+        return _TOP + (self._height - _TOP - _BOTTOM) * (self._high - visible) / (self._high - self._low)
 
     def line(self, points: History) -> str:
         left = self.x(0)
@@ -276,7 +276,7 @@ class _Chart:
         for value in ticks(self._low, self._high, 5):
             y = self.y(value)
             drawn += (
-                f'<path d="M{LEFT} {y:.1f}H{self._width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
+                f'<path d="M{LEFT} {y:.1f}H{self._width - _RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
                 f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
             )
         for step in ticks(self._first, self._last, 5):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 MAX_BYTES = 200_000_000
-MAX_REPLIES = 20
+_MAX_REPLIES = 20
 
 
 class ModelProbe:
@@ -82,7 +82,7 @@ class TryModel:
 
     def _document(self) -> Document:
         document = Document("", label="the model's answers")
-        for reply in self.replies[:MAX_REPLIES]:
+        for reply in self.replies[:_MAX_REPLIES]:
             document.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
             answers: dict[str, list[str]] = {}
             if reply.before:

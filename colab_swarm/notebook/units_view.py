@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.client import UnitProgress, VolunteerSnapshot
     from colab_swarm.workunits.state import JobStatus, VolunteerState
 
-ACROSS = 100  # units in a line
+_ACROSS = 100  # units in a line
 MARKS = {
     "assimilated": "# done",
     "queued": "= to assimilate",
@@ -24,10 +24,10 @@ MARKS = {
 }
 """Character and words for each state of a unit."""
 COLUMNS = ("volunteer", "reliability", "units", "rejected", "late", "in hand")
-MAX_FAULT_CHARS = 4000
-DYING = "the parameter servers end again and again: the coordinator's parameter-servers.log says why"
-NO_CHART = '<p class="soft">The accuracy is drawn after the second epoch.</p>'
-HOW_TO = (
+_MAX_FAULT_CHARS = 4000
+_DYING = "the parameter servers end again and again: the coordinator's parameter-servers.log says why"
+_NO_CHART = '<p class="soft">The accuracy is drawn after the second epoch.</p>'
+_HOW_TO = (
     "<h4>How to volunteer</h4>"
     "<p>Ask the organizer for the link. In a notebook: <code>cs.workunits.volunteer(link)</code> after "
     "<code>import colab_swarm as cs</code>; in a shell: <code>colab-swarm volunteer LINK</code>. "
@@ -71,7 +71,7 @@ def draw_job(status: "JobStatus") -> Document:
         document.warn(f"the store does not answer: {status.fault}")
     servers_die = status.server_deaths and not status.servers
     if servers_die and not status.finished:
-        document.warn(DYING)
+        document.warn(_DYING)
     document.figures(figures(status))
     if status.finished is None and status.marks:
         _draw_units(document, status)
@@ -85,7 +85,7 @@ def draw_job(status: "JobStatus") -> Document:
 def _draw_units(document: Document, status: "JobStatus") -> None:
     """Draw a character for each unit of the epoch."""
     marks = "".join([MARKS[mark][0] for mark in status.marks])
-    lines = [marks[begin : begin + ACROSS] for begin in range(0, len(marks), ACROSS)]
+    lines = [marks[begin : begin + _ACROSS] for begin in range(0, len(marks), _ACROSS)]
     style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
     drawn = f'<p style="{style}">{"<br>".join(map(html.escape, lines))}</p>'
     document.draw(drawn, *map("  {}".format, lines))
@@ -116,13 +116,13 @@ def _accuracy(status: "JobStatus") -> str:
         legend += f"; dashed: the target, {target:.1%}"
     chart = theme.curve(means, limit=limit, label="accuracy", across="epoch")
     if not chart:
-        return NO_CHART
+        return _NO_CHART
     return f'{chart}<p class="soft">{legend}</p>'
 
 
 def _page(status: "JobStatus") -> list[Document]:
     about = Document("", label="about this job")
-    how_to = "" if status.finished else HOW_TO
+    how_to = "" if status.finished else _HOW_TO
     about.draw(
         f"<p>Volunteers train a model of {status.numel:,} numbers on {sum(status.rows):,} samples. "
         f"Each takes a <b>unit</b>, one of {len(status.rows)} parts of the data, trains a copy of the model on it and "
@@ -186,7 +186,7 @@ def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:
     document.figures(contribution)
     if snapshot.refusal:
         document.warn(f"last refusal: {snapshot.refusal}")
-    fault = snapshot.fault[-MAX_FAULT_CHARS:]
+    fault = snapshot.fault[-_MAX_FAULT_CHARS:]
     if fault:
         document.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
     return document

@@ -22,20 +22,20 @@ Place: TypeAlias = tuple[float, float]
 ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
 # sizes of the map, in pixels
-MAP_X = 150
-MAP_ROW = 30
+_MAP_X = 150
+_MAP_ROW = 30
 RELAYED = "relayed by "
-ID_CHARS = 8
+_ID_CHARS = 8
 MAX_NAME_CHARS = 40
 COLUMNS = ("peer", "role", "step", "samples/s", "samples", "averaged for others", "RTT", "link", "reachable")
-REACHABLE = {True: "yes", False: "outgoing only", None: ""}
-SOON_S = 1800.0  # the view warns this long before a session's end
+_REACHABLE = {True: "yes", False: "outgoing only", None: ""}
+_SOON_S = 1800.0  # the view warns this long before a session's end
 RECENT = 20  # rounds to choose from
 # durations of a round that can be drawn
-MIN_S = 1e-6
-MAX_S = 1e6
+_MIN_S = 1e-6
+_MAX_S = 1e6
 SLOTS = 40  # characters of a lane
-PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
+_PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
 NONE_YET = "No averaging round has ended yet: peers average once they have a step's samples."
 GROUP = "forming the group"
 
@@ -85,7 +85,7 @@ def _draw_peers(document: theme.Document, snapshot: SwarmSnapshot) -> None:
     contributions = {row.id: row for row in snapshot.leaderboard}
     peers = [*snapshot.peers, *_peers_away(snapshot)]
     name_counts = Counter(peer.name for peer in peers)
-    names = {peer.id[:ID_CHARS]: peer.name for peer in peers}
+    names = {peer.id[:_ID_CHARS]: peer.name for peer in peers}
 
     def cells(peer: PeerRow) -> tuple[str, ...]:
         contribution = contributions.get(peer.id)
@@ -98,7 +98,7 @@ def _draw_peers(document: theme.Document, snapshot: SwarmSnapshot) -> None:
             _reduced(contribution),
             milliseconds(peer.rtt_s),
             _way(peer, names),
-            REACHABLE[peer.reachable],
+            _REACHABLE[peer.reachable],
         )
 
     document.table(COLUMNS, peers, cells, numbers=(2, 3, 4, 5, 6), what="peers")
@@ -234,7 +234,7 @@ def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
 
 def _draw_notices(document: theme.Document, snapshot: SwarmSnapshot) -> None:
     if snapshot.paused:
-        document.warn(PAUSED, "‖")
+        document.warn(_PAUSED, "‖")
     kept = snapshot.kept
     if kept is not None:
         if kept.standing_in is not None:
@@ -247,7 +247,7 @@ def _draw_notices(document: theme.Document, snapshot: SwarmSnapshot) -> None:
         return
     words = f"{plain(session.platform)}, {duration(session.elapsed_s)} of {duration(session.limit_s)}"
     words += f"; leaves at {duration(session.leaves_s)}"
-    soon = session.elapsed_s > session.leaves_s - SOON_S
+    soon = session.elapsed_s > session.leaves_s - _SOON_S
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
     document.bar(part, words, title="session", hue="amber" if soon else "soft")
     if soon:
@@ -268,13 +268,13 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     """Draw this peer at the left and a line for each link; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
     drawn = others[:MAX_ON_MAP]
-    names = {peer.id[:ID_CHARS]: peer.name for peer in drawn}
+    names = {peer.id[:_ID_CHARS]: peer.name for peer in drawn}
     own_mark = ("blue", "◉", plain(snapshot.state, 24))
     if snapshot.paused:
         own_mark = ("amber", "‖", "paused")
     own_name = f"{plain(snapshot.me, 24)} (me)"
-    height = MAP_ROW * max(len(drawn), 3)
-    own_place = (MAP_X, height / 2)
+    height = _MAP_ROW * max(len(drawn), 3)
+    own_place = (_MAP_X, height / 2)
     lines = ""
     nodes = _node(own_place, own_mark, own_name, ())
     marks = {own_mark}
@@ -282,7 +282,7 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     for index, peer in enumerate(drawn):
         mark = _mark_of(peer)
         link = _link_words(peer, names)
-        place = (2 * MAP_X, MAP_ROW * (index + 0.5))
+        place = (2 * _MAP_X, _MAP_ROW * (index + 0.5))
         if peer.connected:
             lines += _link_line(peer, own_place, place)
         nodes += _node(place, mark, peer.name, link)
@@ -294,7 +294,7 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     run = plain(snapshot.run, 40)
     document = theme.Document(run, state, label="map of the swarm", line=f"links of {run}: {state}")
     document.draw(
-        f'<svg viewBox="0 0 {4 * MAP_X} {height}" width="100%" style="max-width:720px" role="img" '
+        f'<svg viewBox="0 0 {4 * _MAP_X} {height}" width="100%" style="max-width:720px" role="img" '
         f'aria-label="map of {count(len(drawn) + 1, "peer")}">{lines}{nodes}</svg>'
         f'<p>{_map_key(marks)}</p><p class="soft">'
         "line: a link, wider if faster; dashed: through a relay; no line: no link</p>",
@@ -332,7 +332,7 @@ def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]
 def _way(peer: PeerRow, names: Mapping[str, str]) -> str:
     way = peer.connected
     if way.startswith(RELAYED):
-        relay = way.removeprefix(RELAYED)[:ID_CHARS]
+        relay = way.removeprefix(RELAYED)[:_ID_CHARS]
         way = f"via {names.get(relay, relay)}"
     return plain(way, 17)
 
@@ -373,7 +373,7 @@ def _node(place: Place, mark: Mark, name: str, link: Sequence[str]) -> str:
     )
 
 
-class Track(NamedTuple):
+class _Track(NamedTuple):
     """How one part of a member's round is drawn."""
 
     character: str
@@ -382,21 +382,21 @@ class Track(NamedTuple):
     pattern: str  # of its line, in pixels; empty: solid
 
 
-TRACKS = {
-    "": Track("·", GROUP, "soft", "1 4"),
-    "sent": Track("░", "sent to it", "blue", ""),
-    "received": Track("▒", "received from it", "amber", "7 3"),
-    "means": Track("▓", "average received", "green", "2 2"),
+_TRACKS = {
+    "": _Track("·", GROUP, "soft", "1 4"),
+    "sent": _Track("░", "sent to it", "blue", ""),
+    "received": _Track("▒", "received from it", "amber", "7 3"),
+    "means": _Track("▓", "average received", "green", "2 2"),
 }
 """By the field of `MemberTrace`; empty for the time before the averaging."""
-LANE = 320  # width of a lane, pixels
+_LANE = 320  # width of a lane, pixels
 
 
 def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
     document = theme.Document("", label="averaging rounds")
     names = dict(snapshot.names)
     for peer in snapshot.peers:
-        names[peer.id[:ID_CHARS]] = f"{peer.name} (me)" if peer.me else peer.name
+        names[peer.id[:_ID_CHARS]] = f"{peer.name} (me)" if peer.me else peer.name
     draw_waterfall(document, snapshot.rounds, back, names)
     return document
 
@@ -419,7 +419,7 @@ def draw_waterfall(
         return
 
     def cells(member: MemberTrace) -> tuple[theme.Cell, ...]:
-        short_id = member.peer[:ID_CHARS]
+        short_id = member.peer[:_ID_CHARS]
         hue, outcome = _outcome(member, names)
         return (
             plain(names.get(short_id, short_id), 24),
@@ -438,7 +438,7 @@ def draw_waterfall(
 def _outcome(member: MemberTrace, names: Mapping[str, str]) -> tuple[str, str]:
     """Return the hue and the words of a member's result."""
     if member.dropped:
-        short_id = member.peer[:ID_CHARS]
+        short_id = member.peer[:_ID_CHARS]
         reason = member.dropped.replace(short_id, names.get(short_id, short_id))
         return "red", f"✖ {plain(reason, 80)}"
     exchanged = member.samples or member.share or member.received or member.means
@@ -450,7 +450,7 @@ def _outcome(member: MemberTrace, names: Mapping[str, str]) -> tuple[str, str]:
 def _draw_legend(document: theme.Document) -> None:
     swatches = ""
     meanings = []
-    for track in TRACKS.values():
+    for track in _TRACKS.values():
         line = _line(0, 36, 4, track)
         swatches += (
             f'<svg width="36" height="9" style="display:inline-block" aria-hidden="true">{line}</svg> '
@@ -462,7 +462,7 @@ def _draw_legend(document: theme.Document) -> None:
 
 def _plausible(finished: RoundFinished) -> RoundFinished:
     """Return the round with times that can be drawn: a recording may hold anything."""
-    seconds = finished.seconds if 0 < finished.seconds < MAX_S else MIN_S
+    seconds = finished.seconds if 0 < finished.seconds < _MAX_S else _MIN_S
     averaging_s = seconds
     if 0 <= finished.averaging_s < seconds:
         averaging_s = finished.averaging_s
@@ -497,7 +497,7 @@ def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
     slots = [" "] * SLOTS
     labels = []
     lines = ""
-    for row, (field, track) in enumerate(TRACKS.items()):
+    for row, (field, track) in enumerate(_TRACKS.items()):
         times_s = getattr(member, field) if field else (-waited_s, 0.0)
         if times_s is None or not all(map(math.isfinite, times_s)):
             continue
@@ -509,10 +509,10 @@ def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
         labels.append(f"{track.meaning}: {span}")
         # the first two tracks share a row, as sending begins when the group is formed
         y = 5 * max(row - 1, 1) - 2
-        lines += _line(LANE * begin, max(LANE * end, LANE * begin + 4), y, track)
+        lines += _line(_LANE * begin, max(_LANE * end, _LANE * begin + 4), y, track)
     label = "; ".join(labels)
     svg = (
-        f'<svg viewBox="0 0 {LANE} 16" width="{LANE}" height="16" role="img" aria-label="{label}">'
+        f'<svg viewBox="0 0 {_LANE} 16" width="{_LANE}" height="16" role="img" aria-label="{label}">'
         f"<title>{label}</title>{lines}</svg>"
     )
     return "".join(slots), svg
@@ -522,7 +522,7 @@ def _bounded(part: float) -> float:
     return min(max(part, 0.0), 1.0)
 
 
-def _line(begin: float, end: float, y: float, track: Track) -> str:
+def _line(begin: float, end: float, y: float, track: _Track) -> str:
     return (
         f'<path class="{track.hue}" d="M{begin:.1f} {y}H{end:.1f}" fill="none" stroke="currentColor" '
         f'stroke-width="4" stroke-dasharray="{track.pattern or "none"}"/>'

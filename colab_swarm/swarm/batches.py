@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.training.optimizer import SwarmOptimizer
 
-SAME_ORDER = (
+_SAME_ORDER = (
     "all peers read this loader in one order: use DataLoader(…, shuffle=True), or other data at each peer"
 )
 
@@ -93,7 +93,7 @@ class BatchReader:
         elif sampler is not None and hasattr(sampler, "generator"):
             sampler.generator = torch.Generator().manual_seed(seed)
         elif sampler is not None and number == 0:
-            self._warn(SAME_ORDER)
+            self._warn(_SAME_ORDER)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

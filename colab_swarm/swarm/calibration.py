@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
-CALIBRATION_S = 2.0
+_CALIBRATION_S = 2.0
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
-MAX_MICRO_BATCH = 512
+_MAX_MICRO_BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Subject:
 
 
 def calibrate(
-    model: "Module", batches: "Iterable[Mapping[str, Tensor]]", *, seconds: float = CALIBRATION_S
+    model: "Module", batches: "Iterable[Mapping[str, Tensor]]", *, seconds: float = _CALIBRATION_S
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
@@ -110,7 +110,7 @@ def _measure(passes: Iterator[int], seconds: float, min_passes: int) -> float:
 def fitting_batch(free_bytes: float, subject: Subject) -> int:
     """Return the largest power of two, at most 512, that fits into ``free_bytes``; 0 if none does."""
     room_bytes = USABLE * free_bytes - PARAMETER_BYTES * subject.parameters
-    fitting = min(int(room_bytes / subject.sample_bytes), MAX_MICRO_BATCH)
+    fitting = min(int(room_bytes / subject.sample_bytes), _MAX_MICRO_BATCH)
     if fitting <= 0:
         return 0
     return 1 << (fitting.bit_length() - 1)

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 SIZE_BYTES = 4 << 20
-TEST_S = 15.0
+_TEST_S = 15.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 GB = 1e9
-MAX_SKEW_S = 5.0
-MAX_COMPENSATED_SKEW_S = 600.0
-SLOW_BPS = 5e6
+_MAX_SKEW_S = 5.0
+_MAX_COMPENSATED_SKEW_S = 600.0
+_SLOW_BPS = 5e6
 WIDTH = 100
-INDENT = " " * 18
+_INDENT = " " * 18
 MAX_CHARS = 10_000
 
 
@@ -55,18 +55,18 @@ class Light(enum.Enum):
 GREEN = Light.GREEN
 YELLOW = Light.YELLOW
 RED = Light.RED
-REACH_FIXES = {
+_REACH_FIXES = {
     ReachabilityLevel.UNVERIFIED: "run the doctor again when another peer has joined: it tries to dial this one",
     ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
     ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm create my-run",
 }
 
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
-OTHER_GPU = (
+_OTHER_GPU = (
     "take another GPU (on Kaggle: Session options, Accelerator, GPU T4 x2), or a build of torch for this one: "
     "torch.cuda.get_arch_list() shows what a build is for"
 )
-FLOAT16 = (
+_FLOAT16 = (
     "use float16: torch.autocast('cuda', torch.float16) with a torch.amp.GradScaler. Trainer and TRL: fp16=True, "
     "bf16=False. QLoRA: also bnb_4bit_compute_dtype=torch.float16 and, after the trainer is made, for p in "
     "model.parameters(): p.data = p.data.float() if p.requires_grad else p.data"
@@ -139,11 +139,11 @@ def _cells(check: Check) -> tuple[str, str, str]:
 
 def _text_lines(check: Check) -> list[str]:
     first = f" {check.light.value[1]} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
-    lines = textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
+    lines = textwrap.wrap(first, WIDTH, subsequent_indent=_INDENT)
     if check.fix:
-        fix = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"
+        fix = f"{_INDENT}→ {plain(check.fix, MAX_CHARS)}"
         # a command must stay whole
-        lines += textwrap.wrap(fix, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
+        lines += textwrap.wrap(fix, WIDTH, subsequent_indent=_INDENT + "  ", break_on_hyphens=False)
     return lines
 
 
@@ -242,7 +242,7 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
     for peer in testers:
         # it may have left, be busy, or be too old for a test
         with contextlib.suppress(PeerError):
-            return await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_S)
+            return await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=_TEST_S)
     return None
 
 
@@ -385,10 +385,10 @@ def check_gpus(
     if not runs_on(capability, architectures):
         own = "sm_{}{}".format(*capability)
         words = f"this torch was built for {', '.join(architectures)}, not for {name} ({own})"
-        return [judge("GPU", words, OTHER_GPU, RED)]
+        return [judge("GPU", words, _OTHER_GPU, RED)]
     checks = []
     if not bfloat16:
-        checks.append(judge("precision", f"{name} has no bfloat16: it is emulated, and slow", FLOAT16))
+        checks.append(judge("precision", f"{name} has no bfloat16: it is emulated, and slow", _FLOAT16))
     if count > 1 and not is_rank:
         words = f"{count} × {name}, and this process trains on one"
         checks.append(judge("GPUs", words, HOST.format(count=count)))
@@ -420,7 +420,7 @@ def check_reachability(reached: Reachability) -> Check:
     words = str(reached)
     for level, reason in reached.reasons:
         words += f"; not {level.value}: {reason}"
-    return judge("reachability", words, REACH_FIXES.get(reached.level, ""))
+    return judge("reachability", words, _REACH_FIXES.get(reached.level, ""))
 
 
 def check_clock(skew_s: float) -> Check:
@@ -428,11 +428,11 @@ def check_clock(skew_s: float) -> Check:
     direction = "ahead of" if skew_s > 0 else "behind"
     words = f"{abs(skew_s):,.1f} s {direction} the swarm's"
     fix = "let the system set its clock: sudo timedatectl set-ntp true"
-    if abs(skew_s) < MAX_SKEW_S:
+    if abs(skew_s) < _MAX_SKEW_S:
         return judge("clock", words)
-    if abs(skew_s) <= MAX_COMPENSATED_SKEW_S:
+    if abs(skew_s) <= _MAX_COMPENSATED_SKEW_S:
         return judge("clock", f"{words}; compensated", fix)
-    words += f"; at most {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated"
+    words += f"; at most {_MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated"
     return judge("clock", words, fix, RED)
 
 
@@ -442,7 +442,7 @@ def check_bandwidth(uplink: Speed | None) -> Check:
     upload = bandwidth(uplink.upload_bps)
     download = bandwidth(uplink.download_bps)
     words = f"{upload} up, {download} down, round trip {uplink.rtt_s * 1e3:.0f} ms"
-    if min(uplink.upload_bps, uplink.download_bps) >= SLOW_BPS:
+    if min(uplink.upload_bps, uplink.download_bps) >= _SLOW_BPS:
         return judge("bandwidth", words)
     fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')"
     return judge("bandwidth", f"{words}: slow", fix)

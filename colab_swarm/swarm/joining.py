@@ -30,7 +30,7 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 
-LAST_TIME = 1e11  # of an invitation that does not expire, seconds since the epoch
+_LAST_TIME = 1e11  # of an invitation that does not expire, seconds since the epoch
 _open_swarms: set[Swarm] = set()
 
 
@@ -212,7 +212,7 @@ def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
         f"{invite.run} takes peers with an invitation only: ask {', '.join(invite.names)} for one",
         JoinError,
     )
-    return Invite(invite.run_id, invite.contacts, LAST_TIME)
+    return Invite(invite.run_id, invite.contacts, _LAST_TIME)
 
 
 def _open_in(folder: str | Path | None) -> Swarm | None:

@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.messages import Token
 
 logger = logging.getLogger(__name__)
-PUBLISH_EVERY_S = 60.0
-PUBLISHED_S = 180.0  # how long an announcement lasts
+_PUBLISH_EVERY_S = 60.0
+_PUBLISHED_S = 180.0  # how long an announcement lasts
 SAVE_EVERY_S = 15.0
 # A new link is saved at once, as a killed peer finds back through saved peers; the delay is for its addresses.
-SAVE_NEW_S = 1.0
-LINK_S = 15.0
+_SAVE_NEW_S = 1.0
+_LINK_S = 15.0
 DIALS = 16  # at once, of the saved peers
 # installing the package and loading a data set contact these hosts anyway
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))
 CONNECT_TIMEOUT_S = 3.0
-ENDED = "If the run has ended, start a new one with cs.create(…); if not, ask for a new invitation"
+_ENDED = "If the run has ended, start a new one with cs.create(…); if not, ask for a new invitation"
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
-HAND_OVER_S = 60.0  # for a last round then
+_HAND_OVER_S = 60.0  # for a last round then
 MAX_RELAYS = 64
 
 
@@ -217,7 +217,7 @@ class NetworkSession:
         self._services.events.listen(on_event)
         while True:
             await wait_until(loop_now() + SAVE_EVERY_S, new_link)
-            await asyncio.sleep(SAVE_NEW_S)
+            await asyncio.sleep(_SAVE_NEW_S)
             new_link.clear()
             try:
                 await self._save(store)
@@ -289,7 +289,7 @@ class NetworkSession:
         deadline = time.monotonic() + min(PATIENCE_S, max_s)
         trained = list(optimizers.values())
         for optimizer in trained:
-            optimizer.end(reason, hand_over_s=min(HAND_OVER_S, max_s))
+            optimizer.end(reason, hand_over_s=min(_HAND_OVER_S, max_s))
         # `leave` closes those that the user no longer steps
         for optimizer in trained:
             optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
@@ -305,7 +305,7 @@ class NetworkSession:
                 if addresses != listening:
                     addresses = listening
                     await self._announcer.update(Contact(self.node.id, addresses))
-                await asyncio.sleep(PUBLISH_EVERY_S)
+                await asyncio.sleep(_PUBLISH_EVERY_S)
         except OSError as error:
             logger.info("not announced in the LAN: %s", error)
 
@@ -319,8 +319,8 @@ class NetworkSession:
                 await asyncio.sleep(1.0)
                 continue
             with contextlib.suppress(PeerError):
-                await self._services.dht.publish(key, current, ttl_s=PUBLISHED_S)
-            await asyncio.sleep(PUBLISH_EVERY_S)
+                await self._services.dht.publish(key, current, ttl_s=_PUBLISHED_S)
+            await asyncio.sleep(_PUBLISH_EVERY_S)
 
     async def announced(self, what: str) -> dict[PeerId, Found]:
         """Return the announcements of the run's peers (see `announce`), not checked, by peer."""
@@ -389,7 +389,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
 
     async def dial(contact: Contact) -> None:
         async with free:
-            await node.linker.link_to(contact.id, LINK_S)
+            await node.linker.link_to(contact.id, _LINK_S)
 
     dials = [asyncio.create_task(dial(contact)) for contact in entries]
     try:
@@ -401,7 +401,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
                 reasons.append(str(error))
     finally:
         await end_tasks(*dials)
-    advice = f"{LOCAL_ONLY} {ENDED}" if only_local(entries) else ENDED
+    advice = f"{LOCAL_ONLY} {_ENDED}" if only_local(entries) else _ENDED
     raise JoinError(f"nobody answers: {'; '.join(dict.fromkeys(reasons))}. {advice}")
 
 

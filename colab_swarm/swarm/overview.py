@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_ROUNDS = 20
-MAX_LOSSES = 1000
-MAX_CONTRIBUTIONS = 20  # rows of the leaderboard
+_MAX_LOSSES = 1000
+_MAX_CONTRIBUTIONS = 20  # rows of the leaderboard
 LOG_LINES = 8
-SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
-MAX_NAMES = 1000
+_SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
+_MAX_NAMES = 1000
 MAX_NAME_CHARS = 40
-NEVER = float("-inf")
+_NEVER = float("-inf")
 MODEL = "model"  # the default name in `Swarm.optimizer`
 T = TypeVar("T")
 Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, AssistantRecord]]
@@ -58,7 +58,7 @@ class Background(Generic[T]):
         self._read = read
         self._every_s = every_s
         self._value: T | None = None
-        self._began_at = NEVER
+        self._began_at = _NEVER
         self._reading = threading.Lock()
 
     def look(self, now: float) -> T | None:
@@ -120,7 +120,7 @@ class Overview:
                 if loss is not None:
                     # the first loss stays, as the panel compares with it
                     losses = (*self._losses, (step, loss))
-                    self._losses = (losses[0], *losses[1:][1 - MAX_LOSSES :])
+                    self._losses = (losses[0], *losses[1:][1 - _MAX_LOSSES :])
             case Applied() | Contributed():
                 pass
             case RoundFinished():
@@ -138,7 +138,7 @@ class Overview:
         """Return True if another service has just reported the same loss."""
         for earlier in self._events:
             same_peer = isinstance(earlier, PeerLeft) and earlier.peer == event.peer
-            if same_peer and event.at - earlier.at < SAME_LOSS_S:
+            if same_peer and event.at - earlier.at < _SAME_LOSS_S:
                 return True
         return False
 
@@ -170,7 +170,7 @@ class Overview:
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now = self._runtime.time()
         # a peer that has left starts no new reading
-        read_at = NEVER if left else now
+        read_at = _NEVER if left else now
         names = self.names()
         trainers, assistants = self._records(read_at)
         total = self._services.peers.statistics()
@@ -236,9 +236,9 @@ class Overview:
 
     def names(self) -> Mapping[str, str]:
         """Return the names of all peers seen so far, by short id."""
-        trainers, assistants = self._records(NEVER)
+        trainers, assistants = self._records(_NEVER)
         names: dict[str, str] = {}
-        if len(self._names) < MAX_NAMES:
+        if len(self._names) < _MAX_NAMES:
             names |= self._names
         for peer, helper in assistants.items():
             names[short(peer)] = plain(helper.name, MAX_NAME_CHARS)
@@ -293,7 +293,7 @@ class Overview:
                 reduced_bytes = confirmed[peer].reduced_bytes
             rows.append(ContributionRow(name, short_id, samples, reduced_bytes, peer == me))
         rows.sort(key=lambda row: -row.samples)
-        return tuple(rows[:MAX_CONTRIBUTIONS])
+        return tuple(rows[:_MAX_CONTRIBUTIONS])
 
 
 def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:

@@ -42,7 +42,7 @@ from colab_swarm.swarm.swarm import Swarm
 T = TypeVar("T")
 RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
-SLICE_S = 0.5  # virtual time between two looks at what the user injected
+_SLICE_S = 0.5  # virtual time between two looks at what the user injected
 LOOK_S = 0.25  # real time between two snapshots
 MAX_ENTRIES = 4  # peers that a new one joins the DHT through
 
@@ -149,7 +149,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def new_name(self) -> str:
         """Return the first name that no peer has had."""
-        return next(name for name in map(nth_name, itertools.count()) if name not in self._names)
+        return next(name for name in map(_nth_name, itertools.count()) if name not in self._names)
 
     def speed_of(self, name: str) -> float:
         return self._speeds.get(name, self._samples_per_s)
@@ -329,7 +329,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 class InteractiveRun:
     """A running simulation, made by `Simulation.play`. A new one stops the former.
 
-    Injected actions happen every `SLICE_S`. Change ``speed``, virtual seconds per second, any time.
+    Injected actions happen each half second of virtual time. Change ``speed``, virtual seconds per second, any time.
     """
 
     running: "ClassVar[InteractiveRun | None]" = None
@@ -387,7 +387,7 @@ class InteractiveRun:
 
     def step(self) -> None:
         """While paused, advance one virtual second."""
-        self._single_steps += round(1 / SLICE_S)
+        self._single_steps += round(1 / _SLICE_S)
         self._wake.set()
 
     def stop(self) -> None:
@@ -456,7 +456,7 @@ class InteractiveRun:
                 idle = self._pass_slice()
                 if simulation.time > self._until - 1e-6:
                     return "finished"
-                wait_s = max(0.0, began + SLICE_S / max(self.speed, 0.01) - time.monotonic())
+                wait_s = max(0.0, began + _SLICE_S / max(self.speed, 0.01) - time.monotonic())
                 look_s = LOOK_S
             if time.monotonic() - self._looked_at >= look_s:
                 self._look()
@@ -466,7 +466,7 @@ class InteractiveRun:
 
     def _pass_slice(self) -> bool:
         try:
-            return self._simulation.advance(min(SLICE_S, self._until - self._simulation.time))
+            return self._simulation.advance(min(_SLICE_S, self._until - self._simulation.time))
         except JoinError as error:
             self._simulation.tell(f"a late joiner could not join: {error}")
             return False
@@ -523,9 +523,9 @@ def simulate(
         raise ValueError(f"network={network!r} is unknown: choose one of {names}")
     simulation = Simulation(profile, seed=seed, samples_per_s=samples_per_s, mailbox=mailbox)
     for index in range(peers):
-        simulation.join(nth_name(index))
+        simulation.join(_nth_name(index))
     return simulation
 
 
-def nth_name(index: int) -> str:
+def _nth_name(index: int) -> str:
     return NAMES[index] if index < len(NAMES) else f"peer{index}"

@@ -10,7 +10,7 @@ from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions, o
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.volunteering import Volunteer, open_volunteer
 
-NO_COORDINATOR = (
+_NO_COORDINATOR = (
     "nobody coordinates work units in this swarm: call swarm.coordinate(job) here or at another peer; "
     "if a coordinator has just started, try again in a few seconds"
 )
@@ -46,7 +46,7 @@ def volunteer(
     """Train units of the run's newest coordinator; JoinError if none is known."""
     urls = runtime.call(network.coordinators())
     if not urls:
-        raise JoinError(NO_COORDINATOR)
+        raise JoinError(_NO_COORDINATOR)
     admission = network.access.admission
     authority = None if admission is None else admission.authority
 
