@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from colab_swarm.markup import count, duration, plain, size
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.page import Sample, StatusPage
+from colab_swarm.notebook.panel import Views
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
@@ -164,6 +165,15 @@ def _metrics(status: "JobStatus") -> list[Sample]:
     return samples
 
 
+JOB_VIEWS: "Views[JobStatus]" = Views(
+    draw_job,
+    job_line,
+    lambda status: bool(status.finished),
+    who="coordinator",
+    leave=("Stop", "Stopped"),
+)
+
+
 def status_page(look: "Callable[[], JobStatus]") -> "StatusPage[JobStatus]":
     return StatusPage(look, lambda status: status.name, _page, _metrics, host="coordinator")
 
@@ -216,3 +226,12 @@ def _state(snapshot: "VolunteerSnapshot") -> str:
     if snapshot.given_back:
         units += f", {snapshot.given_back:,} given back"
     return "; ".join([*parts, units])
+
+
+VOLUNTEER_VIEWS: "Views[VolunteerSnapshot]" = Views(
+    draw_volunteer,
+    volunteer_line,
+    lambda snapshot: snapshot.over,
+    who="volunteer",
+    leave=("Stop", "Stopped"),
+)

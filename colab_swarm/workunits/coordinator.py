@@ -28,9 +28,9 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.invitation import Invitation
-from colab_swarm.notebook.panel import Panel, Views
+from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import require_terms
-from colab_swarm.notebook.units_view import draw_job, job_line
+from colab_swarm.notebook.units_view import JOB_VIEWS, draw_job, job_line
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
@@ -49,7 +49,6 @@ LOCAL_ONLY = (
     "Only volunteers in the same local network can use this link, because the coordinator's address is private: "
     "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
 )
-VIEWS = Views(draw_job, job_line, lambda status: bool(status.finished), "coordinator", ("Stop", "Stopped"))
 _coordinators: "set[Coordinator]" = set()
 
 
@@ -196,7 +195,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     def panel(self) -> Panel[JobStatus]:
         """Return a live view: widgets in a notebook, text elsewhere."""
-        return Panel(self.snapshot, self.stop, views=VIEWS)
+        return Panel(self.snapshot, self.stop, views=JOB_VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
         """Show the job for ``seconds``, or until it is done or you interrupt. The job continues afterwards."""

@@ -26,9 +26,9 @@ from filelock import FileLock, Timeout
 
 from colab_swarm.errors import CallRefused, JoinError, PeerError, require
 from colab_swarm.net.identity import Identity
-from colab_swarm.notebook.panel import Panel, Views
+from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import require_terms
-from colab_swarm.notebook.units_view import draw_volunteer, volunteer_line
+from colab_swarm.notebook.units_view import VOLUNTEER_VIEWS, draw_volunteer, volunteer_line
 from colab_swarm.runtime import DeviceThread, PauseGate, Runtime
 from colab_swarm.workunits.client import (
     CoordinatorClient,
@@ -50,7 +50,6 @@ SAVE_S, MAX_CACHE_BYTES = 30.0, 2 << 30  # interval of the saves of a unit, and 
 FAREWELL_S = 5.0  # time limit for giving units back
 AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
-VIEWS = Views(draw_volunteer, volunteer_line, lambda seen: seen.over, "volunteer", ("Stop", "Stopped"))
 _volunteers: "set[Volunteer]" = set()
 
 
@@ -137,7 +136,7 @@ class Volunteer:
 
     def panel(self) -> Panel[VolunteerSnapshot]:
         """Return a live view: widgets in a notebook, text elsewhere."""
-        return Panel(self.snapshot, self.stop, views=VIEWS)
+        return Panel(self.snapshot, self.stop, views=VOLUNTEER_VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
         """Show its progress for ``seconds``, or until it ends or you interrupt. It continues."""
