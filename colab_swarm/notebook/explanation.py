@@ -77,7 +77,9 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     error = error or getattr(sys, "last_value", None)
     if error is None:
         return Explanation("no error", "no cell of this notebook failed", "use cs.explain(error)")
-    kind = error if isinstance(error, type) else type(error)
+    kind: type = type(error)
+    if isinstance(error, type):
+        kind = error
     if not issubclass(kind, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")
     title = _title_of(error, kind)
@@ -95,7 +97,9 @@ def _title_of(error: object, kind: type[BaseException]) -> str:
         # an error's own __str__ may fail
         with suppress(Exception):
             text = plain(str(error), MAX_CHARS)
-    return f"{kind.__name__}: {text}" if text else kind.__name__
+    if not text:
+        return kind.__name__
+    return f"{kind.__name__}: {text}"
 
 
 def _one_line(paragraph: str) -> str:
@@ -105,7 +109,9 @@ def _one_line(paragraph: str) -> str:
 def shorten_interrupts() -> None:
     """Let an interrupted cell of this notebook end with one line, if no other package handles its exceptions."""
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    if ipython is None:
+        return
+    shell = ipython.get_ipython()
     if shell is not None and not shell.custom_exceptions:
         shell.set_custom_exc((KeyboardInterrupt,), _show_interrupt)
 
@@ -176,7 +182,9 @@ def _advice_by_place(error: object) -> _Advice:
         )
     if any(map(_is_ours, modules)) and raised_in != "__main__":
         url = repository()
-        recipient = f"at {url}/issues" if url else f"to the owner of {COPY}"
+        recipient = f"to the owner of {COPY}"
+        if url:
+            recipient = f"at {url}/issues"
         return _Advice(
             f"unknown error while code of colab_swarm ran (raised in {raised_in}): it may be a bug of colab_swarm",
             f"report it {recipient}, with the whole traceback and the output of cs.doctor()",

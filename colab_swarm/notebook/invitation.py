@@ -87,8 +87,10 @@ class Invitation(str):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # the invitation comes last: a copy of the whole text can still be used to join
-        lines = [self.warning, str(self)] if self.warning else [str(self)]
-        return self._document().bundle() | {"text/plain": "\n".join(lines)}
+        text = str(self)
+        if self.warning:
+            text = f"{self.warning}\n{text}"
+        return self._document().bundle() | {"text/plain": text}
 
 
 class LanSwarms(tuple[LanSwarm, ...]):

@@ -66,18 +66,25 @@ def _failed_cells(uid: str, state: str) -> tuple[theme.Cell, ...]:
 
 
 def _live_cells(expert: "LiveExpert") -> tuple[theme.Cell, ...]:
-    share = "–" if expert.share is None else f"{expert.share:.0%}"
+    share = "–"
+    if expert.share is not None:
+        share = f"{expert.share:.0%}"
     bar = theme.bar(expert.share or 0.0, f"{share} of the updates")
-    host = f"{expert.host} (me)" if expert.mine else expert.host
+    host = expert.host
+    if expert.mine:
+        host += " (me)"
     return expert.uid, "live", host, f"{expert.step:,}", (share, share + bar)
 
 
 def _served_cells(expert: "ExpertStatistics") -> tuple[str, ...]:
+    batch = "–"
+    if expert.batch_size is not None:
+        batch = f"{expert.batch_size:,.0f}"
     return (
         expert.uid,
         f"{expert.step:,}",
         f"{expert.queued:,}",
-        "–" if expert.batch_size is None else f"{expert.batch_size:,.0f}",
+        batch,
         f"{expert.calls_per_s:,.1f}",
         f"{expert.samples_per_s:,.0f}",
         milliseconds(expert.latency_s) or "–",
@@ -138,7 +145,9 @@ def draw_elastic(snapshot: "ElasticSnapshot") -> theme.Document:
     chart = theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=760)
     if chart:
         document.draw(chart)
-        bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
+        bound = "no bound is known for this codec"
+        if bounds:
+            bound = "dashed: bound in theory"
         document.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
     if snapshot.steps[-1].passed:
         far = "The peers are further apart than the bound of this scheduler allows"

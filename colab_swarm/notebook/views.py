@@ -74,7 +74,9 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
 
 
 def _draw_loss(document: theme.Document, snapshot: SwarmSnapshot) -> None:
-    source = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
+    source = "my batches"
+    if snapshot.model:
+        source = f"{snapshot.model}, median over the trainers"
     label = f"loss of {text(source)}: {_loss(snapshot)}"
     chart = theme.curve(snapshot.loss_history, label=label, width=830, height=150)
     if chart:
@@ -143,8 +145,9 @@ def _figure(value: float, form: str) -> str:
 def _when(snapshot: SwarmSnapshot) -> str:
     if snapshot.eta_s is None or not math.isfinite(snapshot.eta_s):
         return "no peer is training"
-    soon = "any moment" if snapshot.eta_s < 1 else f"in about {duration(snapshot.eta_s)}"
-    return f"step {snapshot.step + 1} {soon}"
+    if snapshot.eta_s < 1:
+        return f"step {snapshot.step + 1} any moment"
+    return f"step {snapshot.step + 1} in about {duration(snapshot.eta_s)}"
 
 
 def _awaited(snapshot: SwarmSnapshot) -> str:
@@ -248,16 +251,22 @@ def _draw_notices(document: theme.Document, snapshot: SwarmSnapshot) -> None:
     words = f"{plain(session.platform)}, {duration(session.elapsed_s)} of {duration(session.limit_s)}"
     words += f"; leaves at {duration(session.leaves_s)}"
     soon = session.elapsed_s > session.leaves_s - _SOON_S
-    part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
-    document.bar(part, words, title="session", hue="amber" if soon else "soft")
+    part = 1.0
+    if session.limit_s > 0:
+        part = session.elapsed_s / session.limit_s
     if soon:
+        document.bar(part, words, title="session", hue="amber")
         document.warn("the session ends soon")
+    else:
+        document.bar(part, words, title="session", hue="soft")
 
 
 def _loss(snapshot: SwarmSnapshot) -> str:
     first = _first_finite(loss for _, loss in snapshot.loss_history)
     last = _first_finite(loss for _, loss in reversed(snapshot.loss_history))
-    return "" if first is None else f"{last:.3f} (first {first:.3f})"
+    if first is None:
+        return ""
+    return f"{last:.3f} (first {first:.3f})"
 
 
 def _first_finite(values: Iterable[float]) -> float | None:
@@ -396,7 +405,10 @@ def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
     document = theme.Document("", label="averaging rounds")
     names = dict(snapshot.names)
     for peer in snapshot.peers:
-        names[peer.id[:_ID_CHARS]] = f"{peer.name} (me)" if peer.me else peer.name
+        name = peer.name
+        if peer.me:
+            name += " (me)"
+        names[peer.id[:_ID_CHARS]] = name
     draw_waterfall(document, snapshot.rounds, back, names)
     return document
 
@@ -421,11 +433,14 @@ def draw_waterfall(
     def cells(member: MemberTrace) -> tuple[theme.Cell, ...]:
         short_id = member.peer[:_ID_CHARS]
         hue, outcome = _outcome(member, names)
+        share = "   ?"
+        if math.isfinite(member.share):
+            share = f"{member.share:4.0%}"
         return (
             plain(names.get(short_id, short_id), 24),
             _lane(member, finished),
             f"{member.samples:,.0f}",
-            f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?",
+            share,
             (outcome, f'<span class="{hue}">{text(outcome, 90)}</span>'),
         )
 
@@ -462,7 +477,9 @@ def _draw_legend(document: theme.Document) -> None:
 
 def _plausible(finished: RoundFinished) -> RoundFinished:
     """Return the round with times that can be drawn: a recording may hold anything."""
-    seconds = finished.seconds if 0 < finished.seconds < _MAX_S else _MIN_S
+    seconds = _MIN_S
+    if 0 < finished.seconds < _MAX_S:
+        seconds = finished.seconds
     averaging_s = seconds
     if 0 <= finished.averaging_s < seconds:
         averaging_s = finished.averaging_s
@@ -470,7 +487,9 @@ def _plausible(finished: RoundFinished) -> RoundFinished:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1000 * seconds:.3g} ms"
 
 
 def _facts(finished: RoundFinished) -> str:

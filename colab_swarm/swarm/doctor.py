@@ -312,8 +312,11 @@ def judge(name: str, words: str, fix: str = "", light: Light = YELLOW) -> Check:
 
 
 def check_platform(here: Platform) -> Check:
-    name_and_limits = f"{here.name}: {here.limits}" if here.limits else here.name
-    words = f"{name_and_limits}. {here.terms}" if here.terms else name_and_limits
+    words = here.name
+    if here.limits:
+        words += f": {here.limits}"
+    if here.terms:
+        words += f". {here.terms}"
     fix = ""
     if here.must_agree:
         fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs no permission"
@@ -334,7 +337,9 @@ def check_versions(wanted: Sequence[str], installed: Mapping[str, str]) -> Check
     missing = [name for name in wanted if name not in installed]
     if not missing:
         return judge("versions", words)
-    verb = "is" if len(missing) == 1 else "are"
+    verb = "are"
+    if len(missing) == 1:
+        verb = "is"
     words = f"{' and '.join(missing)} {verb} missing, so this peer can relay but not train; {words}"
     light = RED if "torch" in missing else YELLOW
     return judge("versions", words, install_line(missing[0]), light)

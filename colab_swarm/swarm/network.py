@@ -226,15 +226,13 @@ class NetworkSession:
                 self._services.events.emit(Fault(time.monotonic(), "saving this peer", str(error)))
 
     async def _save(self, store: PeerStore) -> None:
-        admission = self.access.admission
-        membership = b"" if admission is None else admission.membership
         contributions = self.trust.contributions
         # the ledger of this session may lack saved ones
         tally = merged(contributions.saved, contributions.ledger.rows())
         linked = map(self.node.contact_of, sorted(self.node.linked()))
         reachable = [contact for contact in linked if contact.addresses]
         contacts = sorted(reachable, key=lambda contact: not contact.direct)
-        await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
+        await asyncio.to_thread(store.write, contacts, self._membership(), tally, self.node.port or 0)
 
     async def leave(self) -> None:
         # the stack runs the last first, and no failure or interrupt skips another
@@ -357,8 +355,12 @@ class NetworkSession:
     def token(self) -> "Token":
         from colab_swarm.workunits.messages import Token
 
+        return Token(self.node, self._membership)
+
+    def _membership(self) -> bytes:
+        """Return this peer's membership; empty in an open run."""
         admission = self.access.admission
-        return Token(self.node, bytes if admission is None else lambda: admission.membership)
+        return b"" if admission is None else admission.membership
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:

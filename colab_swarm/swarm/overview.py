@@ -184,7 +184,7 @@ class Overview:
             run=self._services.run_id.rpartition("-")[0],
             me=self._name,
             reached=reached,
-            state="left" if left else "joined",
+            state="joined",
             peers=peer_rows(self._services.peers, self._name, trainers, assistants),
             step=0,
             samples_per_s=0.0,
@@ -204,13 +204,19 @@ class Overview:
             paused=self._services.gate.closed,
         )
         trained = self._trained()
-        if trained is None:
-            return snapshot
+        if trained is not None:
+            snapshot = self._with_training(snapshot, trained, now)
+        if left:
+            return replace(snapshot, state="left")
+        return snapshot
+
+    def _with_training(self, snapshot: SwarmSnapshot, trained: "TrainingPart", now: float) -> SwarmSnapshot:
+        """Return the snapshot with the progress of the model that this peer trains."""
         progress = trained.progress
         eta_s = progress.seconds_to_batch(now)
         return replace(
             snapshot,
-            state="left" if left else "training",
+            state="training",
             step=progress.own.step,
             samples_per_s=progress.samples_per_s(),
             target_batch_size=progress.round_samples,

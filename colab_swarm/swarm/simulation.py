@@ -310,7 +310,9 @@ class Simulation(AbstractContextManager["Simulation"]):
             return self._crashed.get(name, PeerRow(name, "", state, 0, speed, 0.0, None, me=False))
         snapshot = self.swarms[name].snapshot()
         row = next(peer for peer in snapshot.peers if peer.me)
-        loss = snapshot.loss_history[-1][1] if snapshot.loss_history else None
+        loss = None
+        if snapshot.loss_history:
+            loss = snapshot.loss_history[-1][1]
         state = snapshot.state
         if name in self.results:
             state = "finished"
@@ -322,8 +324,9 @@ class Simulation(AbstractContextManager["Simulation"]):
         return f"Simulation({len(self.swarms)} peers on {self.network.profile.name}, {self.time:.1f} s)"
 
     def _repr_html_(self) -> str:
-        snapshot = self.snapshot() if self._lesson is None else self._lesson.snapshot()
-        return lessons.draw(snapshot).html()
+        if self._lesson is None:
+            return lessons.draw(self.snapshot()).html()
+        return lessons.draw(self._lesson.snapshot()).html()
 
 
 class InteractiveRun:
@@ -409,10 +412,14 @@ class InteractiveRun:
         return dict(self._simulation.results)
 
     def snapshot(self) -> SimulationSnapshot:
-        state = self._end
-        if not state:
-            state = "paused" if self._paused else "playing"
-        error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        state = "playing"
+        if self._end:
+            state = self._end
+        elif self._paused:
+            state = "paused"
+        error = ""
+        if self._error is not None:
+            error = f"{type(self._error).__name__}: {self._error}"
         return replace(self._seen, state=state, speed=self.speed, error=error)
 
     def __repr__(self) -> str:

@@ -275,8 +275,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.swarm.batches import BatchReader
 
         simulated = self.network is None
-        panel = self.panel() if has_frontend() and not simulated else None
-        line_prefix = f"{self.name}: " if simulated else ""
+        panel = None
+        line_prefix = ""
+        if simulated:
+            line_prefix = f"{self.name}: "
+        elif has_frontend():
+            panel = self.panel()
         reader = BatchReader(loader, optimizer, peer=self.id, warn=self._warn)
         return reader.read(max_steps, panel=panel, line_prefix=line_prefix)
 
@@ -490,8 +494,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         return ModelProbe()
 
     def snapshot(self) -> "SwarmSnapshot":
-        clock = None if self.network is None else self.network.clock
-        session = None if clock is None else clock.read(self.runtime.time())
+        session = None
+        if self.network is not None and self.network.clock is not None:
+            session = self.network.clock.read(self.runtime.time())
         return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)
 
     def __repr__(self) -> str:
