@@ -82,6 +82,11 @@ def join(address: str = "") -> Swarm:
 
 
 def _addresses_in_network() -> list[str]:
-    contacts = [contact for swarm in joining.join() for contact in swarm.contacts]
-    hosts = dict.fromkeys(host_of(address) for contact in contacts for address in contact.addresses)
-    return [f"{host}:{PORT}" for host in hosts if ":" not in host]
+    boards: dict[str, None] = {}
+    for swarm in joining.join():
+        for contact in swarm.contacts:
+            for host in map(host_of, contact.addresses):
+                # a board listens on IPv4 only
+                if ":" not in host:
+                    boards[f"{host}:{PORT}"] = None
+    return list(boards)

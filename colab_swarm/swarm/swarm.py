@@ -242,7 +242,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.probe.on_optimizer(name, trained)
         return trained
 
-    def plan(self, model: "nn.Module | int", *, step_s: float, **limits: Any) -> Communication:
+    def plan(
+        self, model: "nn.Module | int", *, step_s: float, peers: int = 0, gb_per_hour: float | None = None
+    ) -> Communication:
         """Forecast ways to communicate by the measured line, and choose one: ``communication=`` of `optimizer`.
 
         Its *worth* counts synchronous steps for about the same loss, as measured with a small model.
@@ -250,17 +252,18 @@ class Swarm(AbstractContextManager["Swarm"]):
         Args:
             model: its trained parameters are sent, or their number.
             step_s: seconds in which all peers together compute ``target_batch_size`` samples.
-            **limits: ``peers`` that train, by default those that are linked now, at least two; ``gb_per_hour``, the
-                most that a peer may send, and receive.
+            peers: number of peers that train; 0: those that are linked now, at least two.
+            gb_per_hour: the most that a peer may send, and receive; None: any number.
         """
         line = self.services.peers.statistics()
-        limits.setdefault("peers", max(2, len(self.services.peers.linked()) + 1))
+        linked = len(self.services.peers.linked()) + 1
         return plan_communication(
             model,
             step_s,
+            peers or max(2, linked),
             line_bps=(line.upload_bps, line.download_bps),
             in_bucket=bool(self.services.mailbox),
-            **limits,
+            gb_per_hour=gb_per_hour,
         )
 
     def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
