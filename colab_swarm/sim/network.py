@@ -24,9 +24,10 @@ from colab_swarm.events import EventLog
 from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.link import Link
+from colab_swarm.net.linker import Linker
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.mux import Handler, ServiceTable
-from colab_swarm.net.node import Linker, Node
+from colab_swarm.net.node import Node
 from colab_swarm.net.peers import LinkStatistics, M, Message, PeerId, Role, short
 from colab_swarm.net.websocket import HIGH_WATER_BYTES
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile

@@ -16,7 +16,8 @@ from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog
-from colab_swarm.net.node import REDIAL_S, Node
+from colab_swarm.net.linker import REDIAL_S
+from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
 from colab_swarm.net.upgrade import allowed
