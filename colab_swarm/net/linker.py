@@ -54,7 +54,15 @@ from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, di
 logger = logging.getLogger(__name__)
 MAX_OFFSET_S = 600.0
 CLOSE_TIMEOUT_S = 1.0
-REDIAL_S, MAX_REDIAL_S = 1.0, 30.0  # until an address that did not answer is dialled again
+# An address that did not answer is dialled again after REDIAL_S, then after twice as long, up to MAX_REDIAL_S.
+REDIAL_S = 1.0
+MAX_REDIAL_S = 30.0
+# A link that is silent for this many keep-alives is dead.
+SILENT_KEEP_ALIVES = 3
+# A peer that accepts links and drops them at once is dialled this often for one call.
+DIALS = 3
+# The type of link by the scheme of its address; every other one is direct.
+WAYS = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
 
 
 class SwarmClock:
@@ -66,7 +74,8 @@ class SwarmClock:
 
     def __init__(self) -> None:
         self._offsets_s: dict[Hashable, float] = {}
-        self.offset_s = self.behind_s = 0.0
+        self.offset_s = 0.0
+        self.behind_s = 0.0
 
     def observe(self, peer: Hashable, *, theirs: float, ours: float, rtt_s: float) -> None:
         """Note that a peer's clock showed ``theirs`` half a round trip before our clock showed ``ours`` (seconds)."""
@@ -79,7 +88,8 @@ class SwarmClock:
 
     def _compare(self) -> None:
         offsets_s = self._offsets_s.values()
-        self.offset_s = max(-MAX_OFFSET_S, min(MAX_OFFSET_S, median([0.0, *offsets_s])))
+        agreed_s = median([0.0, *offsets_s])
+        self.offset_s = max(-MAX_OFFSET_S, min(MAX_OFFSET_S, agreed_s))
         self.behind_s = median(offsets_s or [0.0])
 
 
@@ -103,23 +113,36 @@ class Linker:
         wall_clock: Callable[[], float],
         make_link: Callable[..., Link] = Link,
     ) -> None:
-        self._identity, self._settings, self.admission = identity, settings, admission
-        self._events, self._wall_clock, self._loop = events, wall_clock, asyncio.get_running_loop()
+        self._identity = identity
+        self._settings = settings
+        self.admission = admission
+        self._events = events
+        self._wall_clock = wall_clock
+        self._loop = asyncio.get_running_loop()
         self._awaited: dict[PeerId, asyncio.Future[None]] = {}
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # a set would be cancelled in any order
+        # A dict keeps the order of their start, in which they are cancelled; a set would not.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._own_ends: tuple[Link, Link] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.services = (ServiceTable(), ServiceTable())
-        parts = {"services": self.services, "settings": settings, "events": events, "unread": Unread(events)}
-        self._make_link = partial(make_link, **parts)
-        self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
+        self._make_link = partial(
+            make_link,
+            services=self.services,
+            settings=settings,
+            events=events,
+            unread=Unread(events),
+        )
+        self.table = LinkTable(identity.id)
+        self.book = AddressBook()
+        self.clock = SwarmClock()
         self.metering = Metering(settings, self._loop.time)
         self._unanswered = LeftOut[str](REDIAL_S, MAX_REDIAL_S)
         self.addresses: tuple[str, ...] = ()
         self.pinned: set[PeerId] = set()
-        self.vouchers: dict[PeerId, bytes] = {}  # of linked peers, also those that left
+        # The vouchers of linked peers, and of peers that have left.
+        self.vouchers: dict[PeerId, bytes] = {}
         self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
         self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
         self.on_relayed: Callable[[Link], None] = lambda link: None
@@ -137,14 +160,16 @@ class Linker:
             return self._own_link()
         try:
             async with asyncio.timeout(timeout_s):
-                for _ in range(3):
+                for _ in range(DIALS):
                     self._require_open()
                     if peer not in self._awaited:
-                        awaited = self._awaited[peer] = self._loop.create_future()
+                        awaited = self._loop.create_future()
+                        self._awaited[peer] = awaited
                         self.spawn(self._dial(peer, awaited))
                     await asyncio.shield(self._awaited[peer])
-                    # of two links that open at once one is left again: use the best when we get to run
-                    if (link := self.table.best(peer)) is not None:
+                    # If two links open at once, one of them is left again, so take the best one now.
+                    link = self.table.best(peer)
+                    if link is not None:
                         return link
         except TimeoutError:
             raise PeerTimeout(f"no link to {short(peer)} in {timeout_s:.3g} s") from None
@@ -154,9 +179,9 @@ class Linker:
         """Dial the peer; in the end ``awaited`` is done (`_add_link` sets its result)."""
         failure: PeerError = PeerLost(f"dialling {short(peer)} was cancelled")
         try:
-            if not (addresses := self.book.find(peer).addresses):
-                raise PeerUnreachable(f"no address of {short(peer)} is known")
-            # the relays that keep places for us may reach a peer that we cannot
+            addresses = self.book.find(peer).addresses
+            require(addresses, f"no address of {short(peer)} is known", PeerUnreachable)
+            # The relays that keep places for us may reach a peer that we cannot.
             detours = [address for address in self.addresses if relay_of(address) is not None]
             await dial_any(addresses, partial(self._dial_address, peer), detours)
         except PeerError as error:
@@ -172,28 +197,34 @@ class Linker:
             fail(awaited, failure)
 
     async def _dial_address(self, peer: PeerId, address: str) -> Link:
-        relay, open_circuit = relay_of(address), self.open_circuit
+        relay = relay_of(address)
         if relay is None:
             return await self.dial_direct(peer, address)
-        if open_circuit is None or relay.id in (peer, self._identity.id):
+        if self.open_circuit is None or relay.id in (peer, self._identity.id):
             raise PeerUnreachable(f"{address}: this peer uses no relays")
+        connect = partial(self.open_circuit, relay, peer)
         path = Path(LinkType.RELAYED, relay=relay.id, address=address)
-        link = await self.shake_hands(partial(open_circuit, relay, peer), expected=peer, path=path)
+        link = await self.shake_hands(connect, expected=peer, path=path)
         self.on_relayed(link)
         return link
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
         """Dial an address, but not at once again where no peer answered: any member may name a victim's."""
-        ways = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
-        path = Path(ways.get(address.partition(":")[0], LinkType.DIRECT), address=address)
-        now, keys = self._loop.time(), (address, f"{peer.hex()} {address}")
-        held = any(self._unanswered.holds(key, now) for key in keys)
-        require(not held, f"{address} did not answer a moment ago", PeerUnreachable)
+        scheme = address.partition(":")[0]
+        way = WAYS.get(scheme, LinkType.DIRECT)
+        path = Path(way, address=address)
+        # Where another peer answers, others may still dial: only this peer's dialling waits then.
+        address_of_peer = f"{peer.hex()} {address}"
+        now = self._loop.time()
+        left_out = self._unanswered.holds(address, now) or self._unanswered.holds(address_of_peer, now)
+        require(not left_out, f"{address} did not answer a moment ago", PeerUnreachable)
         try:
             link = await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
-        except (PeerUnreachable, WrongPeer) as error:
-            # the wrong peer answers at an address that others may dial
-            self._unanswered.fail(keys[isinstance(error, WrongPeer)], self._loop.time())
+        except PeerUnreachable:
+            self._unanswered.fail(address, self._loop.time())
+            raise
+        except WrongPeer:
+            self._unanswered.fail(address_of_peer, self._loop.time())
             raise
         self._unanswered.forgive(address)
         return link
@@ -206,7 +237,8 @@ class Linker:
             proof.append(remote)
             raise PeerError("probed")
 
-        connect, path = partial(self.connect, address), Path(address=address)
+        connect = partial(self.connect, address)
+        path = Path(address=address)
         try:
             await self.shake_hands(connect, expected=peer, path=path, make_link=stop, timeout_s=timeout_s)
         except PeerError:
@@ -221,10 +253,14 @@ class Linker:
             connector = aiohttp.TCPConnector(
                 limit=0,
                 force_close=True,
-                socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
+                # Hole punching starts from the local port of such a socket.
+                socket_factory=lambda info: bound_socket(info[0]),
             )
-            timeout, cookies = aiohttp.ClientTimeout(total=None), aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=cookies)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
         return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
 
     async def shake_hands(
@@ -241,13 +277,15 @@ class Linker:
         Raises `PeerUnreachable` if no peer answers in time, or it refuses, or as `Introduction` does.
         """
         receiver = self._receiver(expected, path, make_link)
-        name, timeout_s = path.address or str(path), timeout_s or self._settings.dial_timeout_s
+        timeout_s = timeout_s or self._settings.dial_timeout_s
+        name = path.address or str(path)
         websocket: WebSocket | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 websocket = await connect(receiver)
                 receiver.use(websocket)
-                return await asyncio.shield(receiver.link)  # cancelled itself, it would count as done below
+                # Without the shield, a timeout would cancel the future, which counts as done below.
+                return await asyncio.shield(receiver.link)
         except TimeoutError:
             raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
         except PeerLost as error:
@@ -258,7 +296,8 @@ class Linker:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise PeerUnreachable(f"{name}: {error}") from error
         finally:
-            if websocket is not None and (not receiver.link.done() or receiver.link.exception() is not None):
+            linked = receiver.link.done() and receiver.link.exception() is None
+            if websocket is not None and not linked:
                 websocket.abort("the handshake failed")
 
     def _receiver(
@@ -280,9 +319,11 @@ class Linker:
 
     def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
         self.require_room()
-        # a tunnel's agent is local; any other caller could send the header too
-        tunnelled = is_loopback(request.remote or "") and "X-Forwarded-For" in request.headers
-        return self._receiver(None, Path(LinkType.TUNNEL if tunnelled else LinkType.DIRECT))
+        way = LinkType.DIRECT
+        # A tunnel's agent is local. Any other caller could send the header too.
+        if is_loopback(request.remote or "") and "X-Forwarded-For" in request.headers:
+            way = LinkType.TUNNEL
+        return self._receiver(None, Path(way))
 
     def _receive_iroh(self) -> HandshakeReceiver:
         self.require_room()
@@ -292,12 +333,13 @@ class Linker:
         self, path: Path, dialled: bool, carrier: WebSocket | Loopback, remote: Remote, rtt_s: float
     ) -> Link:
         self._require_open()
-        contact, (ours, theirs) = remote.contact, carrier.ends
+        contact = remote.contact
         self.book.replace(contact)
         for address in contact.addresses:
             self._unanswered.forgive(address)
         self.clock.observe(contact.id, theirs=remote.time, ours=self._wall_clock(), rtt_s=rtt_s)
-        path = replace(path, local=ours, remote=theirs)
+        local_end, remote_end = carrier.ends
+        path = replace(path, local=local_end, remote=remote_end)
         traffic = self.metering.traffic(contact.id, path, dialled=dialled)
         link = self._make_link(replace(remote, path=path), carrier=carrier, traffic=traffic, dialled=dialled)
         link.rtts_s.append(rtt_s)
@@ -332,33 +374,45 @@ class Linker:
 
     def _own_link(self) -> Link:
         if self._own_ends is None:
-            own = Remote(Contact(self._identity.id, self.addresses), role=Role.AUTHORITY)
-            near, far = Loopback(), Loopback()
-            near.other, far.other = far, near
-            make_link = partial(self._make_link, own, traffic=(Traffic(), Traffic()))
-            self._own_ends = make_link(carrier=near, dialled=True), make_link(carrier=far, dialled=False)
-            near.receiver, far.receiver = self._own_ends
+            contact = Contact(self._identity.id, self.addresses)
+            remote = Remote(contact, role=Role.AUTHORITY)
+            near = Loopback()
+            far = Loopback()
+            near.other = far
+            far.other = near
+            make_link = partial(self._make_link, remote, traffic=(Traffic(), Traffic()))
+            near_link = make_link(carrier=near, dialled=True)
+            far_link = make_link(carrier=far, dialled=False)
+            near.receiver = near_link
+            far.receiver = far_link
+            self._own_ends = (near_link, far_link)
         return self._own_ends[0]
 
     async def keep_links(self) -> None:
         """Ping every link; close the dead, the unused, and those of peers no longer admitted. Never returns."""
-        keep_alive_s, idle_s = self._settings.keep_alive_s, self._settings.idle_link_s
         while True:
-            await asyncio.sleep(min(keep_alive_s, idle_s))
+            await asyncio.sleep(min(self._settings.keep_alive_s, self._settings.idle_link_s))
             self.recheck()
-            now = self._loop.time()
             for link in self.table:
-                redial = self.book.find(link.peer).addresses if self.addresses else ()  # either end can
-                if now - link.carrier.read_at > 3 * keep_alive_s:
-                    link.abort(f"silent for {now - link.carrier.read_at:.0f} s")
-                elif link.mux.leaving and link.mux.quiet and now - link.used_at > LEAVE_TIMEOUT_S:
-                    link.close("no longer needed")
-                elif (
-                    redial and link.mux.quiet and now - link.used_at > idle_s and link.peer not in self.pinned
-                ):
-                    link.leave()
-                else:
-                    link.ping()
+                self._keep(link)
+
+    def _keep(self, link: Link) -> None:
+        now = self._loop.time()
+        silent_s = now - link.carrier.read_at
+        if silent_s > SILENT_KEEP_ALIVES * self._settings.keep_alive_s:
+            link.abort(f"silent for {silent_s:.0f} s")
+            return
+        unused_s = now - link.used_at if link.mux.quiet else 0.0
+        if link.mux.leaving and unused_s > LEAVE_TIMEOUT_S:
+            link.close("no longer needed")
+            return
+        # If both ends have addresses, either can dial again.
+        dialable = bool(self.addresses and self.book.find(link.peer).addresses)
+        needed = link.peer in self.pinned or not dialable
+        if unused_s > self._settings.idle_link_s and not needed:
+            link.leave()
+        else:
+            link.ping()
 
     def recheck(self) -> None:
         for link in self.table:
@@ -369,7 +423,8 @@ class Linker:
 
     def readmit(self, peer: PeerId, membership: bytes) -> Role:
         """Admit the peer with a renewed membership and return its role, or raise `NotAdmitted`."""
-        return max((self._admit_again(link, membership) for link in self.table.of(peer)), default=Role.GUEST)
+        roles = [self._admit_again(link, membership) for link in self.table.of(peer)]
+        return max(roles, default=Role.GUEST)
 
     def _admit_again(self, link: Link, membership: bytes) -> Role:
         role = self.admission.admit(link.remote.public_key, membership, now=self.time())
@@ -399,8 +454,9 @@ class Linker:
         await asyncio.shield(self._closing)
 
     async def _close(self, caller: asyncio.Task[object] | None) -> None:
-        links = [*self.table, *(self._own_ends or ())]
-        await asyncio.gather(*self._cancel(links, caller, "this peer is closed"), return_exceptions=True)
+        links = self._all_links()
+        tasks = self._cancel(links, caller, "this peer is closed")
+        await asyncio.gather(*tasks, return_exceptions=True)
         for link in links:
             link.close("the peer left")
         await asyncio.gather(*(link.wait_closed(timeout_s=CLOSE_TIMEOUT_S) for link in links))
@@ -411,19 +467,26 @@ class Linker:
 
     def kill(self, reason: str) -> None:
         """Cancel every task and break every link at once, as a crash would."""
-        links = [*self.table, *(self._own_ends or ())]
+        links = self._all_links()
         self._cancel(links, None, reason)
         self._own_ends = None
         for link in links:
             link.carrier.abort(reason)
             self._loop.call_soon(link.on_lost, reason)
 
+    def _all_links(self) -> list[Link]:
+        """Return the links to other peers, and both ends of the link to this peer itself."""
+        return [*self.table, *(self._own_ends or ())]
+
     def _cancel(
         self, links: list[Link], caller: asyncio.Task[object] | None, reason: str
     ) -> list[asyncio.Task[Any]]:
         """Cancel all tasks, dials and handlers but ``caller``, in the order of their start; return the tasks."""
-        tasks = [*self._tasks, *(task for link in links for task in link.tasks)]
-        tasks = [task for task in tasks if task is not caller]
+        tasks = list(self._tasks)
+        for link in links:
+            tasks += link.tasks
+        if caller in tasks:
+            tasks.remove(caller)
         for task in tasks:
             task.cancel()
         for awaited in self._awaited.values():

@@ -21,13 +21,17 @@ class Node:
     """One peer on the real network, made by `start`; `Peers` describes methods without a docstring."""
 
     def __init__(self, identity: Identity, settings: NodeSettings, linker: Linker) -> None:
-        self._identity, self._settings = identity, settings
+        self._settings = settings
         self.linker = linker
         self._loop = asyncio.get_running_loop()
         self.port: int | None = None
-        self.id, self.public_key, self.sign = identity.id, identity.public_key, identity.sign
-        self.time, self.limit = linker.time, linker.metering.limit
-        self.linked, self.metered = linker.table.peers, False
+        self.id = identity.id
+        self.public_key = identity.public_key
+        self.sign = identity.sign
+        self.time = linker.time
+        self.limit = linker.metering.limit
+        self.linked = linker.table.peers
+        self.metered = False
 
     @classmethod
     async def start(
@@ -65,7 +69,9 @@ class Node:
 
     def listening(self) -> tuple[str, ...]:
         """Return the addresses of this machine at which it listens now; none in client mode."""
-        return () if self.port is None else reachable_addresses(self._settings.host, self.port)
+        if self.port is None:
+            return ()
+        return reachable_addresses(self._settings.host, self.port)
 
     def announce(self, addresses: tuple[str, ...]) -> None:
         self.linker.addresses = addresses
@@ -75,10 +81,13 @@ class Node:
             self.linker.book.learn(contact)
 
     def contact_of(self, peer: PeerId) -> Contact:
-        return self.contact if peer == self.id else self.linker.book.find(peer)
+        if peer == self.id:
+            return self.contact
+        return self.linker.book.find(peer)
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        if (link := self.linker.table.best(peer)) is None:
+        link = self.linker.table.best(peer)
+        if link is None:
             began_at = self._loop.time()
             link = await self.linker.link_to(peer, timeout_s)
             timeout_s -= self._loop.time() - began_at
@@ -91,20 +100,24 @@ class Node:
     def serve(
         self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
     ) -> None:
-        self.linker.services[0].add(kind, handler, role)
+        calls, _ = self.linker.services
+        calls.add(kind, handler, role)
 
     def serve_stream(
         self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
     ) -> None:
-        self.linker.services[1].add(kind, handler, role)
+        _, streams = self.linker.services
+        streams.add(kind, handler, role)
 
     def unserve(self, kind: type[Message]) -> None:
         for services in self.linker.services:
             services.remove(kind)
 
     def role_of(self, peer: PeerId) -> Role:
-        known = max((link.remote.role for link in self.linker.table.of(peer)), default=Role.GUEST)
-        return Role.AUTHORITY if peer == self.id else known
+        if peer == self.id:
+            return Role.AUTHORITY
+        roles = [link.remote.role for link in self.linker.table.of(peer)]
+        return max(roles, default=Role.GUEST)
 
     def voucher_of(self, peer: PeerId) -> bytes:
         return self.linker.vouchers.get(peer, peer)
@@ -120,18 +133,28 @@ class Node:
             return Role.GUEST
 
     def read_at(self, peer: PeerId) -> float:
-        answering = (o for o in self.linker.table.of(peer) if o.carrier.read_at >= o.unanswered_at)
-        return max((link.carrier.read_at for link in answering), default=-math.inf)
+        latest_at = -math.inf
+        for link in self.linker.table.of(peer):
+            # A call that timed out later shows that the link no longer answers.
+            if link.carrier.read_at >= link.unanswered_at:
+                latest_at = max(latest_at, link.carrier.read_at)
+        return latest_at
 
     def path_to(self, peer: PeerId) -> Path | None:
-        return None if (link := self.linker.table.best(peer)) is None else link.remote.path
+        link = self.linker.table.best(peer)
+        return None if link is None else link.remote.path
 
     def way_to(self, peer: PeerId) -> str:
-        if (path := self.path_to(peer)) is None:
+        path = self.path_to(peer)
+        if path is None:
             return ""
-        if path.way is not LinkType.DIRECT or path.remote is None or not is_local(path.remote[0]):
-            return str(path)
-        return "same machine" if is_loopback(path.remote[0]) else "LAN"
+        if path.way is LinkType.DIRECT and path.remote is not None:
+            host = path.remote[0]
+            if is_loopback(host):
+                return "same machine"
+            if is_local(host):
+                return "LAN"
+        return str(path)
 
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
         listeners = self.linker.lost_listeners
@@ -139,7 +162,8 @@ class Node:
         return lambda: listeners.pop(listener, None)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        links = self.linker.table if peer is None else self.linker.table.of(peer)
+        table = self.linker.table
+        links = list(table) if peer is None else table.of(peer)
         rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
         return self.linker.metering.statistics(peer, rtts_s)
 
