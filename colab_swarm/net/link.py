@@ -46,12 +46,17 @@ if TYPE_CHECKING:
     from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
-MAX_TASKS = 2048  # handlers; a cancelled call frees its number before its handler has ended
+# Bounds the handlers of a link: a cancelled call frees its number before its handler has ended.
+MAX_TASKS = 2048
 MAX_BACKLOG_BYTES = 64 << 20
-MAX_FAILURE_CHARS = 1000  # of a peer's text that people read
+# Cuts an error text of the peer, which people will read.
+MAX_FAILURE_CHARS = 1000
 SIMULTANEOUS_S = 10.0
-LEAVE_TIMEOUT_S = 30.0  # a quiet link that only this end leaves is closed then
-PEER_UNREAD_BYTES, UNREAD_BYTES = 16 << 20, 256 << 20  # of one peer; of all
+# A quiet link that only this end leaves is closed after this time.
+LEAVE_TIMEOUT_S = 30.0
+# Unread bytes on all streams of one peer, and on all streams of the node.
+PEER_UNREAD_BYTES = 16 << 20
+UNREAD_BYTES = 256 << 20
 RECOUNT_BYTES = 1 << 20
 _TOKEN = struct.Struct("<d")
 
@@ -60,7 +65,8 @@ def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
     """Let a future raise ``error``, unless it is done; its waiters may all have given up."""
     if not waiting.done():
         waiting.set_exception(error)
-        waiting.exception()  # counts as seen
+        # Reading it marks it as seen: asyncio logs exceptions that nobody has read.
+        waiting.exception()
 
 
 class Unread:
@@ -72,8 +78,11 @@ class Unread:
     """
 
     def __init__(self, events: EventLog) -> None:
-        self._events, self._since_bytes, self._loop = events, 0, asyncio.get_running_loop()
-        self._streams: WeakKeyDictionary[Stream, None] = WeakKeyDictionary()  # in order, the oldest first
+        self._events = events
+        self._loop = asyncio.get_running_loop()
+        self._since_bytes = 0
+        # Unlike a set it keeps an order: the stream that was added first comes first.
+        self._streams: WeakKeyDictionary[Stream, None] = WeakKeyDictionary()
         self._named = LeftOut[PeerId](60.0, 3600.0)
 
     def add(self, stream: Stream, more_bytes: int) -> None:
@@ -86,26 +95,29 @@ class Unread:
             self._loop.call_soon(self._bound)
 
     def _bound(self) -> None:
-        while fullest := self._beyond():
-            text = f"{short(fullest.peer)} sent {fullest.held_bytes / 2**20:.1f} MiB that nobody takes"
-            fullest.reset("too much is unread", "busy")
-            if self._named.fail(fullest.peer, now := self._loop.time()) is not None:
+        while stream := self._beyond():
+            text = f"{short(stream.peer)} sent {stream.held_bytes / 2**20:.1f} MiB that nobody takes"
+            stream.reset("too much is unread", "busy")
+            now = self._loop.time()
+            if self._named.fail(stream.peer, now) is not None:
                 self._events.emit(Notice(now, f"{text}: its stream was reset"))
 
     def _beyond(self) -> Stream | None:
         """Return the stream to reset; None if all are within the bounds."""
-        streams = [stream for stream in self._streams if stream.held_bytes]
-        self._streams = WeakKeyDictionary(dict.fromkeys(streams))
-        by_peer, by_voucher = Counter[bytes](), Counter[bytes]()
-        for stream in filter(Stream.unread, streams):
+        holding = [stream for stream in self._streams if stream.held_bytes]
+        self._streams = WeakKeyDictionary(dict.fromkeys(holding))
+        unread = [stream for stream in holding if stream.unread()]
+        by_peer = Counter[bytes]()
+        by_voucher = Counter[bytes]()
+        for stream in unread:
             by_peer[stream.peer] += stream.held_bytes
             by_voucher[stream.voucher] += stream.held_bytes
         if by_voucher.total() > UNREAD_BYTES:
-            most = max(by_voucher, key=lambda voucher: by_voucher[voucher])
-            beyond = (stream for stream in streams if stream.voucher == most)
+            fullest_voucher = max(by_voucher, key=lambda voucher: by_voucher[voucher])
+            beyond = [stream for stream in unread if stream.voucher == fullest_voucher]
         else:
-            beyond = (stream for stream in streams if by_peer[stream.peer] > PEER_UNREAD_BYTES)
-        return max(filter(Stream.unread, beyond), key=lambda stream: stream.held_bytes, default=None)
+            beyond = [stream for stream in unread if by_peer[stream.peer] > PEER_UNREAD_BYTES]
+        return max(beyond, key=lambda stream: stream.held_bytes, default=None)
 
 
 class Link:
@@ -128,33 +140,41 @@ class Link:
         events: EventLog,
         unread: Unread,
     ) -> None:
-        self.remote, self.dialled = remote, dialled
+        self.remote = remote
+        self.dialled = dialled
         self.peer: PeerId = remote.contact.id
         self._max_calls = settings.max_calls_per_link
         max_streams = settings.max_streams_per_link
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
-        self.carrier, self._keys, self._events = carrier, remote.keys, events
+        self.carrier = carrier
+        self._keys = remote.keys
+        self._events = events
         self._sent, self._received = traffic
-        self._services, self._unread = services, unread
+        self._services = services
+        self._unread = unread
         self._loop = asyncio.get_running_loop()
-        self.opened_at = self.used_at = self._loop.time()
-        self.unanswered_at = 0.0  # when a call last timed out
+        self.opened_at = self._loop.time()
+        self.used_at = self.opened_at
+        # The time at which a call last timed out.
+        self.unanswered_at = 0.0
         self.rtts_s: deque[float] = deque(maxlen=5)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, Stream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
-        self.tasks: dict[asyncio.Task[None], None] = {}  # a set would be cancelled in any order
+        # A dict keeps the order of their start, in which they are cancelled; a set would not.
+        self.tasks: dict[asyncio.Task[None], None] = {}
         self._flush_scheduled = False
         self._resume: asyncio.TimerHandle | None = None
-        self._turn, self._writable = asyncio.Lock(), asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._writable = asyncio.Event()
         self._writable.set()
         self.lost: str | None = None
         self.on_closed: Callable[[Link], None] = lambda link: None
 
     def __repr__(self) -> str:
+        opening = "dialled" if self.dialled else "accepted"
         state = repr(self.mux) if self.lost is None else f"lost: {self.lost}"
-        how = f"{self.remote.path}, {'dialled' if self.dialled else 'accepted'}"
-        return f"Link({short(self.peer)}, {how}, {state})"
+        return f"Link({short(self.peer)}, {self.remote.path}, {opening}, {state})"
 
     @property
     def leaving(self) -> bool:
@@ -163,7 +183,7 @@ class Link:
 
     @property
     def voucher(self) -> bytes:
-        """Who vouches for the peer, by the membership that it showed last (`voucher_of`)."""
+        """The voucher of the peer (`voucher_of`), by the membership that it showed last."""
         return voucher_of(self.remote.public_key, self.remote.membership)
 
     @property
@@ -180,7 +200,7 @@ class Link:
         id = self.mux.call(opening)
         self.flush_soon()
         answer = self._calls[id] = self._loop.create_future()
-        # 5 us less than asyncio.timeout
+        # A timer of our own takes 5 us less than asyncio.timeout.
         timer = self._loop.call_later(timeout_s, fail, answer, TimeoutError())
         try:
             return self.decode(reply, await answer)
@@ -197,8 +217,9 @@ class Link:
     def open_stream(self, opening: Message) -> Stream:
         """Open a stream at once; raises `PeerLost` if the link is closed or closing."""
         self._require_open()
-        stream = Stream(self, self.mux.open(encode_opening(opening)))
-        self._streams[stream.id] = stream
+        id = self.mux.open(encode_opening(opening))
+        stream = Stream(self, id)
+        self._streams[id] = stream
         self.flush_soon()
         return stream
 
@@ -253,18 +274,23 @@ class Link:
             raise ProtocolError(text) from error
 
     def _on_opening(self, frame: Frame) -> None:
-        id, is_call = frame.id, frame.kind is FrameKind.CALL
+        id = frame.id
+        call_services, stream_services = self._services
+        is_call = frame.kind is FrameKind.CALL
+        services = call_services if is_call else stream_services
         try:
             if len(self.tasks) >= MAX_TASKS:
                 raise CallRefused("busy", f"{len(self.tasks)} handlers still run for this link")
-            handler, message = self.find_handler(self._services[not is_call], frame.message)
+            handler, message = self.find_handler(services, frame.message)
         except CallRefused as error:
-            (self.mux.fail if is_call else self.mux.reset)(id, error.code, str(error))
+            refuse = self.mux.fail if is_call else self.mux.reset
+            refuse(id, error.code, str(error))
             return
         if is_call:
             self._answering[id] = self._start(self._answer(id, handler, message))
         else:
-            stream = self._streams[id] = Stream(self, id)
+            stream = Stream(self, id)
+            self._streams[id] = stream
             self._unread.add(stream, len(frame.message))
             self._start(self._converse(stream, handler, message))
 
@@ -284,7 +310,8 @@ class Link:
 
     async def _answer(self, id: int, handler: Handler, message: Any) -> None:
         try:
-            body = ENCODER.encode(await handler(self.peer, message))
+            reply = await handler(self.peer, message)
+            body = ENCODER.encode(reply)
             if len(body) > MAX_MESSAGE_BYTES:
                 raise ValueError(f"a reply of {len(body)} bytes is over {MAX_MESSAGE_BYTES}")
             self.mux.reply(id, body)
@@ -297,7 +324,8 @@ class Link:
             self.mux.fail(id, "failed", self._report("call handler", error))
         finally:
             self._answering.pop(id, None)
-            self.flush_soon()  # not when the task is done: what else this turn sets off would go out first
+            # Schedule it now: if the task's end did, other frames of this turn would leave first.
+            self.flush_soon()
 
     async def _converse(self, stream: Stream, handler: Handler, message: Any) -> None:
         try:
@@ -359,7 +387,10 @@ class Link:
         self.used_at = self._loop.time()
 
     def _close_if_done(self) -> None:
-        if self.mux.leaving and self.mux.peer_leaving and self.mux.quiet and not self.tasks:
+        # This runs for each frame, and few links are leaving: test that first.
+        if not (self.mux.leaving and self.mux.peer_leaving):
+            return
+        if self.mux.quiet and not self.tasks:
             self.close("no longer needed")
 
     def on_message(self, data: memoryview) -> None:
@@ -369,7 +400,8 @@ class Link:
         self._received.count(len(data), now)
         pause_s = self._received.delay(now)
         try:
-            for frame in self.mux.on_packet(data if self._keys is None else self._keys[1].decrypt(data)):
+            packet = data if self._keys is None else self._keys[1].decrypt(data)
+            for frame in self.mux.on_packet(packet):
                 self._on_frame(frame)
                 if self.lost is not None:
                     return
@@ -380,12 +412,16 @@ class Link:
         self.flush_soon()
         if pause_s > 0:
             self.carrier.pause_reading()
-            if self._resume is not None:  # an earlier message of the same read set a shorter pause
+            # An earlier message of the same read has set a shorter pause.
+            if self._resume is not None:
                 self._resume.cancel()
             self._resume = self._loop.call_later(pause_s, self.carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
-        (self._writable.set if writable else self._writable.clear)()
+        if writable:
+            self._writable.set()
+        else:
+            self._writable.clear()
 
     def on_lost(self, reason: str) -> None:
         """Fail all calls and streams: the carrier is gone. Idempotent."""
@@ -404,30 +440,37 @@ class Link:
         self.on_closed(self)
 
     def _on_frame(self, frame: Frame) -> None:
-        kind, id = frame.kind, frame.id
+        kind = frame.kind
         if kind is FrameKind.ITEM:
-            stream, cost = self._streams[id], item_cost(frame.message, frame.payload)
+            stream = self._streams[frame.id]
             stream.on_item(frame.message, frame.payload)
-            self._unread.add(stream, cost)
+            self._unread.add(stream, item_cost(frame.message, frame.payload))
         elif kind is FrameKind.CALL or kind is FrameKind.OPEN:
             self._on_opening(frame)
         elif kind is FrameKind.REPLY:
-            answer = self._calls.pop(id)
+            answer = self._calls.pop(frame.id)
             if not answer.done():
                 answer.set_result(frame.message)
         elif kind is FrameKind.PONG:
-            if len(frame.message) == _TOKEN.size:
-                self.rtts_s.append(max(0.0, self._loop.time() - _TOKEN.unpack(frame.message)[0]))
+            self._on_pong(frame.message)
         elif kind is FrameKind.LEAVING:
             self.leave()
         else:
             self._on_rare_frame(frame)
         self._close_if_done()
 
+    def _on_pong(self, token: memoryview) -> None:
+        if len(token) == _TOKEN.size:
+            (sent_at,) = _TOKEN.unpack(token)
+            rtt_s = self._loop.time() - sent_at
+            self.rtts_s.append(max(0.0, rtt_s))
+
     def _on_rare_frame(self, frame: Frame) -> None:
-        kind, id = frame.kind, frame.id
+        kind = frame.kind
+        id = frame.id
         if kind is FrameKind.ERROR:
-            fail(self._calls.pop(id), CallRefused(*self._failure(frame)))
+            code, text = self._failure(frame)
+            fail(self._calls.pop(id), CallRefused(code, text))
         elif kind is FrameKind.CANCEL:
             self._answering.pop(id).cancel()
         elif kind is FrameKind.CREDIT:
@@ -437,7 +480,9 @@ class Link:
             self._forget_if_over(id)
         elif kind is FrameKind.RESET:
             code, text = self._failure(frame)
-            fault = PeerLost(f"reset by {text}") if code == "reset" else CallRefused(code, text)
+            fault: PeerError = CallRefused(code, text)
+            if code == "reset":
+                fault = PeerLost(f"reset by {text}")
             self._streams.pop(id).on_fault(fault)
 
     def _failure(self, frame: Frame) -> tuple[str, str]:
@@ -445,8 +490,9 @@ class Link:
             code, text = FAILURE.decode(frame.message)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
-        lines = (plain(line) for line in text[:MAX_FAILURE_CHARS].split("\n"))
-        return plain(code), f"{short(self.peer)}: " + "\n".join(lines)
+        lines = text[:MAX_FAILURE_CHARS].split("\n")
+        readable = "\n".join(map(plain, lines))
+        return plain(code), f"{short(self.peer)}: {readable}"
 
     def flush_soon(self) -> None:
         """Flush once per turn of the event loop, so that frames queued together travel together."""
@@ -482,8 +528,11 @@ class LinkTable:
         self._by_peer: dict[PeerId, list[Link]] = {}
 
     def __iter__(self) -> Iterator[Link]:
-        # copies: other threads read the table
-        return iter([link for links in list(self._by_peer.values()) for link in links])
+        # Iterate over copies, because other threads read the table.
+        every_link: list[Link] = []
+        for links in list(self._by_peer.values()):
+            every_link += links
+        return iter(every_link)
 
     def __len__(self) -> int:
         return sum(len(links) for links in self._by_peer.values())
@@ -497,12 +546,21 @@ class LinkTable:
     def best(self, peer: PeerId) -> Link | None:
         """Return the link to use for a new call or stream, or None."""
         usable = [link for link in self._by_peer.get(peer, ()) if not link.leaving]
-        if len(usable) < 2:
-            return usable[0] if usable else None
-        usable = [link for link in usable if link.remote.path.way is not LinkType.RELAYED] or usable
-        newest = max(link.opened_at for link in usable)
-        rivals = [link for link in usable if newest - link.opened_at < SIMULTANEOUS_S]
-        return max(rivals, key=lambda link: (link.dialled == (self._own < peer), link.opened_at))
+        # Most peers have one link: answer at once.
+        if len(usable) == 1:
+            return usable[0]
+        if not usable:
+            return None
+        unrelayed = [link for link in usable if link.remote.path.way is not LinkType.RELAYED]
+        rivals = unrelayed or usable
+        newest_at = max(link.opened_at for link in rivals)
+        simultaneous = [link for link in rivals if newest_at - link.opened_at < SIMULTANEOUS_S]
+        smaller_id_is_ours = self._own < peer
+
+        def preference(link: Link) -> tuple[bool, float]:
+            return link.dialled == smaller_id_is_ours, link.opened_at
+
+        return max(simultaneous, key=preference)
 
     def add(self, link: Link) -> bool:
         """Add a link; return whether it is the first to its peer."""
@@ -522,7 +580,10 @@ class LinkTable:
 
     def full(self, limit: int) -> bool:
         """Return True if no link may be added: ``limit`` are in use, or twice as many do not close."""
-        return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
+        count = len(self)
+        if count >= 2 * limit:
+            return True
+        return count >= limit and self.longest_unused() is None
 
     def longest_unused(self) -> Link | None:
         """Return the quiet link that could be closed first."""
