@@ -25,16 +25,27 @@ import msgspec
 
 from colab_swarm.errors import PeerError, PeerLost, ProtocolError, require
 
-PeerId = NewType("PeerId", bytes)  # SHA-256 of the peer's Ed25519 public key: 32 bytes
+# The SHA-256 of the peer's Ed25519 public key: 32 bytes.
+PeerId = NewType("PeerId", bytes)
 K = TypeVar("K")
 V = TypeVar("V")
 Buffer: TypeAlias = bytes | bytearray | memoryview
-MAX_PAYLOAD_BYTES = 1 << 20  # of one stream item; best at 120 KiB: one packet, no copy
-MAX_MESSAGE_BYTES = 1 << 18  # encoded, of a call or a stream item
+# A stream item's payload; 120 KiB are best: they fit one packet and are not copied.
+MAX_PAYLOAD_BYTES = 1 << 20
+# The encoded message of a call or a stream item.
+MAX_MESSAGE_BYTES = 1 << 18
 MAX_ADDRESSES = 16
 MAX_RUN_ID_BYTES = 64
 _encoder = msgspec.msgpack.Encoder()
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # on a stranger's bytes
+# What msgspec may raise when it decodes a stranger's bytes.
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+# Usual times that `Patience` remembers.
+REMEMBERED_TIMES = 32
+MOST_ALLOWANCE_S = 5.0
+# Entries of a `LeftOut`; beyond that the oldest failure is forgotten.
+MAX_LEFT_OUT = 4096
+# Failures in a row are counted up to this number, so that a power of it does not overflow.
+MAX_FAILURES = 64
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +66,8 @@ class Role(IntEnum):
     AUTHORITY = 4  # admit others
 
 
-CIRCUIT = "/relay/"  # separates a relay's address from its id in the address of a circuit
+# Separates a relay's address from its id in the address of a circuit.
+CIRCUIT = "/relay/"
 
 
 class Contact(Message, frozen=True):
@@ -90,10 +102,13 @@ class StreamEnded(PeerError):
 class LinkStatistics:
     """Totals of all links to one peer, or of all peers."""
 
-    sent_bytes: int = 0  # on the wire
+    # Bytes are counted on the wire.
+    sent_bytes: int = 0
     received_bytes: int = 0
-    rtt_s: float | None = None  # median of the last round-trip times, seconds; None if never measured
-    upload_bps: float | None = None  # peak over a busy second, bits per second; None if never busy
+    # The median of the last round-trip times; None if none was measured.
+    rtt_s: float | None = None
+    # The peak over a busy second; None if no second was busy.
+    upload_bps: float | None = None
     download_bps: float | None = None
 
 
@@ -101,18 +116,22 @@ class Stream:
     """Items to and from a peer. Use it as an async context manager: an exception resets the stream."""
 
     def __init__(self, link: Any, id: int) -> None:
-        self._link, self.id = link, id
+        self._link = link
+        self.id = id
         self.peer: PeerId = link.peer
-        self.held_bytes = 0  # of its opening by the peer, and of items that nobody took yet
+        # The size of the peer's opening, and of items that the application has not taken.
+        self.held_bytes = 0
         self._inbox: deque[tuple[memoryview, memoryview]] = deque()
         self._fault: PeerError | None = None
-        self._got_end = self._sent_end = self._discarding = False
+        self._got_end = False
+        self._sent_end = False
+        self._discarding = False
         self._receiving: asyncio.Future[None] | None = None
         self.credit = asyncio.Event()
 
     @property
     def voucher(self) -> bytes:
-        """Who vouches for the peer: an invitation's key, its account, or its own key."""
+        """The voucher of the peer: an invitation's key, its account, or its own key."""
         return bytes(self._link.voucher)
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
@@ -171,7 +190,7 @@ class Stream:
         self._link.end_stream(self.id)
 
     def reset(self, reason: str = "", code: str = "reset") -> None:
-        """Drop the stream both ways, and items that nobody took; `receive` and `send` raise `PeerLost`. Idempotent."""
+        """Drop the stream both ways, and its unread items; `receive` and `send` raise `PeerLost`. Idempotent."""
         self._inbox.clear()
         self.held_bytes = 0
         self._link.reset_stream(self.id, code, reason)
@@ -181,7 +200,8 @@ class Stream:
         """End our side and discard further items, so that the peer does not wait for credit."""
         self._discarding = True
         while self._inbox:
-            self._link.consumed(self, *self._inbox.popleft())
+            message, payload = self._inbox.popleft()
+            self._link.consumed(self, message, payload)
         self._sent_end = True
         self._link.end_stream(self.id)
 
@@ -205,8 +225,9 @@ class Stream:
             self._link.consumed(self, message, payload)
             return
         if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
-            # a slice keeps its whole packet alive, which the credit does not count
-            message, payload = memoryview(bytes(message)), memoryview(bytes(payload))
+            # A slice keeps its whole packet alive, and the credit counts only the slice.
+            message = memoryview(bytes(message))
+            payload = memoryview(bytes(payload))
         self._inbox.append((message, payload))
         self._wake()
 
@@ -285,7 +306,7 @@ class Peers(Protocol):
         """Return the role that the peer's membership gives; ``GUEST`` without a link."""
 
     def voucher_of(self, peer: PeerId) -> bytes:
-        """Return who vouches for a peer that is or was linked, as `Stream.voucher`; else the peer itself."""
+        """Return the voucher of a peer that is or was linked, as `Stream.voucher`; of others the peer's id."""
 
     def unserve(self, kind: type[Message]) -> None:
         """Stop answering ``kind``."""
@@ -318,7 +339,7 @@ def short(peer: PeerId) -> str:
 
 
 def decoded(data: Buffer, kind: type[V], problem: str, error: type[Exception]) -> V:
-    """Decode what a stranger sent; raise ``error`` with the ``problem`` if it is not valid."""
+    """Decode a stranger's bytes; raise ``error`` with the ``problem`` if they are not valid."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNDECODABLE as fault:
@@ -332,40 +353,41 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def remember(held: MutableMapping[K, V], key: K, value: V, most: int) -> None:
-    """Put an entry last; of more than ``most`` the first, which was put longest ago, is forgotten."""
-    held.pop(key, None)
-    held[key] = value
-    if len(held) > most:
-        del held[next(iter(held))]
+def remember(entries: MutableMapping[K, V], key: K, value: V, most: int) -> None:
+    """Put an entry last; beyond ``most`` entries, forget the first, which was put longest ago."""
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > most:
+        oldest = next(iter(entries))
+        del entries[oldest]
 
 
 class Patience:
-    """How long to wait for what takes its usual time: the median and five median deviations, within bounds.
+    """The time to wait for a usual event: the median of its last times and five median deviations, within bounds.
 
-    A few liars or stalls among the last `REMEMBERED_TIMES` change neither. ``first_s`` holds until
-    something is known; None: ``most_s``.
+    A few liars or stalls among the last `REMEMBERED_TIMES` change neither. ``seconds`` is ``first_s``
+    until a time is learned, or ``most_s`` if that is None.
     """
 
     def __init__(self, least_s: float, most_s: float, first_s: float | None = None) -> None:
-        self._least_s, self._most_s = least_s, most_s
-        self._times: deque[float] = deque(maxlen=REMEMBERED_TIMES)
+        self._least_s = least_s
+        self._most_s = most_s
+        self._times_s: deque[float] = deque(maxlen=REMEMBERED_TIMES)
         self.seconds = most_s if first_s is None else first_s
 
     def learn(self, seconds: float) -> None:
-        self._times.append(seconds)
-        middle = statistics.median(self._times)
-        deviation = statistics.median(abs(one - middle) for one in self._times)
-        self.seconds = min(max(self._least_s, middle + 5 * max(deviation, middle / 5)), self._most_s)
+        self._times_s.append(seconds)
+        median_s = statistics.median(self._times_s)
+        deviation_s = statistics.median(abs(time_s - median_s) for time_s in self._times_s)
+        # Equal times have no deviation: allow a fifth of the median at least.
+        patience_s = median_s + 5 * max(deviation_s, median_s / 5)
+        self.seconds = min(max(self._least_s, patience_s), self._most_s)
 
 
 def allowance_s(peers: Peers, peer: PeerId) -> float:
     """Return how much longer to wait for a peer on a slow line: a few round trips, bounded."""
-    return min(4 * (peers.statistics(peer).rtt_s or 0.0), MOST_ALLOWANCE_S)
-
-
-REMEMBERED_TIMES, MOST_ALLOWANCE_S = 32, 5.0
-MAX_LEFT_OUT = 4096  # entries; beyond that the oldest failure is forgotten
+    rtt_s = peers.statistics(peer).rtt_s or 0.0
+    return min(4 * rtt_s, MOST_ALLOWANCE_S)
 
 
 class LeftOut(Generic[K]):
@@ -378,20 +400,27 @@ class LeftOut(Generic[K]):
     """
 
     def __init__(self, first_s: float, longest_s: float) -> None:
-        self._first_s, self._longest_s = first_s, longest_s
-        self._records: dict[K, tuple[int, float]] = {}  # failures in a row, and until when it is left out
+        self._first_s = first_s
+        self._longest_s = longest_s
+        # For each key its failures in a row, and the time until which it is left out.
+        self._records: dict[K, tuple[int, float]] = {}
         self.version = 0
 
     def fail(self, key: K, now: float) -> float | None:
         """Count a failure; return for how long the entry is left out from now on, None if it is already."""
-        self._records = {k: (n, end) for k, (n, end) in self._records.items() if now < end + self._longest_s}
+        self._records = {
+            other: (failures, until)
+            for other, (failures, until) in self._records.items()
+            if now < until + self._longest_s
+        }
         failures, until = self._records.get(key, (0, -math.inf))
         if now < until:
             return None
-        seconds = min(self._longest_s, self._first_s * 2.0**failures)
-        remember(self._records, key, (min(failures + 1, 64), now + seconds), MAX_LEFT_OUT)
+        left_out_s = min(self._longest_s, self._first_s * 2.0**failures)
+        record = (min(failures + 1, MAX_FAILURES), now + left_out_s)
+        remember(self._records, key, record, MAX_LEFT_OUT)
         self.version += 1
-        return seconds
+        return left_out_s
 
     def forgive(self, key: K) -> None:
         if self._records.pop(key, None) is not None:
@@ -401,5 +430,5 @@ class LeftOut(Generic[K]):
         return key in self._records and now < self._records[key][1]
 
     def ends(self, now: float) -> dict[K, float]:
-        """Return who is left out now, and until when."""
+        """Return the keys that are left out now, and until when."""
         return {key: until for key, (_, until) in self._records.items() if now < until}
