@@ -40,13 +40,15 @@ from colab_swarm.net.peers import (
 )
 from colab_swarm.runtime import loop_now
 
-BURST_S, MIN_BURST_BYTES = 0.1, 1 << 16
+BURST_S = 0.1
+MIN_BURST_BYTES = 1 << 16
 MAX_SIZE_BYTES = 32 << 20
 FIRST_BYTES = 64 << 10
 ENOUGH_S = 0.5
 PAUSE_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
-PART = bytes(120 << 10)  # one packet, no copy
+# Such a payload fits one packet and is not copied.
+PART = bytes(120 << 10)
 HostPort: TypeAlias = tuple[str, int]
 
 
@@ -55,6 +57,7 @@ class NodeSettings:
     """Settings of `colab_swarm.net.node.Node`.
 
     Attributes:
+        run_id: name of the run, 64 bytes at most; peers of another run are refused.
         host, port: where to listen; an empty host is every interface, IPv4 and IPv6; port 0 takes a free one.
         listen: whether to accept links; a node that does not (client mode) dials, and is called back over its links.
         announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
@@ -64,10 +67,13 @@ class NodeSettings:
         keep_alive_s: seconds between pings of a link; one silent for three times as long is closed.
         idle_link_s: seconds until an unused link is closed, unless one of its ends cannot be dialled.
         max_links: links at once; beyond that the one unused for longest is closed, or new ones are refused.
-        max_streams_per_link, max_calls_per_link: what one peer may have open.
+        max_handshakes: accepted connections whose handshake is not complete.
+        dial_timeout_s: seconds to dial one address, handshake included.
+        handshake_timeout_s: seconds for an accepted connection to complete its handshake.
+        max_streams_per_link, max_calls_per_link: streams and calls that one peer may have open.
     """
 
-    run_id: str = ""  # name of the run, 64 bytes at most; peers of another run are refused
+    run_id: str = ""
     host: str = ""
     port: int = 0
     listen: bool = True
@@ -78,23 +84,24 @@ class NodeSettings:
     keep_alive_s: float = 10.0
     idle_link_s: float = 300.0
     max_links: int = 256
-    max_handshakes: int = 64  # accepted connections whose handshake is not complete
-    dial_timeout_s: float = 10.0  # for one address, handshake included
-    handshake_timeout_s: float = 10.0  # for an accepted connection to complete its handshake
+    max_handshakes: int = 64
+    dial_timeout_s: float = 10.0
+    handshake_timeout_s: float = 10.0
     max_streams_per_link: int = 256
     max_calls_per_link: int = 1024
 
     def __post_init__(self) -> None:
-        require(
-            len(self.run_id.encode()) <= MAX_RUN_ID_BYTES,
-            f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes",
-        )
+        fits = len(self.run_id.encode()) <= MAX_RUN_ID_BYTES
+        require(fits, f"run_id={self.run_id!r} is over {MAX_RUN_ID_BYTES} bytes")
         require(0 <= self.port < 1 << 16, f"port={self.port} is not a port: 1 to 65535, or 0 for a free one")
         announce = self.announce or ()
         for address in announce:
             require(is_address(address), f"{address!r} is not an address: ws://HOST:PORT is expected")
-        known = self.iroh in (None, "direct", "public") or str(self.iroh).startswith("https://")
-        require(known, f"iroh={self.iroh!r} is not 'direct', 'public' or an https address of an iroh relay")
+        iroh_is_valid = self.iroh in (None, "direct", "public") or str(self.iroh).startswith("https://")
+        require(
+            iroh_is_valid,
+            f"iroh={self.iroh!r} is not 'direct', 'public' or an https address of an iroh relay",
+        )
         require(len(announce) <= MAX_ADDRESSES, f"{len(announce)} addresses are over {MAX_ADDRESSES}")
 
 
@@ -136,7 +143,8 @@ class RateMeter:
         if elapsed >= 1.0:
             if elapsed < 2.0:
                 self.peak_bps = max(self.peak_bps or 0.0, self._window_bytes * 8 / elapsed)
-            self._window_bytes, self._window_at = 0, now
+            self._window_bytes = 0
+            self._window_at = now
         self._window_bytes += size_bytes
 
 
@@ -154,7 +162,11 @@ class Traffic:
             bucket.take(size_bytes, now)
 
     def delay(self, now: float) -> float:
-        return max(bucket.delay(now) for bucket in self.buckets) if self.buckets else 0.0
+        """Return the seconds to wait until every bucket allows more; 0 without buckets."""
+        delay_s = 0.0
+        for bucket in self.buckets:
+            delay_s = max(delay_s, bucket.delay(now))
+        return delay_s
 
 
 class LinkType(StrEnum):
@@ -169,39 +181,54 @@ class LinkType(StrEnum):
 
 @dataclass(frozen=True)
 class Path:
-    """The way of a link to the other end."""
+    """The way of a link to the other end.
+
+    Attributes:
+        relay: the relay of a relayed link.
+        local, remote: this end and the other end of the TCP connection; None in memory.
+        address: the dial address that worked; empty at the end that was dialled.
+    """
 
     way: LinkType = LinkType.DIRECT
-    relay: PeerId | None = None  # the relay of a relayed link
-    local: HostPort | None = None  # this end of the TCP connection, None in memory
-    remote: HostPort | None = None  # its other end
-    address: str = ""  # the dial address that worked, empty where this end did not dial
+    relay: PeerId | None = None
+    local: HostPort | None = None
+    remote: HostPort | None = None
+    address: str = ""
 
     @property
     def seen_host(self) -> str:
         """IP address of the other end; empty behind a relay or a tunnel, whose own address is all we see."""
-        seen = self.remote if self.way in (LinkType.DIRECT, LinkType.PUNCHED) else None
-        return seen[0] if seen else ""
+        if self.remote is None or self.way not in (LinkType.DIRECT, LinkType.PUNCHED):
+            return ""
+        return self.remote[0]
 
     def __str__(self) -> str:
-        return self.way.value if self.relay is None else f"{self.way.value} by {short(self.relay)}"
+        if self.relay is None:
+            return self.way.value
+        return f"{self.way.value} by {short(self.relay)}"
 
 
 @dataclass(frozen=True)
 class Remote:
-    """The peer at the other end of a link, as its handshake showed it."""
+    """The peer at the other end of a link, as its handshake showed it.
+
+    Attributes:
+        membership: the membership that the peer showed last; it gives the ``role``.
+        time: the peer's clock when it sent its Hello.
+        keys: None where packets are not sealed.
+    """
 
     contact: Contact
     public_key: bytes = b""
-    membership: bytes = b""  # shown last by the peer; it gives the role
+    membership: bytes = b""
     role: Role = Role.WORKER
-    time: float = 0.0  # its clock when it sent its Hello
-    keys: Keys | None = field(default=None, repr=False)  # None where packets are not sealed
+    time: float = 0.0
+    keys: Keys | None = field(default=None, repr=False)
     path: Path = Path()
 
 
 class Receiver(Protocol):
-    """Takes what a carrier receives."""
+    """Takes the messages and events of a carrier."""
 
     def on_message(self, data: memoryview) -> None:
         """Take one message; the memory is only valid during the call."""
@@ -227,7 +254,7 @@ class Loopback:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that have not left yet."""
+        """Bytes that wait to be sent."""
         return 0
 
     def send_bytes(self, data: bytes) -> int:
@@ -269,20 +296,30 @@ class Metering:
     """Counts and limits the traffic of a node's links; ``tunnelled`` counts bytes sent through its own tunnel."""
 
     def __init__(self, settings: NodeSettings, clock: Callable[[], float]) -> None:
-        self._clock, self._settings = clock, settings
-        self._upload: list[TokenBucket] = []  # shared with all links
+        self._clock = clock
+        self._settings = settings
+        # All links share the two lists, so `limit` changes their contents.
+        self._upload: list[TokenBucket] = []
         self._download: list[TokenBucket] = []
         self.limit(None)
-        self._sent, self._received, self.tunnelled = RateMeter(), RateMeter(), RateMeter()
+        self._sent = RateMeter()
+        self._received = RateMeter()
+        self.tunnelled = RateMeter()
         self._by_relay: dict[PeerId, RateMeter] = {}
+        # The bytes sent to each peer, and those received from it.
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
 
     def limit(self, rate_bps: float | None) -> None:
         """Limit all links together to ``rate_bps`` bits per second each way, besides the settings' limits."""
-        limits = (self._upload, self._settings.upload_bps), (self._download, self._settings.download_bps)
-        for buckets, set_bps in limits:
-            rates = [rate for rate in (rate_bps, set_bps) if rate is not None]
-            buckets[:] = [TokenBucket(min(rates), self._clock())] if rates else []
+        self._upload[:] = self._buckets(rate_bps, self._settings.upload_bps)
+        self._download[:] = self._buckets(rate_bps, self._settings.download_bps)
+
+    def _buckets(self, *limits_bps: float | None) -> list[TokenBucket]:
+        """Return a bucket for the lowest limit; none if no limit is set."""
+        rates_bps = [limit_bps for limit_bps in limits_bps if limit_bps is not None]
+        if not rates_bps:
+            return []
+        return [TokenBucket(min(rates_bps), self._clock())]
 
     def relayed_bytes(self) -> dict[PeerId, int]:
         """Return the bytes that each relay carried for this peer, both ways."""
@@ -292,20 +329,25 @@ class Metering:
         """Return the meters and limits of a new link to the peer, there and back."""
         sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
         if len(self._by_peer) > MAX_BOOK_ENTRIES:
-            del self._by_peer[next(iter(self._by_peer))]
-        out, into = [sent, self._sent], [received, self._received]
+            oldest = next(iter(self._by_peer))
+            del self._by_peer[oldest]
+        outgoing = [sent, self._sent]
+        incoming = [received, self._received]
         if path.way is LinkType.TUNNEL and not dialled:
-            out.append(self.tunnelled)
+            outgoing.append(self.tunnelled)
         if path.relay is not None:
-            carried = self._by_relay.setdefault(path.relay, RateMeter())
-            out.append(carried)
-            into.append(carried)
-        return Traffic(out, self._upload), Traffic(into, self._download)
+            relayed = self._by_relay.setdefault(path.relay, RateMeter())
+            outgoing.append(relayed)
+            incoming.append(relayed)
+        return Traffic(outgoing, self._upload), Traffic(incoming, self._download)
 
     def statistics(self, peer: PeerId | None, rtts_s: Sequence[float]) -> LinkStatistics:
         """Return the totals of one peer, or of all; ``rtts_s`` are those of its open links."""
-        totals = self._sent, self._received
-        sent, received = totals if peer is None else self._by_peer.get(peer, (RateMeter(), RateMeter()))
+        if peer is None:
+            sent = self._sent
+            received = self._received
+        else:
+            sent, received = self._by_peer.get(peer, (RateMeter(), RateMeter()))
         return LinkStatistics(
             sent_bytes=sent.total_bytes,
             received_bytes=received.total_bytes,
@@ -394,7 +436,8 @@ async def _send(stream: Stream, size_bytes: int) -> float:
     await stream.send(BurstPart())
     for begin in range(0, size_bytes, len(PART)):
         await stream.send(BurstPart(), PART[: size_bytes - begin])
-    return (await stream.receive(TransferReport))[0].seconds
+    report, _ = await stream.receive(TransferReport)
+    return report.seconds
 
 
 async def _absorb(stream: Stream, missing_bytes: int) -> float:
@@ -402,9 +445,10 @@ async def _absorb(stream: Stream, missing_bytes: int) -> float:
     await stream.receive(BurstPart)
     began_at = clock()
     while missing_bytes > 0:
-        missing_bytes -= len((await stream.receive(BurstPart))[1])
-    too_much = f"{short(stream.peer)} sends more than was agreed in a speed test"
-    require(not missing_bytes, too_much, ProtocolError)
+        _, payload = await stream.receive(BurstPart)
+        missing_bytes -= len(payload)
+    fault = f"{short(stream.peer)} sends more than was agreed in a speed test"
+    require(not missing_bytes, fault, ProtocolError)
     took_s = clock() - began_at
     await stream.send(TransferReport(took_s))
     return took_s
