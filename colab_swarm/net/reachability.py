@@ -29,12 +29,16 @@ from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
 
 logger = logging.getLogger(__name__)
-PROBE_TIMEOUT_S = 1.5  # for one address; an open port answers within three round trips
+# An open port answers within three round trips, so one address takes no longer.
+PROBE_TIMEOUT_S = 1.5
 CALL_TIMEOUT_S = 5.0
 VERIFIERS = 3
-CHECK_EVERY_S, VERIFY_EVERY_S = 5.0, 300.0
-DIAL_BACK_GAP_S = 1.0  # least time between two dial-backs for the same peer
-DIAL_BACKS = 8  # of one host, however many peers are there, and in all, within a gap
+CHECK_EVERY_S = 5.0
+VERIFY_EVERY_S = 300.0
+# The least time between two dial-backs for the same peer.
+DIAL_BACK_GAP_S = 1.0
+# Dial-backs within a gap: for one host, however many peers it runs, and for all hosts together.
+DIAL_BACKS = 8
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -45,7 +49,7 @@ class DialBack(Message, frozen=True):
 
 
 class DialledBack(Message, frozen=True):
-    """Where the caller is seen; why dialling each address failed, empty if it worked."""
+    """The host where the caller is seen; for each address why dialling it failed, empty if it worked."""
 
     seen_host: str
     outcomes: Annotated[tuple[tuple[Address, str], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
@@ -71,21 +75,42 @@ class ReachabilityLevel(StrEnum):
     BUCKET = "by the bucket"
 
 
+# The levels that can work, best first.
+_LEVELS = (
+    ReachabilityLevel.DIRECT,
+    ReachabilityLevel.LAN,
+    ReachabilityLevel.IROH,
+    ReachabilityLevel.PUNCHED,
+    ReachabilityLevel.RELAYED,
+    ReachabilityLevel.TUNNEL,
+    ReachabilityLevel.UNVERIFIED,
+)
+
+
 @dataclass(frozen=True)
 class Reachability:
-    """How others reach this peer: the best ``level`` that works, and ``via`` what: relays or a tunnel."""
+    """How others reach this peer.
+
+    Attributes:
+        level: the best level that works.
+        via: the relays or the tunnel of that level.
+        addresses: the addresses to report to others, the best first.
+        reasons: for each better level the reason why it does not work.
+    """
 
     level: ReachabilityLevel
     via: str = ""
-    addresses: tuple[str, ...] = ()  # what to tell others, the best first
-    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()  # why no better level works
+    addresses: tuple[str, ...] = ()
+    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.level.value} {self.via}".rstrip()
 
     def explain(self) -> str:
         """Return the level, and a line for each better level with the reason why it does not work."""
-        lines = [str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)]
+        lines = [str(self)]
+        for level, reason in self.reasons:
+            lines.append(f"  not {level.value}: {reason}")
         if self.level is ReachabilityLevel.BUCKET:
             lines.append(
                 "  nobody needs to reach this peer: it dials out only. With a door, such as iroh='public',"
@@ -97,14 +122,24 @@ class Reachability:
 
 
 class ReachabilityPolicy:
-    """Evidence of how a peer can be reached, and what follows; ``trusted`` addresses need no check."""
+    """Evidence of how a peer can be reached, and what follows; ``trusted`` addresses need no check.
+
+    Attributes:
+        listening: the addresses at which the peer listens.
+        reports: the answers to dial-backs, by peer.
+        places: the circuit addresses, by relay.
+        tunnel: the address of its tunnel, None without.
+        iroh: its addresses at iroh.
+        why: the reasons why levels do not work.
+    """
 
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
-        self.listening, self._trusted = listening, trusted
-        self.reports: dict[PeerId, DialledBack] = {}  # of dial-backs, by peer
-        self.places: Mapping[PeerId, tuple[str, ...]] = {}  # circuit addresses, by relay
+        self.listening = listening
+        self._trusted = trusted
+        self.reports: dict[PeerId, DialledBack] = {}
+        self.places: Mapping[PeerId, tuple[str, ...]] = {}
         self.tunnel: str | None = None
-        self.iroh: tuple[str, ...] = ()  # its addresses there
+        self.iroh: tuple[str, ...] = ()
         self._punched: set[PeerId] = set()
         self.why = {
             ReachabilityLevel.IROH: "not requested; iroh='public' uses its free relays",
@@ -130,36 +165,48 @@ class ReachabilityPolicy:
     def decide(self) -> Reachability:
         if self._trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
-        untried = () if self.reports else self.listening
         relays = f"by {', '.join(map(short, self.places))}"
         via = {ReachabilityLevel.RELAYED: relays, ReachabilityLevel.TUNNEL: self.tunnel or ""}
         reasons: list[tuple[ReachabilityLevel, str]] = []
-        for level, addresses in self._addresses().items():
+        addresses_at = self._addresses()
+        for level in _LEVELS:
+            addresses = tuple(addresses_at.get(level, ()))[:MAX_ADDRESSES]
             if addresses:
-                return Reachability(
-                    level, via.get(level, ""), tuple(addresses)[:MAX_ADDRESSES], tuple(reasons)
-                )
+                return Reachability(level, via.get(level, ""), addresses, tuple(reasons))
             reasons.append((level, self._why_not(level)))
-        if untried:
-            return Reachability(ReachabilityLevel.UNVERIFIED, "", untried)
+        if self.listening and not self.reports:
+            return Reachability(ReachabilityLevel.UNVERIFIED, "", self.listening)
         local = tuple(self._worked(local=True))
+        # The last level is no better than this one: it only says that the addresses are not verified.
         return Reachability(ReachabilityLevel.OUTGOING, "", local, tuple(reasons[:-1]))
 
     def _addresses(self) -> dict[ReachabilityLevel, Sequence[str]]:
-        """Return what to tell others at each level; nothing at one that does not work."""
-        public, local, untried = self._worked(local=False), self._worked(local=True), self._untried()
-        outside = any(not is_local(report.seen_host) for report in self.reports.values())
-        circuits = tuple(chain.from_iterable(self.places.values()))
-        others = (*self.iroh, *circuits, *filter(None, [self.tunnel]), *untried)
-        return {
-            ReachabilityLevel.DIRECT: (*public, *local) if public else (),
-            ReachabilityLevel.LAN: (*local, *self.iroh, *circuits) if local and not outside else (),
-            ReachabilityLevel.IROH: (*others, *self._own(local=True)) if self.iroh else (),
-            ReachabilityLevel.PUNCHED: others if circuits and self._punched else (),
-            ReachabilityLevel.RELAYED: others if circuits else (),
-            ReachabilityLevel.TUNNEL: others if self.tunnel else (),
-            ReachabilityLevel.UNVERIFIED: (*untried, *local) if untried else (),
-        }
+        """Return the addresses to report at each level that works."""
+        public = self._worked(local=False)
+        local = self._worked(local=True)
+        untried = self._untried()
+        seen_from_outside = any(not is_local(report.seen_host) for report in self.reports.values())
+        circuits = list(chain.from_iterable(self.places.values()))
+        carried = [*self.iroh, *circuits]
+        if self.tunnel:
+            carried.append(self.tunnel)
+        carried += untried
+        addresses: dict[ReachabilityLevel, Sequence[str]] = {}
+        if public:
+            addresses[ReachabilityLevel.DIRECT] = [*public, *local]
+        if local and not seen_from_outside:
+            addresses[ReachabilityLevel.LAN] = [*local, *self.iroh, *circuits]
+        if self.iroh:
+            addresses[ReachabilityLevel.IROH] = [*carried, *self._own(local=True)]
+        if circuits and self._punched:
+            addresses[ReachabilityLevel.PUNCHED] = carried
+        if circuits:
+            addresses[ReachabilityLevel.RELAYED] = carried
+        if self.tunnel:
+            addresses[ReachabilityLevel.TUNNEL] = carried
+        if untried:
+            addresses[ReachabilityLevel.UNVERIFIED] = [*untried, *local]
+        return addresses
 
     def _outcomes(self) -> Iterator[tuple[str, str]]:
         return chain.from_iterable(report.outcomes for report in self.reports.values())
@@ -173,8 +220,10 @@ class ReachabilityPolicy:
 
     def _untried(self) -> list[str]:
         """Return the public addresses while all verifiers see this peer through a relay or a tunnel."""
-        seen = not self.reports or any(report.seen_host for report in self.reports.values())
-        return [] if seen else self._own(local=False)
+        seen_directly = any(report.seen_host for report in self.reports.values())
+        if seen_directly or not self.reports:
+            return []
+        return self._own(local=False)
 
     def _why_not(self, level: ReachabilityLevel) -> str:
         if level in self.why:
@@ -182,15 +231,17 @@ class ReachabilityPolicy:
         if not self.listening:
             return "this peer does not listen (listen=False)"
         local = level is ReachabilityLevel.LAN
-        kind, nobody = ("private", "nobody") if local else ("public", "no peer outside this network")
         for address, fault in self._outcomes():
             if fault and is_local(host_of(address)) == local:
                 return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
         if not self._own(local=local):
+            kind = "private" if local else "public"
             return f"this machine has no {kind} address"
-        if not local and self._untried():
+        if local:
+            return "nobody has tried"
+        if self._untried():
             return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
-        return f"{nobody} has tried"
+        return "no peer outside this network has tried"
 
 
 class ReachabilityWatch:
@@ -208,12 +259,16 @@ class ReachabilityWatch:
         punch: bool = True,
         tunnel: TunnelSettings | None = None,
     ) -> None:
-        self._node, self._events, self._rng = node, events, rng
-        self._trusted, self._tunnel_settings = trusted, tunnel
+        self._node = node
+        self._events = events
+        self._rng = rng
+        self._trusted = trusted
+        self._tunnel_settings = tunnel
         self._loop = asyncio.get_running_loop()
         self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
         self._dial_backs = VisitLimit(1, DIAL_BACK_GAP_S)
-        self._targets, self._verified_at = VisitLimit(DIAL_BACKS, DIAL_BACK_GAP_S), float("-inf")
+        self._targets = VisitLimit(DIAL_BACKS, DIAL_BACK_GAP_S)
+        self._verified_at = float("-inf")
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
         self._circuits: Circuits | None = None
@@ -257,32 +312,41 @@ class ReachabilityWatch:
         """Have linked peers dial back, and decide again."""
         self._verified_at = self._loop.time()
         if self._policy.listening and not self._trusted:
-            # peers across the internet first: an address that they reach, every peer reaches
-            ends = {peer: (self._node.path_to(peer) or Path()).remote for peer in self._node.linked()}
-            near = {peer: end is None or is_local(end[0]) for peer, end in ends.items()}
-            linked = sorted(near, key=lambda peer: (near[peer], self._rng.random()))
-            await asyncio.gather(*map(self._ask, linked[:VERIFIERS]))
+            verifiers = sorted(self._node.linked(), key=self._verifier_rank)
+            await asyncio.gather(*map(self._ask, verifiers[:VERIFIERS]))
         self._update()
+
+    def _verifier_rank(self, peer: PeerId) -> tuple[bool, float]:
+        """Rank peers across the internet before near ones, because every peer reaches what they reach."""
+        path = self._node.path_to(peer) or Path()
+        near = path.remote is None or is_local(path.remote[0])
+        return near, self._rng.random()
 
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
         try:
-            answer = self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
-            self._policy.reports[peer] = await answer
+            report = await self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
         except PeerError as error:
             logger.info("no dial-back: %s", error)
+            return
+        self._policy.reports[peer] = report
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path = self._node.path_to(peer) or Path()
         require(path.remote is not None, "no direct link shows your address", Refusal)
-        rare = self._dial_backs.admit(peer, self._loop.time())
-        require(rare, f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago", Refusal)
-        seen = path.seen_host
-        allowed = [address for address in ask.addresses if may_dial_back(address, seen)]
-        now, admit = self._loop.time(), self._targets.admit
-        tried = [address for address in allowed if admit(ip_of(seen), now) and admit("", now)]
-        faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
-        return DialledBack(seen, tuple(zip(tried, faults, strict=True)))
+        admitted = self._dial_backs.admit(peer, self._loop.time())
+        require(admitted, f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago", Refusal)
+        targets = [address for address in ask.addresses if self._admits_target(address, path.seen_host)]
+        faults = await asyncio.gather(*(self._probe(peer, address) for address in targets))
+        outcomes = tuple(zip(targets, faults, strict=True))
+        return DialledBack(path.seen_host, outcomes)
+
+    def _admits_target(self, address: str, seen_host: str) -> bool:
+        """Count an address to dial back; return whether that is allowed."""
+        if not may_dial_back(address, seen_host):
+            return False
+        now = self._loop.time()
+        return self._targets.admit(ip_of(seen_host), now) and self._targets.admit("", now)
 
     async def _probe(self, peer: PeerId, address: str) -> str:
         try:
@@ -303,12 +367,13 @@ class ReachabilityWatch:
     def _update(self) -> None:
         iroh = self._node.linker.iroh
         self._policy.iroh = iroh.addresses
-        before, decided = self.current, self._policy.decide()
+        before = self.current
+        decided = self._policy.decide()
         self.current = decided
-        carried = ReachabilityLevel.RELAYED, ReachabilityLevel.TUNNEL
-        self._node.metered = decided.level in carried or (
-            decided.level is ReachabilityLevel.IROH and iroh.relayed
-        )
+        if decided.level is ReachabilityLevel.IROH:
+            self._node.metered = iroh.relayed
+        else:
+            self._node.metered = decided.level in (ReachabilityLevel.RELAYED, ReachabilityLevel.TUNNEL)
         if decided.addresses != self._node.contact.addresses:
             self._node.announce(decided.addresses)
             self._node.linker.spawn(self._send_moved())
@@ -318,8 +383,9 @@ class ReachabilityWatch:
 
     async def _send_moved(self) -> None:
         moved = Moved(self._node.contact.addresses)
-        calls = (self._node.call(peer, moved, Ack, timeout_s=CALL_TIMEOUT_S) for peer in self._node.linked())
-        await asyncio.gather(*calls, return_exceptions=True)  # a lost peer hears of them when it links again
+        calls = [self._node.call(peer, moved, Ack, timeout_s=CALL_TIMEOUT_S) for peer in self._node.linked()]
+        # Ignore lost peers: they get the addresses when they link again.
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def _on_moved(self, peer: PeerId, moved: Moved) -> Ack:
         self._node.linker.book.replace(Contact(peer, moved.addresses))
@@ -330,12 +396,18 @@ class ReachabilityWatch:
             await asyncio.sleep(CHECK_EVERY_S * self._rng.uniform(0.8, 1.2))
             listening = self._trusted or self._node.listening()
             if listening != self._policy.listening:
-                self._policy.listening, self._verified_at = listening, float("-inf")
-                self._policy.reports.clear()  # the evidence about the old addresses is void
-            tried = self._policy.reports.keys()
-            few = len(tried) < VERIFIERS and self._node.linked() - tried
-            if few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
+                self._policy.listening = listening
+                # The evidence about the old addresses is void.
+                self._policy.reports.clear()
+                self._verified_at = float("-inf")
+            verifiers = self._policy.reports.keys()
+            more_can_verify = len(verifiers) < VERIFIERS and self._node.linked() - verifiers
+            if more_can_verify or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
                 await self.verify()
-            self._update()  # what iroh does changes without a word
+            # The addresses at iroh change without an event.
+            self._update()
             if self._circuits is not None:
-                (self._circuits.stop if self._policy.dialable else self._circuits.start)()
+                if self._policy.dialable:
+                    self._circuits.stop()
+                else:
+                    self._circuits.start()
