@@ -36,17 +36,30 @@ from colab_swarm.runtime import wait_until
 logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 GO = b"go"
-BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16  # one read, and fragments received before
-CIRCUITS_PER_PAIR = 4  # so that one caller cannot use up all circuits of another peer
-IDLE_S = 120.0  # a circuit without traffic is dead after this, since links ping
+# A batch holds the messages of one read, and fragments received before it.
+BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
+# One caller cannot use up all circuits of another peer.
+CIRCUITS_PER_PAIR = 4
+# Links ping, so a circuit without traffic for this time is dead.
+IDLE_S = 120.0
+# An end that has not shown its ticket by then will not connect.
+CONNECT_S = 15.0
 PLACES = 2
-LOOK_EVERY_S, SECOND_PLACE_S = 30.0, 5.0
-CALL_TIMEOUT_S = 5.0
-CANDIDATES = 8
-PLACE_S = 300.0  # a place expires after this unless it is reserved again
-ENTRIES = 2  # addresses of one relay that others learn
+# Times between two looks for relays: without a place, with one, and with all.
 RETRY_S = 1.0
-OFFERS_AT_ONCE = 32  # by one relay, while this peer still connects: each costs a connection
+SECOND_PLACE_S = 5.0
+LOOK_EVERY_S = 30.0
+CALL_TIMEOUT_S = 5.0
+OFFER_TIMEOUT_S = 10.0
+CANDIDATES = 8
+# A place expires after this time unless it is reserved again.
+PLACE_S = 300.0
+# Others learn this many addresses of one relay.
+ENTRIES = 2
+# Offers of one relay that this peer accepts at once: each costs a connection.
+OFFERS_AT_ONCE = 32
+# The round trip to a relay with a place counts by this factor, to avoid needless changes.
+HELD_BONUS = 0.7
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Seen = tuple[Annotated[str, msgspec.Meta(max_length=64)], int]
@@ -84,16 +97,25 @@ class CircuitOffer(Message, frozen=True):
 
 @dataclass(frozen=True)
 class RelayQuota:
-    """Limits of a relay; None for no limit."""
+    """Limits of a relay; None for no limit.
 
-    places: int = 256  # peers that may hold a place
-    circuits: int = 256  # open at once
+    Attributes:
+        places: peers that may hold a place.
+        circuits, circuits_per_peer: circuits that may be open at once.
+        circuit_bytes: bytes that one circuit carries before it is closed.
+        circuit_s: seconds that one circuit may be open.
+        circuit_bps, total_bps: bits per second of one circuit, and of all circuits.
+        total_bytes: bytes of all circuits since the relay started; then it opens no more.
+    """
+
+    places: int = 256
+    circuits: int = 256
     circuits_per_peer: int = 32
-    circuit_bytes: float | None = None  # what one circuit carries before it is closed
-    circuit_s: float | None = None  # seconds that one circuit may be open
-    circuit_bps: float | None = None  # bits per second of one circuit
-    total_bps: float | None = None  # bits per second of all circuits
-    total_bytes: float | None = None  # all circuits together since the relay started; then it opens no more
+    circuit_bytes: float | None = None
+    circuit_s: float | None = None
+    circuit_bps: float | None = None
+    total_bps: float | None = None
+    total_bytes: float | None = None
 
     def __repr__(self) -> str:
         return settings(self)
@@ -117,10 +139,14 @@ class RelayState:
 
     def __init__(self, quota: RelayQuota, now: float) -> None:
         self.quota = quota
-        self.places: dict[PeerId, float] = {}  # when each was reserved last
+        # The time at which each place was last reserved.
+        self.places: dict[PeerId, float] = {}
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
-        self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
+        # Every circuit takes from these buckets.
+        self._shared_buckets: list[TokenBucket] = []
+        if quota.total_bps is not None:
+            self._shared_buckets.append(TokenBucket(quota.total_bps, now))
 
     def reserve(self, peer: PeerId, now: float) -> None:
         full = peer not in self.places and len(self.places) >= self.quota.places
@@ -131,14 +157,18 @@ class RelayState:
         quota = self.quota
         require(len(self.circuits) < quota.circuits, f"{quota.circuits} circuits are open here", Refusal)
         for peer in (caller, called):
-            count, most = sum(peer in one.ends for one in self.circuits), quota.circuits_per_peer
+            count = sum(peer in circuit.ends for circuit in self.circuits)
+            most = quota.circuits_per_peer
             require(count < most, f"{most} circuits of {short(peer)} are open here", Refusal)
-        between = sum({caller, called} == {*one.ends} for one in self.circuits)
+        pair = {caller, called}
+        between = sum(pair == {*circuit.ends} for circuit in self.circuits)
         require(between < CIRCUITS_PER_PAIR, f"{between} circuits between the two are open here", Refusal)
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
-        own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
-        circuit = Circuit((caller, called), now, now, Traffic((), (*own, *self._total)))
+        buckets = list(self._shared_buckets)
+        if quota.circuit_bps is not None:
+            buckets.insert(0, TokenBucket(quota.circuit_bps, now))
+        circuit = Circuit((caller, called), opened_at=now, used_at=now, traffic=Traffic((), buckets))
         circuit.tokens = {random(TOKEN_BYTES): 0, random(TOKEN_BYTES): 1}
         self.circuits.add(circuit)
         return circuit
@@ -164,17 +194,18 @@ class RelayState:
         return circuit.traffic.delay(now), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
+        """Return the circuits that must end now, with the reason."""
         limit_s = self.quota.circuit_s
-        late: dict[Circuit, str] = {}
+        reasons: dict[Circuit, str] = {}
         for circuit in self.circuits:
             age_s = now - circuit.opened_at
             if now - circuit.used_at > IDLE_S:
-                late[circuit] = "the circuit was silent"
-            if len(circuit.pumps) < 2 and age_s > 15.0:
-                late[circuit] = "the other end did not connect"
+                reasons[circuit] = "the circuit was silent"
+            if len(circuit.pumps) < 2 and age_s > CONNECT_S:
+                reasons[circuit] = "the other end did not connect"
             if limit_s is not None and age_s > limit_s:
-                late[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
-        return late
+                reasons[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
+        return reasons
 
 
 class Relay:
@@ -184,7 +215,8 @@ class Relay:
         self._node = node
         self._loop = asyncio.get_running_loop()
         self.state = RelayState(quota, self._loop.time())
-        self._batch, self._batched_bytes = memoryview(bytearray(BATCH_BYTES)), 0
+        self._batch = memoryview(bytearray(BATCH_BYTES))
+        self._batched_bytes = 0
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
@@ -193,8 +225,9 @@ class Relay:
 
     def close(self) -> None:
         self._upkeep.cancel()
-        for kind in (Reserve, OpenCircuit):
-            self._node.unserve(kind)  # nobody would honour their tickets
+        # Nothing takes tickets any longer, so give none out.
+        self._node.unserve(Reserve)
+        self._node.unserve(OpenCircuit)
         self._node.linker.listener.on_ticket = None
         for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")
@@ -209,7 +242,8 @@ class Relay:
         self._node.linker.pinned.discard(peer)
 
     def _seen(self, peer: PeerId) -> HostPort:
-        return (self._node.path_to(peer) or Path()).remote or ("", 0)
+        path = self._node.path_to(peer) or Path()
+        return path.remote or ("", 0)
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
@@ -217,26 +251,32 @@ class Relay:
         reachable = called in self.state.places or self._node.contact_of(called).direct
         require(reachable, f"{short(called)} holds no place here", Refusal)
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
-        mine, theirs = circuit.tokens
-        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs)))
-        return CircuitTicket(mine, self._seen(peer))
+        caller_token, called_token = circuit.tokens
+        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, called_token)))
+        return CircuitTicket(caller_token, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
-        try:  # the relay dials a peer that has no place
-            await self._node.call(called, offer, Ack, timeout_s=10.0)
+        try:
+            # The call dials a peer that has no place here.
+            await self._node.call(called, offer, Ack, timeout_s=OFFER_TIMEOUT_S)
         except PeerError as error:
             self.end(circuit, str(error))
 
     def _on_ticket(self, ticket: bytes, socket: WebSocket) -> None:
-        if (found := self.state.find(ticket.removeprefix(TICKET))) is None:
+        circuit_end = self.state.find(ticket.removeprefix(TICKET))
+        if circuit_end is None:
             socket.close("this ticket is not valid, or no longer valid")
             return
-        circuit, end = found
-        socket.receiver = circuit.pumps[end] = _Pump(self, circuit, socket)
+        circuit, end = circuit_end
+        pump = _Pump(self, circuit, socket)
+        circuit.pumps[end] = pump
+        socket.receiver = pump
         if len(circuit.pumps) == 2:
-            near, far = circuit.pumps[0], circuit.pumps[1]
-            near.other, far.other = far, near
-            near.socket.send_bytes(GO)
+            caller = circuit.pumps[0]
+            called = circuit.pumps[1]
+            caller.other = called
+            called.other = caller
+            caller.socket.send_bytes(GO)
 
     def add(self, data: memoryview) -> None:
         """Add a message to those of this read; unmasked, it takes no more room than before."""
@@ -244,9 +284,11 @@ class Relay:
 
     def flush(self, socket: WebSocket) -> None:
         """Send the messages of a read by one write: fewer calls, and fewer wake-ups of the far end."""
-        size, self._batched_bytes = self._batched_bytes, 0
+        size = self._batched_bytes
+        self._batched_bytes = 0
         if size and not socket.send_framed(self._batch[:size]):
-            self._batch = memoryview(bytearray(BATCH_BYTES))  # the old may still be in use
+            # The socket still sends from the old memory.
+            self._batch = memoryview(bytearray(BATCH_BYTES))
 
     def end(self, circuit: Circuit, reason: str) -> None:
         if circuit in self.state.circuits:
@@ -257,9 +299,11 @@ class Relay:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            for peer in [one for one, at in self.state.places.items() if self._loop.time() - at > PLACE_S]:
-                self._on_lost(peer)
-            for circuit, reason in self.state.overdue(self._loop.time()).items():
+            now = self._loop.time()
+            for peer, reserved_at in list(self.state.places.items()):
+                if now - reserved_at > PLACE_S:
+                    self._on_lost(peer)
+            for circuit, reason in self.state.overdue(now).items():
                 self.end(circuit, reason)
 
 
@@ -267,7 +311,9 @@ class _Pump:
     """Receives at one end of a circuit and sends to the other, as far as it and quotas have room."""
 
     def __init__(self, relay: Relay, circuit: Circuit, socket: WebSocket) -> None:
-        self._relay, self._circuit, self.socket = relay, circuit, socket
+        self._relay = relay
+        self._circuit = circuit
+        self.socket = socket
         self._loop = asyncio.get_running_loop()
         self._reasons_to_wait: set[str] = set()
         self._quota_timer: asyncio.TimerHandle | None = None
@@ -285,7 +331,8 @@ class _Pump:
             self._relay.end(self._circuit, fault)
         elif delay_s > 0:
             self._wait("quota")
-            if self._quota_timer is not None:  # an earlier message of the same read set a shorter pause
+            # An earlier message of the same read has set a shorter pause.
+            if self._quota_timer is not None:
                 self._quota_timer.cancel()
             self._quota_timer = self._loop.call_later(delay_s, self._resume, "quota")
 
@@ -294,8 +341,12 @@ class _Pump:
             self._relay.flush(self.other.socket)
 
     def on_writable(self, writable: bool) -> None:
-        if self.other is not None:
-            (self.other._resume if writable else self.other._wait)("buffer")
+        if self.other is None:
+            return
+        if writable:
+            self.other._resume("buffer")
+        else:
+            self.other._wait("buffer")
 
     def on_lost(self, reason: str) -> None:
         self._relay.end(self._circuit, f"the other end of the circuit is gone: {reason}")
@@ -310,9 +361,19 @@ class _Pump:
             self.socket.resume_reading()
 
 
-def choose(rtts_s: dict[PeerId, float], held: Container[PeerId], places: int = PLACES) -> list[PeerId]:
-    """Return the nearest relays; those held get a bonus, to avoid needless changes."""
-    return sorted(rtts_s, key=lambda id: (rtts_s[id] * (0.7 if id in held else 1.0), id))[:places]
+def choose(rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int = PLACES) -> list[PeerId]:
+    """Return the nearest relays; those where this peer has a place get a bonus."""
+
+    def distance(relay: PeerId) -> tuple[float, PeerId]:
+        bonus = HELD_BONUS if relay in reserved else 1.0
+        return rtts_s[relay] * bonus, relay
+
+    return sorted(rtts_s, key=distance)[:places]
+
+
+def _nearness(address: str) -> tuple[bool, bool]:
+    host = host_of(address)
+    return is_loopback(host), is_local(host)
 
 
 class Circuits:
@@ -325,13 +386,20 @@ class Circuits:
         on_change: Callable[[], None],
         rng: random.Random,
     ) -> None:
-        self._node, self._candidates, self._on_change, self._rng = node, candidates, on_change, rng
+        self._node = node
+        self._candidates = candidates
+        self._on_change = on_change
+        self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self._look, self._looked = asyncio.Event(), asyncio.Event()
+        self._look = asyncio.Event()
+        self._looked = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self.seen_at: dict[PeerId, HostPort] = {}  # where each relay sees this peer
+        # The address at which each relay sees this peer.
+        self.seen_at: dict[PeerId, HostPort] = {}
+        # The relay of each offer that is being accepted.
         self._accepting: list[PeerId] = []
-        self.places: dict[PeerId, tuple[str, ...]] = {}  # circuit addresses, by relay
+        # The circuit addresses at each relay.
+        self.places: dict[PeerId, tuple[str, ...]] = {}
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
         node.on_lost(self._on_lost)
@@ -354,7 +422,8 @@ class Circuits:
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
         self.seen_at[relay.id] = ticket.seen
-        receiver.held = True  # until the other end is connected
+        # The handshake begins when the relay reports that the other end is connected.
+        receiver.held = True
         return await self._show(relay.id, ticket.token, receiver)
 
     async def _show(self, relay: PeerId, token: bytes, receiver: HandshakeReceiver) -> WebSocket:
@@ -363,9 +432,12 @@ class Circuits:
         return websocket
 
     def _entries(self, relay: PeerId) -> list[str]:
+        """Return the addresses at which the relay can be dialled; first the one of the link to it."""
+        addresses = list(self._node.contact_of(relay).addresses)
         path = self._node.path_to(relay)
-        known = ((path.address if path else ""), *self._node.contact_of(relay).addresses)
-        direct = [address for address in dict.fromkeys(known) if address and relay_of(address) is None]
+        if path is not None and path.address:
+            addresses.insert(0, path.address)
+        direct = [address for address in dict.fromkeys(addresses) if relay_of(address) is None]
         require(direct, f"no address of relay {short(relay)} is known", PeerUnreachable)
         return direct
 
@@ -381,9 +453,10 @@ class Circuits:
         return Ack()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
-        show, path = partial(self._show, relay, offer.token), Path(LinkType.RELAYED, relay=relay)
+        connect = partial(self._show, relay, offer.token)
+        path = Path(LinkType.RELAYED, relay=relay)
         try:
-            await self._node.linker.shake_hands(show, expected=None, path=path)
+            await self._node.linker.shake_hands(connect, expected=None, path=path)
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
         finally:
@@ -391,27 +464,36 @@ class Circuits:
 
     async def _keep(self) -> None:
         while True:
-            began = self._loop.time()
+            began_at = self._loop.time()
             self._look.clear()
-            nearest = choose(await self._survey(), self.places)
-            for relay in nearest:  # again where it has a place: the relay may have dropped it
+            rtts_s = await self._survey()
+            nearest = choose(rtts_s, self.places)
+            # Reserve again where this peer has a place: the relay may have dropped it.
+            for relay in nearest:
                 await self._reserve(relay)
             self._looked.set()
             if len(self.places) > PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
-            wait_s = (RETRY_S, SECOND_PLACE_S, LOOK_EVERY_S)[min(len(self.places), 2)]
-            await wait_until(began + wait_s * self._rng.uniform(0.8, 1.2), self._look)
-            # a relay may give places and hang up, again and again
-            await asyncio.sleep(began + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
+            if not self.places:
+                wait_s = RETRY_S
+            elif len(self.places) < PLACES:
+                wait_s = SECOND_PLACE_S
+            else:
+                wait_s = LOOK_EVERY_S
+            await wait_until(began_at + wait_s * self._rng.uniform(0.8, 1.2), self._look)
+            # Wait a second in any case: a relay may give places and hang up, again and again.
+            await asyncio.sleep(began_at + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 
     async def _survey(self) -> dict[PeerId, float]:
-        known = {contact.id: contact for contact in await self._candidates()}
-        for contact in known.values():
+        """Return the round-trip times (seconds) of the relays with a place, and of some other candidates."""
+        contacts = {contact.id: contact for contact in await self._candidates()}
+        for contact in contacts.values():
             self._node.learn(contact)
-        fresh = [id for id in known if id not in self.places and id != self._node.id]
-        ids = [*self.places, *self._rng.sample(fresh, min(CANDIDATES, len(fresh)))]
-        rtts = await asyncio.gather(*map(self._rtt, ids))
-        return {id: rtt_s for id, rtt_s in zip(ids, rtts, strict=True) if rtt_s is not None}
+        others = [relay for relay in contacts if relay not in self.places and relay != self._node.id]
+        sample = self._rng.sample(others, min(CANDIDATES, len(others)))
+        relays = [*self.places, *sample]
+        rtts_s = await asyncio.gather(*map(self._rtt, relays))
+        return {relay: rtt_s for relay, rtt_s in zip(relays, rtts_s, strict=True) if rtt_s is not None}
 
     async def _rtt(self, relay: PeerId) -> float | None:
         try:
@@ -431,8 +513,8 @@ class Circuits:
             self._forget([relay])
             return
         self._node.linker.pinned.add(relay)
-        # others may have to dial it elsewhere than we do
-        entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
+        # Others may have to dial it elsewhere than we do: public addresses come first.
+        entries.sort(key=_nearness)
         circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self.seen_at[relay] = reserved.seen
         if self.places.get(relay) != circuits:
@@ -440,9 +522,11 @@ class Circuits:
             self._on_change()
 
     def _forget(self, relays: list[PeerId]) -> None:
-        gone = [self.places.pop(relay) for relay in relays if relay in self.places]
+        lost = [relay for relay in relays if relay in self.places]
+        for relay in lost:
+            del self.places[relay]
         self._node.linker.pinned.difference_update(relays)
-        if gone:
+        if lost:
             self._on_change()
 
     def _on_lost(self, peer: PeerId) -> None:
