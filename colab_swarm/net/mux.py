@@ -81,11 +81,15 @@ def to_packets(frames: Iterable[bytes]) -> list[bytes]:
         padding = -size % ALIGNMENT
         if gathered and size + padding + len(frame) > MAX_PACKET_BYTES:
             packets.append(b"".join(gathered))
-            gathered, size, padding = [], 0, 0
+            gathered = []
+            size = 0
+            padding = 0
         if len(frame) > MAX_PACKET_BYTES:
             packets += [frame[at : at + MAX_PACKET_BYTES] for at in range(0, len(frame), MAX_PACKET_BYTES)]
             continue
-        gathered += (bytes(padding), frame) if padding else (frame,)
+        if padding:
+            gathered.append(bytes(padding))
+        gathered.append(frame)
         size += padding + len(frame)
     if gathered:
         packets.append(gathered[0] if len(gathered) == 1 else b"".join(gathered))
@@ -105,7 +109,8 @@ class FrameReader:
             return self._continue(packet)
         view = memoryview(packet)
         frames: list[Frame] = []
-        at, end = 0, len(view)
+        at = 0
+        end = len(view)
         while at < end:
             kind, id, message_bytes, payload_bytes = _read_header(view, at)
             content_at = at + HEADER.size
@@ -115,7 +120,8 @@ class FrameReader:
                 frame_bytes = at - content_at + HEADER.size
                 alone = not frames and end == MAX_PACKET_BYTES
                 require(alone, f"a frame of {frame_bytes} bytes is truncated", ProtocolError)
-                self._partial, self._frame_bytes = bytearray(view), frame_bytes
+                self._partial = bytearray(view)
+                self._frame_bytes = frame_bytes
                 break
             frames.append(Frame(kind, id, view[message_at:at], view[content_at:message_at]))
             at += -at % ALIGNMENT
@@ -128,7 +134,8 @@ class FrameReader:
             raise ProtocolError(f"{len(packet)} bytes do not continue a frame of {self._frame_bytes} bytes")
         if missing_bytes:
             return []
-        whole, self._partial = self._partial, bytearray()
+        whole = self._partial
+        self._partial = bytearray()
         return self.read(whole)
 
 
@@ -136,9 +143,11 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
     if len(view) - at < HEADER.size:
         raise ProtocolError("a frame header is truncated")
     id, payload_bytes, packed = HEADER.unpack_from(view, at)
-    kind, message_bytes = _KINDS.get(packed & 0xFF), packed >> 8
+    kind = _KINDS.get(packed & 0xFF)
+    message_bytes = packed >> 8
     if kind is None:
         raise ProtocolError(f"unknown frame kind {packed & 0xFF}")
+    # Only items have a payload.
     max_payload_bytes = MAX_PAYLOAD_BYTES if kind is FrameKind.ITEM else 0
     if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload_bytes:
         raise ProtocolError(f"oversized {kind.name} frame: {message_bytes} and {payload_bytes} bytes")
@@ -146,13 +155,19 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
 
 
 STREAM_WINDOW_BYTES = 1 << 21
-ITEM_OVERHEAD_BYTES = 768  # of an item in memory: its objects
+# The Python objects of an item in memory.
+ITEM_OVERHEAD_BYTES = 768
 MAX_CREDIT_BYTES = 1 << 31
+MAX_PING_BYTES = 32
+# An error text is cut to this length.
+MAX_TEXT_CHARS = 1000
 _U32 = struct.Struct("<I")
 ENCODER = msgspec.msgpack.Encoder()
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
-OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])  # the name of the message's type, and it
-FAILURE = msgspec.msgpack.Decoder(tuple[str, str])  # a code, of `CallRefused` or ``reset``; a text
+# The name of a message's type, and the message.
+OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+# A code, of `CallRefused` or ``reset``, and a text.
+FAILURE = msgspec.msgpack.Decoder(tuple[str, str])
 
 
 @lru_cache(maxsize=1024)
@@ -192,17 +207,24 @@ class ServiceTable:
 
 @dataclass(slots=True)
 class Flow:
-    """Flow control of one stream, in bytes; which END has passed."""
+    """Flow control of one stream, in bytes.
 
-    credit: int = STREAM_WINDOW_BYTES  # bytes this end may still send; negative if the last item overdrew
-    window: int = STREAM_WINDOW_BYTES  # bytes that the peer may still send
-    consumed: int = 0  # taken by the application but not yet granted again
+    Attributes:
+        credit: bytes that this end may still send; negative if the last item overdrew.
+        window: bytes that the peer may still send.
+        consumed: bytes that the application took, not yet granted again.
+        sent_end, got_end: whether END has passed, each way.
+    """
+
+    credit: int = STREAM_WINDOW_BYTES
+    window: int = STREAM_WINDOW_BYTES
+    consumed: int = 0
     sent_end: bool = False
     got_end: bool = False
 
 
 def item_cost(message: Buffer, payload: Buffer) -> int:
-    """Return what an item takes from the credit. Empty items cost too, so that their number is bounded."""
+    """Return the bytes of credit that an item takes. Empty items cost too, so that their number is bounded."""
     return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
 
 
@@ -215,19 +237,23 @@ class Mux:
     def __init__(self, *, initiator: bool, max_streams: int, max_calls: int) -> None:
         self._next_id = 1 if initiator else 2
         self._last_theirs = 0 if initiator else -1
-        self._max_streams, self._max_calls = max_streams, max_calls
+        self._max_streams = max_streams
+        self._max_calls = max_calls
         self._reader = FrameReader()
         self.queue: list[bytes] = []
         self.streams: dict[int, Flow] = {}
-        self._their_streams = 0  # of those: a hostile peer opens many
+        # The number of streams that the peer opened: a hostile peer opens many.
+        self._their_streams = 0
         self._calls: set[int] = set()
         self._serving: set[int] = set()
         self.leaving = False
         self.peer_leaving = False
 
     def __repr__(self) -> str:
-        counts = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self.streams)}"
-        return f"Mux({counts}{', leaving' if self.leaving or self.peer_leaving else ''})"
+        state = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self.streams)}"
+        if self.leaving or self.peer_leaving:
+            state += ", leaving"
+        return f"Mux({state})"
 
     @property
     def quiet(self) -> bool:
@@ -236,7 +262,8 @@ class Mux:
 
     def take(self) -> list[bytes]:
         """Return the queued frames as packets, in order."""
-        frames, self.queue = self.queue, []
+        frames = self.queue
+        self.queue = []
         return to_packets(frames)
 
     def call(self, opening: bytes) -> int:
@@ -271,7 +298,8 @@ class Mux:
 
     def may_send(self, id: int) -> bool:
         """Return True if an item may be sent now: the stream is open and has credit."""
-        return (flow := self.streams.get(id)) is not None and flow.credit > 0
+        flow = self.streams.get(id)
+        return flow is not None and flow.credit > 0
 
     def send(self, id: int, message: bytes, payload: Buffer) -> None:
         """Queue an item; check `may_send` first."""
@@ -301,8 +329,8 @@ class Mux:
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
         """Drop the stream both ways. Idempotent."""
-        if (flow := self.streams.get(id)) is not None:
-            self._forget_if_over(id, flow, over=True)
+        if id in self.streams:
+            self._forget(id)
             self.queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
 
     def ping(self, token: bytes) -> None:
@@ -323,22 +351,26 @@ class Mux:
         yield from filter(self._admit, self._reader.read(packet))
 
     def _admit(self, frame: Frame) -> bool:
-        kind, id = frame.kind, frame.id
+        kind = frame.kind
         if kind is FrameKind.ITEM:
             return self._on_item(frame)
         if kind is FrameKind.CALL or kind is FrameKind.OPEN:
             return self._on_opening(frame)
         if kind is FrameKind.REPLY or kind is FrameKind.ERROR:
-            return self._remove(self._calls, id)
+            return self._remove(self._calls, frame.id)
         if kind is FrameKind.CANCEL:
-            return self._remove(self._serving, id)
+            return self._remove(self._serving, frame.id)
         if kind is FrameKind.PING:
-            require(len(frame.message) <= 32, f"a ping of {len(frame.message)} bytes", ProtocolError)
+            fits = len(frame.message) <= MAX_PING_BYTES
+            require(fits, f"a ping of {len(frame.message)} bytes", ProtocolError)
             self.queue.append(encode(FrameKind.PONG, 0, frame.message))
             return False
+        if kind is FrameKind.PONG:
+            return True
         if kind is FrameKind.LEAVING:
             self.peer_leaving = True
-        return kind in (FrameKind.LEAVING, FrameKind.PONG) or self._on_stream_control(frame)
+            return True
+        return self._on_stream_control(frame)
 
     def _on_opening(self, frame: Frame) -> bool:
         id = frame.id
@@ -347,63 +379,75 @@ class Mux:
         self._last_theirs = id
         if frame.kind is FrameKind.CALL:
             self._serving.add(id)
-            if busy := len(self._serving) > self._max_calls:
+            if len(self._serving) > self._max_calls:
                 self.fail(id, "busy", f"{self._max_calls} calls are pending on this link")
+                return False
         else:
             self.streams[id] = Flow()
             self._their_streams += 1
-            if busy := self._their_streams > self._max_streams:
+            if self._their_streams > self._max_streams:
                 self.reset(id, "busy", f"{self._max_streams} streams are open on this link")
-        return not busy
+                return False
+        return True
 
     def _on_item(self, frame: Frame) -> bool:
-        if (flow := self._flow(frame)) is None:
+        flow = self._flow(frame)
+        if flow is None:
             return False
-        if flow.got_end or flow.window <= 0:
-            fault = "after its end" if flow.got_end else "without credit"
-            raise ProtocolError(f"an item on stream {frame.id} {fault}")
+        if flow.got_end:
+            raise ProtocolError(f"an item on stream {frame.id} after its end")
+        if flow.window <= 0:
+            raise ProtocolError(f"an item on stream {frame.id} without credit")
         flow.window -= item_cost(frame.message, frame.payload)
         return True
 
     def _on_stream_control(self, frame: Frame) -> bool:
-        if (flow := self._flow(frame)) is None:
+        flow = self._flow(frame)
+        if flow is None:
             return False
         if frame.kind is FrameKind.RESET:
-            self._forget_if_over(frame.id, flow, over=True)
+            self._forget(frame.id)
         elif frame.kind is FrameKind.END:
             require(not flow.got_end, f"a second end of stream {frame.id}", ProtocolError)
             flow.got_end = True
             self._forget_if_over(frame.id, flow)
         else:
             require(len(frame.message) == _U32.size, "a credit frame of the wrong size", ProtocolError)
-            flow.credit += _U32.unpack(frame.message)[0]
-            text = f"stream {frame.id} got credit for {flow.credit} bytes"
-            require(flow.credit <= MAX_CREDIT_BYTES, text, ProtocolError)
+            (more_bytes,) = _U32.unpack(frame.message)
+            flow.credit += more_bytes
+            fault = f"stream {frame.id} got credit for {flow.credit} bytes"
+            require(flow.credit <= MAX_CREDIT_BYTES, fault, ProtocolError)
         return True
 
     def _flow(self, frame: Frame) -> Flow | None:
-        if (flow := self.streams.get(frame.id)) is None:
-            self._require_known(frame.id)
+        flow = self.streams.get(frame.id)
+        if flow is None:
+            self._require_opened(frame.id)
         return flow
 
     def _remove(self, pending: set[int], id: int) -> bool:
         if id in pending:
             pending.remove(id)
             return True
-        self._require_known(id)
+        self._require_opened(id)
         return False
 
-    def _require_known(self, id: int) -> None:
-        known = 0 < id <= (self._next_id - 1 if self._is_ours(id) else self._last_theirs)
-        require(known, f"a frame names call or stream {id}, which was never opened", ProtocolError)
+    def _require_opened(self, id: int) -> None:
+        last_id = self._next_id - 1 if self._is_ours(id) else self._last_theirs
+        opened = 0 < id <= last_id
+        require(opened, f"a frame names call or stream {id}, which was never opened", ProtocolError)
 
     def _is_ours(self, id: int) -> bool:
         return id % 2 == self._next_id % 2
 
-    def _forget_if_over(self, id: int, flow: Flow, *, over: bool = False) -> None:
-        if over or (flow.sent_end and flow.got_end):
-            del self.streams[id]
-            self._their_streams -= not self._is_ours(id)
+    def _forget_if_over(self, id: int, flow: Flow) -> None:
+        if flow.sent_end and flow.got_end:
+            self._forget(id)
+
+    def _forget(self, id: int) -> None:
+        del self.streams[id]
+        if not self._is_ours(id):
+            self._their_streams -= 1
 
     def _new_id(self) -> int:
         self._next_id += 2
@@ -419,4 +463,6 @@ def encode_opening(message: Message) -> bytes:
 
 
 def _failure(code: str, text: str) -> bytes:
-    return ENCODER.encode((code, text[:1000].encode(errors="replace").decode()))  # it may hold surrogates
+    # The text of an exception may hold surrogates, which UTF-8 cannot encode.
+    encodable = text[:MAX_TEXT_CHARS].encode(errors="replace").decode()
+    return ENCODER.encode((code, encodable))
