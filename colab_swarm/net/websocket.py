@@ -28,11 +28,21 @@ SCRATCH_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 126 << 10
 MAX_CONTROL_BYTES = 125
 HIGH_WATER_BYTES = 1 << 18
-LINGER_S = 10.0  # for a closed connection to send what is queued
+# A closed connection has this time to send its queued bytes.
+LINGER_S = 10.0
 NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
-CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")  # Windows' SO_REUSEADDR lets any process take a port
+# Windows has only SO_REUSEADDR, which lets any process take a port.
+CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-_TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
+# Opcodes of RFC 6455, section 5.2.
+_TEXT = 1
+_BINARY = 2
+_CLOSE = 8
+_PING = 9
+_PONG = 10
+_NO_MASKS = (b"", b"\0\0\0\0")
+# The status code of a close frame (RFC 6455, section 7.4.1) that may stand for any reason.
+POLICY_VIOLATION = 1008
 
 
 class Head(NamedTuple):
@@ -50,15 +60,20 @@ def read_head(data: memoryview, at: int) -> Head | None:
     available = len(data) - at
     if available < 2:
         return None
-    first, second = data[at], data[at + 1]
-    length, begin = second & 0x7F, at + 2
+    first = data[at]
+    second = data[at + 1]
+    length = second & 0x7F
+    begin = at + 2
+    # The lengths 126 and 127 announce a longer length, of 2 or of 8 bytes.
     if length >= 126:
         begin += 2 if length == 126 else 8
         if begin > len(data):
             return None
         length = int.from_bytes(data[at + 2 : begin], "big")
     opcode = first & 0x0F
-    if first & 0x70 or length > (MAX_CONTROL_BYTES if opcode & 8 else MAX_MESSAGE_BYTES):
+    max_bytes = MAX_CONTROL_BYTES if opcode & 8 else MAX_MESSAGE_BYTES
+    # The bits of 0x70 belong to extensions, and none is agreed.
+    if first & 0x70 or length > max_bytes:
         raise ProtocolError(f"WebSocket frame {first:#x} of {length} bytes")
     mask = b""
     if second & 0x80:
@@ -71,23 +86,29 @@ def read_head(data: memoryview, at: int) -> Head | None:
 
 def unmask(data: memoryview, mask: bytes) -> memoryview:
     """Return the body without its mask; no copy if the mask is zero."""
-    if mask in (b"", b"\0\0\0\0"):
+    if mask in _NO_MASKS:
         return data
     size = len(data)
-    key = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
-    return memoryview((int.from_bytes(data, "big") ^ key).to_bytes(size, "big"))
+    repeated = mask * (size // 4 + 1)
+    key = int.from_bytes(repeated[:size], "big")
+    body = int.from_bytes(data, "big") ^ key
+    return memoryview(body.to_bytes(size, "big"))
 
 
 def write_head(opcode: int, size: int, *, masked: bool) -> bytes:
     """Return the header of a final frame; masked with the key zero."""
-    bit = 0x80 if masked else 0
+    mask_bit = 0
+    mask = b""
+    if masked:
+        mask_bit = 0x80
+        mask = b"\0\0\0\0"
     if size < 126:
-        length = bytes((bit | size,))
+        length = bytes((mask_bit | size,))
     elif size < 1 << 16:
-        length = bytes((bit | 126,)) + size.to_bytes(2, "big")
+        length = bytes((mask_bit | 126,)) + size.to_bytes(2, "big")
     else:
-        length = bytes((bit | 127,)) + size.to_bytes(8, "big")
-    return bytes((0x80 | opcode,)) + length + bytes(4 if masked else 0)
+        length = bytes((mask_bit | 127,)) + size.to_bytes(8, "big")
+    return bytes((0x80 | opcode,)) + length + mask
 
 
 def write_message(data: memoryview, out: memoryview) -> int:
@@ -112,8 +133,11 @@ class WebSocket(asyncio.BufferedProtocol):
     ) -> None:
         self.receiver = receiver
         self.response: aiohttp.ClientResponse | None = None
-        self._transport, self._scratch, self._client = transport, scratch, client
-        self._rest = b""
+        self._transport = transport
+        self._scratch = scratch
+        self._client = client
+        # The beginning of a frame whose other bytes have not arrived.
+        self._partial = b""
         self._fragments = bytearray()
         self._fragmented = False
         self._reason = ""
@@ -129,10 +153,14 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def ends(self) -> tuple[HostPort | None, HostPort | None]:
-        names = map(self._transport.get_extra_info, ("sockname", "peername"))
-        # a socket for both families puts ::ffff: before IPv4 addresses
-        local, remote = ((name[0].removeprefix("::ffff:"), name[1]) if name else None for name in names)
-        return local, remote
+        return self._end("sockname"), self._end("peername")
+
+    def _end(self, name: str) -> HostPort | None:
+        end = self._transport.get_extra_info(name)
+        if not end:
+            return None
+        # A socket for both families puts ::ffff: before IPv4 addresses.
+        return end[0].removeprefix("::ffff:"), end[1]
 
     @property
     def backlog_bytes(self) -> int:
@@ -160,9 +188,10 @@ class WebSocket(asyncio.BufferedProtocol):
         return len(frames)
 
     def close(self, reason: str = "") -> None:
-        """Send what is queued and ``reason`` (123 bytes of it, in clear), then close."""
+        """Send the queued bytes and ``reason`` (123 bytes of it, in clear), then close."""
         if not self._transport.is_closing():
-            self._control(_CLOSE, (1008).to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2])
+            code = POLICY_VIOLATION.to_bytes(2, "big")
+            self._control(_CLOSE, code + reason.encode()[: MAX_CONTROL_BYTES - len(code)])
             self._transport.close()
             self._linger = self._loop.call_later(LINGER_S, self._transport.abort)
 
@@ -182,14 +211,14 @@ class WebSocket(asyncio.BufferedProtocol):
         await asyncio.shield(self._closed)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        held = len(self._rest)
-        self._scratch[:held] = self._rest
-        return self._scratch[held:]
+        begin = len(self._partial)
+        self._scratch[:begin] = self._partial
+        return self._scratch[begin:]
 
     def buffer_updated(self, nbytes: int) -> None:
         self.read_at = self._loop.time()
-        data = self._scratch[: len(self._rest) + nbytes]
-        self._rest = b""
+        data = self._scratch[: len(self._partial) + nbytes]
+        self._partial = b""
         at = 0
         try:
             while (head := read_head(data, at)) is not None and head.end <= len(data):
@@ -200,8 +229,9 @@ class WebSocket(asyncio.BufferedProtocol):
         except ProtocolError as error:
             self.abort(str(error))
         else:
-            self._rest = bytes(data[at:])
-        self.after_read()  # after the last read too: messages before the end count
+            self._partial = bytes(data[at:])
+        # Call it after the last read too: messages before the end count.
+        self.after_read()
 
     def _on_frame(self, head: Head, body: memoryview) -> None:
         if head.opcode & 8:
@@ -216,7 +246,8 @@ class WebSocket(asyncio.BufferedProtocol):
             fits = len(self._fragments) <= MAX_MESSAGE_BYTES
             require(fits, "a fragmented WebSocket message is oversized", ProtocolError)
             if head.final:
-                whole, self._fragments = self._fragments, bytearray()
+                whole = self._fragments
+                self._fragments = bytearray()
                 self.receiver.on_message(memoryview(whole))
 
     def _on_control(self, opcode: int, body: memoryview) -> None:
@@ -236,7 +267,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self.receiver.on_writable(True)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # aiohttp waits for this on both ends: its session and its server would never finish closing
+        # aiohttp waits for this on both ends. Without it, its session and its server would never finish closing.
         self._previous.connection_lost(exc)
         if self.response is not None:
             self.response.close()
@@ -260,7 +291,8 @@ def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+        every_interface = "::" if family == socket.AF_INET6 else "0.0.0.0"
+        bound.bind((every_interface, port))
     except OSError:
         bound.close()
         raise
@@ -280,19 +312,22 @@ async def dial(
         "Connection": "Upgrade",
         "Sec-WebSocket-Version": "13",
         "Sec-WebSocket-Key": key,
-        "ngrok-skip-browser-warning": "1",  # else ngrok's free plan may answer with a page for people
+        # Without this header, ngrok's free plan may answer with a page for people.
+        "ngrok-skip-browser-warning": "1",
     }
     url = "http" + address.removeprefix("ws")
     response = await session.get(url, headers=headers, allow_redirects=False)
-    accept = base64.b64encode(hashlib.sha1((key + _GUID).encode()).digest()).decode()
+    digest = hashlib.sha1((key + _GUID).encode()).digest()
+    expected_key = base64.b64encode(digest).decode()
     transport = getattr(response.connection, "transport", None)
-    if response.status != 101 or response.headers.get("Sec-WebSocket-Accept") != accept:
+    if response.status != 101 or response.headers.get("Sec-WebSocket-Accept") != expected_key:
         response.close()
         raise PeerLost(f"{address} opens no link: HTTP status {response.status} {response.reason}")
     if not isinstance(transport, asyncio.Transport):
         raise PeerLost(f"{address} closed the connection at once")
     websocket = WebSocket(transport, scratch=scratch, client=True, receiver=receiver)
-    websocket.response = response  # it closes the connection when it is collected
+    # Keep the response: when it is collected, it closes the connection.
+    websocket.response = response
     return websocket
 
 
@@ -309,4 +344,5 @@ async def accept(
     transport = request.transport
     if first.type is not aiohttp.WSMsgType.BINARY or not isinstance(transport, asyncio.Transport):
         raise PeerLost("the client left before its first message")
-    return WebSocket(transport, scratch=scratch, client=False, receiver=receiver), first.data, response
+    websocket = WebSocket(transport, scratch=scratch, client=False, receiver=receiver)
+    return websocket, first.data, response
