@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from colab_swarm.errors import ProtocolError, require
 from colab_swarm.net.peers import Buffer
 
-KEY_BYTES, TAG_BYTES = 32, 16
+KEY_BYTES = 32
+TAG_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8192
 NAME = b"Noise_XX_25519_AESGCM_SHA256"
 PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
@@ -29,7 +30,8 @@ class CipherState:
     """One direction's key and counter; each message takes the next nonce: none can be repeated or lost."""
 
     def __init__(self, key: bytes) -> None:
-        self._aead, self._n = AESGCM(key), 0
+        self._aead = AESGCM(key)
+        self._n = 0
 
     def _nonce(self) -> bytes:
         self._n += 1
@@ -51,7 +53,8 @@ class CipherState:
             raise ProtocolError("a message does not decrypt: garbled, replayed or from another run") from None
 
 
-Keys: TypeAlias = tuple[CipherState, CipherState]  # for sending and for receiving
+# The keys for sending and for receiving.
+Keys: TypeAlias = tuple[CipherState, CipherState]
 
 
 class Handshake:
@@ -73,7 +76,8 @@ class Handshake:
         self._keys = {"s": static, "e": ephemeral or X25519PrivateKey.generate()}
         self._remote: dict[str, X25519PublicKey] = {}
         self._turn = 0
-        self._ck = self.hash = NAME.ljust(KEY_BYTES, b"\0")
+        self.hash = NAME.ljust(KEY_BYTES, b"\0")
+        self._ck = self.hash
         self._cipher: CipherState | None = None
         self._mix_hash(prologue)
 
@@ -95,23 +99,25 @@ class Handshake:
                 self._mix_hash(public)
                 message += public
             elif token == "s":
-                message += self._encrypt_and_hash(self._keys["s"].public_key().public_bytes_raw())
+                public = self._keys["s"].public_key().public_bytes_raw()
+                message += self._encrypt_and_hash(public)
             else:
                 self._mix_shared(token)
         return message + self._encrypt_and_hash(payload)
 
     def read(self, message: bytes) -> bytes:
         """Return the payload of the other end's next message; raise `ProtocolError` if it is not valid."""
-        require(
-            len(message) <= MAX_HANDSHAKE_BYTES,
-            f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}",
-            ProtocolError,
-        )
+        fault = f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}"
+        require(len(message) <= MAX_HANDSHAKE_BYTES, fault, ProtocolError)
         for token in self._next_tokens(writing=False):
             if token in ("e", "s"):
-                size = KEY_BYTES + (TAG_BYTES if token == "s" and self._cipher else 0)
+                size = KEY_BYTES
+                # The key "s" is encrypted as soon as there is a cipher.
+                if token == "s" and self._cipher:
+                    size += TAG_BYTES
                 require(len(message) >= size, "a handshake message is truncated", ProtocolError)
-                data, message = message[:size], message[size:]
+                data = message[:size]
+                message = message[size:]
                 if token == "s":
                     data = self._decrypt_and_hash(data)
                 else:
@@ -123,21 +129,27 @@ class Handshake:
 
     def split(self) -> Keys:
         assert self.finished
-        to_responder, to_initiator = (CipherState(key) for key in _hkdf(self._ck, b""))
-        return (to_responder, to_initiator) if self._initiator else (to_initiator, to_responder)
+        to_responder, to_initiator = map(CipherState, _hkdf(self._ck, b""))
+        if self._initiator:
+            return to_responder, to_initiator
+        return to_initiator, to_responder
 
     def _next_tokens(self, *, writing: bool) -> tuple[str, ...]:
-        our_turn = writing == (self._initiator == (self._turn % 2 == 0))
-        assert our_turn and not self.finished, "not this end's turn"
+        initiator_writes = self._turn % 2 == 0
+        we_write = self._initiator == initiator_writes
+        assert writing == we_write and not self.finished, "not this end's turn"
         self._turn += 1
         return PATTERN[self._turn - 1]
 
     def _mix_shared(self, token: str) -> None:
         """Token "es" is the initiator's e with the responder's s, "se" the other way round."""
-        mine, theirs = (token[0], token[1]) if self._initiator else (token[1], token[0])
+        initiators, responders = token
+        ours = initiators if self._initiator else responders
+        theirs = responders if self._initiator else initiators
         try:
-            shared = self._keys[mine].exchange(self._remote[theirs])
-        except ValueError:  # a public key of small order
+            shared = self._keys[ours].exchange(self._remote[theirs])
+        except ValueError:
+            # The public key is of small order.
             raise ProtocolError("the handshake carries an unusable public key") from None
         self._ck, key = _hkdf(self._ck, shared)
         self._cipher = CipherState(key)
@@ -146,12 +158,16 @@ class Handshake:
         self.hash = sha256(self.hash + data).digest()
 
     def _encrypt_and_hash(self, plaintext: bytes) -> bytes:
-        data = self._cipher.encrypt(plaintext, self.hash) if self._cipher else plaintext
+        data = plaintext
+        if self._cipher:
+            data = self._cipher.encrypt(plaintext, self.hash)
         self._mix_hash(data)
         return data
 
     def _decrypt_and_hash(self, data: bytes) -> bytes:
-        plaintext = self._cipher.decrypt(data, self.hash) if self._cipher else data
+        plaintext = data
+        if self._cipher:
+            plaintext = self._cipher.decrypt(data, self.hash)
         self._mix_hash(data)
         return plaintext
 
@@ -159,4 +175,5 @@ class Handshake:
 def _hkdf(chaining_key: bytes, material: bytes) -> tuple[bytes, bytes]:
     secret = hmac.digest(chaining_key, material, "sha256")
     first = hmac.digest(secret, b"\x01", "sha256")
-    return first, hmac.digest(secret, first + b"\x02", "sha256")
+    second = hmac.digest(secret, first + b"\x02", "sha256")
+    return first, second
