@@ -42,8 +42,12 @@ from colab_swarm.net.websocket import WebSocket, accept
 
 VERSION = 2
 STAGGER_S = 0.25
-DETOUR_AFTER_S = 1.5  # detours are tried then if no address has answered
-TICKET = b"colab_swarm circuit "  # begins a connection to a relay that is half of a circuit
+# Detours are tried after this time if no address has answered.
+DETOUR_AFTER_S = 1.5
+# A connection to a relay that is half of a circuit begins with it.
+TICKET = b"colab_swarm circuit "
+# A new connection has no transport for this time at most; later it is gone.
+CONNECT_S = 1.0
 NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 _DOMAIN = b"colab_swarm hello"
 Address = Annotated[str, msgspec.Meta(max_length=256)]
@@ -51,7 +55,7 @@ T = TypeVar("T")
 
 
 class Hello(Message, frozen=True):
-    """What each end states about itself: its Ed25519 key, addresses, wall clock (seconds), membership; signed."""
+    """The signed statement of each end: its Ed25519 key, addresses, wall clock (seconds) and membership."""
 
     public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
@@ -84,12 +88,18 @@ class Introduction:
         membership: bytes = b"",
         admit: Callable[[bytes, bytes], Role] = lambda public_key, membership: Role.WORKER,
     ) -> None:
-        self._identity, self._addresses, self._run_id = identity, addresses, run_id
-        self._expected, self._membership, self._admit = expected, membership, admit
+        self._identity = identity
+        self._addresses = addresses
+        self._run_id = run_id
+        self._expected = expected
+        self._membership = membership
+        self._admit = admit
         self._static = X25519PrivateKey.generate()
         prologue = f"colab_swarm {VERSION} {run_id}".encode()
         self._digest = sha256(prologue).digest()
-        self.dialled = self._run_checked = expected is not None
+        self.dialled = expected is not None
+        # Only the end that was dialled gets a digest of the run to check.
+        self._run_checked = self.dialled
         self._noise = Handshake(initiator=self.dialled, static=self._static, prologue=prologue)
         self.result: Remote | None = None
 
@@ -101,17 +111,19 @@ class Introduction:
 
         Raises `ProtocolError` (another run or version, garbled), `WrongPeer` or `NotAdmitted`.
         """
-        before, payload = self._noise.hash, self._noise.read(message)
+        # The other end signed the hash as it was before this message.
+        signed_hash = self._noise.hash
+        payload = self._noise.read(message)
         if not self._run_checked:
-            require(
-                payload == self._digest, f"this peer belongs to {describe_run(self._run_id)}", ProtocolError
-            )
+            same_run = payload == self._digest
+            require(same_run, f"this peer belongs to {describe_run(self._run_id)}", ProtocolError)
             self._run_checked = True
             return self._write_hello(wall_time)
         hello = decoded(payload, Hello, "an undecodable hello", ProtocolError)
-        genuine = verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + before)
+        genuine = verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + signed_hash)
         require(genuine, "a hello with a wrong signature", ProtocolError)
-        if (peer := id_of(hello.public_key)) == self._identity.id:
+        peer = id_of(hello.public_key)
+        if peer == self._identity.id:
             raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
         if self._expected is not None and peer != self._expected:
             raise WrongPeer(f"peer {short(peer)} answered, {short(self._expected)} was expected")
@@ -119,9 +131,17 @@ class Introduction:
             role = self._admit(hello.public_key, hello.membership)
         except NotAdmitted as error:
             raise NotAdmitted(f"not admitted: {error}") from error
-        answer = None if self._noise.finished else self._write_hello(wall_time)
-        contact, keys = Contact(peer, hello.addresses), self._noise.split()
-        self.result = Remote(contact, hello.public_key, hello.membership, role, hello.time, keys)
+        answer = None
+        if not self._noise.finished:
+            answer = self._write_hello(wall_time)
+        self.result = Remote(
+            contact=Contact(peer, hello.addresses),
+            public_key=hello.public_key,
+            membership=hello.membership,
+            role=role,
+            time=hello.time,
+            keys=self._noise.split(),
+        )
         return answer
 
     def _write_hello(self, wall_time: float) -> bytes:
@@ -147,7 +167,9 @@ class HandshakeReceiver:
         wall_clock: Callable[[], float],
         make_link: Callable[[WebSocket, Remote, float], Link],
     ) -> None:
-        self._introduction, self._wall_clock, self._make_link = introduction, wall_clock, make_link
+        self._introduction = introduction
+        self._wall_clock = wall_clock
+        self._make_link = make_link
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._carrier: WebSocket | None = None
@@ -183,7 +205,8 @@ class HandshakeReceiver:
         """Do nothing: handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
-        fail(self.link, PeerLost(reason))  # no waiter: the connection was refused, or is a circuit's
+        # Nothing waits for the link of a refused connection, or of a circuit's half at a relay.
+        fail(self.link, PeerLost(reason))
 
     def _send(self, message: bytes) -> None:
         assert self._carrier is not None
@@ -194,17 +217,20 @@ class HandshakeReceiver:
 async def dial_any(
     addresses: Sequence[str], dial: Callable[[str], Awaitable[T]], detours: Sequence[str] = ()
 ) -> T:
-    """Return what ``dial`` returns for the first address that answers; the ``detours`` are tried where these fail.
+    """Return the result of ``dial`` for the first address that answers; the ``detours`` are tried if these fail.
 
     Raises `PeerUnreachable` with each address's failure, or `WrongPeer` if another peer answered.
     """
-    waiting, detours = list(addresses), list(detours)
-    running: dict[asyncio.Future[T], None] = {}  # in the order of their start, unlike a set
+    waiting = list(addresses)
+    detours = list(detours)
+    # A dict keeps the order of their start; a set would not.
+    running: dict[asyncio.Future[T], None] = {}
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
-                running[asyncio.ensure_future(dial(waiting.pop(0)))] = None
+                attempt = asyncio.ensure_future(dial(waiting.pop(0)))
+                running[attempt] = None
             timeout_s = STAGGER_S if waiting else DETOUR_AFTER_S
             done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for attempt in [attempt for attempt in running if attempt in done]:
@@ -213,12 +239,17 @@ async def dial_any(
                 except PeerError as error:
                     failures.append(error)
                     del running[attempt]
-            if not (waiting or (done and running)):
-                waiting, detours = detours, []
+            # All attempts have failed, or the last of them takes long.
+            stuck = not running or not done
+            if stuck and not waiting:
+                waiting = detours
+                detours = []
     finally:
         await end_tasks(*running)
-    kind = WrongPeer if WrongPeer in map(type, failures) else PeerUnreachable
-    raise kind("; ".join(map(str, failures)))
+    text = "; ".join(map(str, failures))
+    if any(type(failure) is WrongPeer for failure in failures):
+        raise WrongPeer(text)
+    raise PeerUnreachable(text)
 
 
 class Listener:
@@ -228,7 +259,7 @@ class Listener:
     that the address with the most of them loses its oldest one, so no address takes room from
     others. ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a
     relay's ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets
-    what ``page_at`` has for its path.
+    the page of ``page_at`` for its path.
     """
 
     def __init__(
@@ -237,11 +268,14 @@ class Listener:
         scratch: memoryview,
         settings: NodeSettings,
     ) -> None:
-        self._receive, self._scratch = receive, scratch
-        self._timeout_s, self._max_fresh = settings.handshake_timeout_s, settings.max_handshakes
+        self._receive = receive
+        self._scratch = scratch
+        self._timeout_s = settings.handshake_timeout_s
+        self._max_fresh = settings.max_handshakes
         self._loop = asyncio.get_running_loop()
         self._http = web.Server(self._upgrade, access_log=None, logger=VisitorLogger())
         self._server: asyncio.Server | None = None
+        # Connections that are no links yet, with the time of their start.
         self._fresh: dict[Any, float] = {}
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
         self.page_at: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {}
@@ -250,11 +284,12 @@ class Listener:
         """Listen, for an empty host on every interface; return the port, or raise `PortError` if it is taken."""
         with listening(port):
             if host == "" and socket.has_dualstack_ipv6():
-                both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-                self._server = await self._loop.create_server(self._on_connection, sock=both)
+                dualstack = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+                self._server = await self._loop.create_server(self._on_connection, sock=dualstack)
             else:
                 self._server = await self._loop.create_server(self._on_connection, host or "0.0.0.0", port)
-        return int(self._server.sockets[0].getsockname()[1])
+        name = self._server.sockets[0].getsockname()
+        return int(name[1])
 
     async def close(self) -> None:
         if self._server is not None:
@@ -265,23 +300,36 @@ class Listener:
 
     def _on_connection(self) -> asyncio.BaseProtocol:
         now = self._loop.time()
-        self._fresh = {one: at for one, at in self._fresh.items() if self._is_fresh(one, at, now)}
-        ends = {one: one.transport.get_extra_info("peername") for one in self._fresh if one.transport}
-        hosts = {one: network_of(end[0]) for one, end in ends.items() if end}
-        while len(hosts) >= self._max_fresh:  # several may have come since the last one was counted
-            most, _ = Counter(hosts.values()).most_common(1)[0]
-            oldest = next(one for one, host in hosts.items() if host == most)
-            oldest.transport.abort()
-            del self._fresh[oldest], hosts[oldest]
+        self._fresh = {
+            connection: began_at
+            for connection, began_at in self._fresh.items()
+            if self._is_fresh(connection, began_at, now)
+        }
+        self._make_room()
         connection = self._http()
         self._fresh[connection] = now
         self._loop.call_later(self._timeout_s, self._abort, connection)
         return connection
 
+    def _make_room(self) -> None:
+        """Abort the oldest fresh connections of the networks that have the most of them."""
+        networks: dict[Any, str] = {}
+        for connection in self._fresh:
+            end = connection.transport and connection.transport.get_extra_info("peername")
+            if end:
+                networks[connection] = network_of(end[0])
+        # Several connections may have opened since the last one was counted.
+        while len(networks) >= self._max_fresh:
+            fullest, _ = Counter(networks.values()).most_common(1)[0]
+            oldest = next(connection for connection, network in networks.items() if network == fullest)
+            oldest.transport.abort()
+            del self._fresh[oldest]
+            del networks[oldest]
+
     def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
         """Return True until it is a link; one without a transport is about to connect, or gone."""
         if connection.transport is None:
-            return now - since < 1.0
+            return now - since < CONNECT_S
         protocol = connection.transport.get_protocol()
         return protocol is connection or isinstance(getattr(protocol, "receiver", None), HandshakeReceiver)
 
@@ -292,8 +340,10 @@ class Listener:
 
     async def _upgrade(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("Upgrade", "").lower() != "websocket":
-            page = self.page_at.get(request.path) if request.method == "GET" else None
-            return web.Response(text=NO_BROWSER, status=426) if page is None else await page(request)
+            page = self.page_at.get(request.path)
+            if page is None or request.method != "GET":
+                return web.Response(text=NO_BROWSER, status=426)
+            return await page(request)
         try:
             receiver = self._receive(request)
         except PeerError as error:
@@ -301,17 +351,22 @@ class Listener:
         try:
             async with asyncio.timeout(self._timeout_s):
                 websocket, first, response = await accept(request, scratch=self._scratch, receiver=receiver)
-        except (PeerError, TimeoutError, ClientError):  # ClientError: the caller closed the connection
+        except (PeerError, TimeoutError, ClientError):
+            # aiohttp raises ClientError if the caller has closed the connection.
             raise web.HTTPBadRequest(text=NO_BROWSER) from None
         if self.on_ticket is not None and first.startswith(TICKET):
-            self.on_ticket(first, websocket)  # at once: the receiver must not get the next message
+            # Do not wait before this: the receiver must not get the next message.
+            self.on_ticket(first, websocket)
         else:
-            receiver.use(websocket)
-            receiver.on_message(memoryview(first))
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await receiver.link
-            except (PeerError, TimeoutError) as error:
-                websocket.close(str(error) or "the handshake stalled")
+            await self._shake_hands(receiver, websocket, first)
         await websocket.wait_closed()
         return response
+
+    async def _shake_hands(self, receiver: HandshakeReceiver, websocket: WebSocket, first: bytes) -> None:
+        receiver.use(websocket)
+        receiver.on_message(memoryview(first))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await receiver.link
+        except (PeerError, TimeoutError) as error:
+            websocket.close(str(error) or "the handshake stalled")
