@@ -229,8 +229,8 @@ async def dial_any(
     try:
         while waiting or running:
             if waiting:
-                attempt = asyncio.ensure_future(dial(waiting.pop(0)))
-                running[attempt] = None
+                dialling = asyncio.ensure_future(dial(waiting.pop(0)))
+                running[dialling] = None
             timeout_s = STAGGER_S if waiting else DETOUR_AFTER_S
             done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for attempt in [attempt for attempt in running if attempt in done]:

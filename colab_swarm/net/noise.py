@@ -143,9 +143,10 @@ class Handshake:
 
     def _mix_shared(self, token: str) -> None:
         """Token "es" is the initiator's e with the responder's s, "se" the other way round."""
-        initiators, responders = token
-        ours = initiators if self._initiator else responders
-        theirs = responders if self._initiator else initiators
+        ours = token[0]
+        theirs = token[1]
+        if not self._initiator:
+            ours, theirs = theirs, ours
         try:
             shared = self._keys[ours].exchange(self._remote[theirs])
         except ValueError:
