@@ -20,19 +20,24 @@ from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId, remem
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
-MAX_SOURCES = 4096  # beyond that the source that has been quiet for longest is dropped
+# Beyond this number the source that has been quiet for longest is dropped.
+MAX_SOURCES = 4096
+BAD_REQUESTS_S = 60.0
 _ID = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
-_ADDRESS, _IROH = re.compile(f"wss?://{_HOST}"), re.compile(f"iroh://[0-9a-f]{{64}}@{_HOST}")
+_ADDRESS = re.compile(f"wss?://{_HOST}")
+_IROH = re.compile(f"iroh://[0-9a-f]{{64}}@{_HOST}")
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _LOCAL_4 = "10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 100.64.0.0/10 169.254.0.0/16 127.0.0.0/8"
-_LOCAL = [ipaddress.ip_network(one) for one in f"{_LOCAL_4} fc00::/7 fe80::/10 ::1/128".split()]
+_LOCAL_6 = "fc00::/7 fe80::/10 ::1/128"
+_LOCAL = [ipaddress.ip_network(network) for network in f"{_LOCAL_4} {_LOCAL_6}".split()]
 
 
 def relay_of(address: str) -> Contact | None:
     """Return the relay of a circuit's address, and where to dial it; None for other addresses."""
     entry, _, relay = address.partition(CIRCUIT)
-    if not (_ADDRESS.fullmatch(entry) and host_of(entry) and _ID.fullmatch(relay)):
+    direct = _ADDRESS.fullmatch(entry) is not None and host_of(entry) != ""
+    if not direct or _ID.fullmatch(relay) is None:
         return None
     return Contact(PeerId(bytes.fromhex(relay)), (entry,))
 
@@ -44,7 +49,9 @@ def is_address(text: str) -> bool:
     """
     if len(text) > MAX_ADDRESS_CHARS:
         return False
-    return bool(((_ADDRESS.fullmatch(text) or is_iroh(text)) and host_of(text)) or relay_of(text))
+    if _ADDRESS.fullmatch(text) or is_iroh(text):
+        return host_of(text) != ""
+    return relay_of(text) is not None
 
 
 def is_iroh(address: str) -> bool:
@@ -70,11 +77,13 @@ def ip_of(host: str) -> IP | None:
 
 def is_local(host: str) -> bool:
     """Return True for an IP address of this machine, a home or office network, or a carrier's NAT."""
-    return (ip := ip_of(host)) is not None and any(ip in network for network in _LOCAL)
+    ip = ip_of(host)
+    return ip is not None and any(ip in network for network in _LOCAL)
 
 
 def is_loopback(host: str) -> bool:
-    return (ip := ip_of(host)) is not None and ip.is_loopback
+    ip = ip_of(host)
+    return ip is not None and ip.is_loopback
 
 
 def may_dial_back(address: str, seen: str) -> bool:
@@ -83,11 +92,16 @@ def may_dial_back(address: str, seen: str) -> bool:
     Otherwise it could have us connect to other people's machines, or to those of our own network
     (SSRF). So names are not dialled, and nothing if ``seen`` is "". This machine's addresses are one.
     """
-    one, two = ip_of(host_of(address)), ip_of(seen)
-    if not _ADDRESS.fullmatch(address) or one is None or two is None:
+    if _ADDRESS.fullmatch(address) is None:
         return False
-    own = own_ips()
-    return one == two or all(ip.is_loopback or ip in own for ip in (one, two))
+    target_ip = ip_of(host_of(address))
+    seen_ip = ip_of(seen)
+    if target_ip is None or seen_ip is None:
+        return False
+    if target_ip == seen_ip:
+        return True
+    machine_ips = own_ips()
+    return all(ip.is_loopback or ip in machine_ips for ip in (target_ip, seen_ip))
 
 
 def only_local(contacts: Iterable[Contact]) -> bool:
@@ -123,55 +137,73 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     if host == "0.0.0.0":
         usable = {ip for ip in usable if ip.version == 4}
     ordered = sorted(usable, key=lambda ip: (is_local(str(ip)), ip.version, int(ip)))
-    hosts = ("127.0.0.1", *(str(ip) if ip.version == 4 else f"[{ip}]" for ip in ordered))
-    return tuple(f"ws://{one}:{port}" for one in hosts[:MAX_ADDRESSES])
+    hosts = ["127.0.0.1", *map(in_url, ordered)]
+    return tuple(f"ws://{host}:{port}" for host in hosts[:MAX_ADDRESSES])
+
+
+def in_url(ip: IP) -> str:
+    """Return an IP address as it is written in a URL, IPv6 in brackets."""
+    return str(ip) if ip.version == 4 else f"[{ip}]"
 
 
 def own_ips() -> set[IP]:
-    ips = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    return {ipaddress.ip_address(ip if isinstance(ip, str) else ip[0]) for ip in ips}
+    """Return the IP addresses of this machine's interfaces."""
+    ips: set[IP] = set()
+    for adapter in ifaddr.get_adapters():
+        for entry in adapter.ips:
+            # An IPv6 address comes with its flow and scope.
+            text = entry.ip if isinstance(entry.ip, str) else entry.ip[0]
+            ips.add(ipaddress.ip_address(text))
+    return ips
 
 
 class AddressBook:
     """Contacts by peer, the 20,000 used last; addresses that a peer announced itself come first."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()  # how many it announced
+        # Each peer's contact, and how many of its addresses the peer announced itself.
+        self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()
 
     def learn(self, contact: Contact) -> None:
         """Add addresses that another peer reported; invalid ones are left out."""
-        known, announced = self._entries.pop(contact.id, (Contact(contact.id), 0))
-        if contact.addresses != known.addresses[: len(contact.addresses)]:
+        entry, announced = self._entries.pop(contact.id, (Contact(contact.id), 0))
+        if contact.addresses != entry.addresses[: len(contact.addresses)]:
             usable = filter(is_address, contact.addresses[:MAX_ADDRESSES])
-            addresses = dict.fromkeys((*known.addresses[:announced], *usable, *known.addresses))
-            known = Contact(contact.id, tuple(addresses)[:MAX_ADDRESSES])
-        if known.addresses:
-            remember(self._entries, contact.id, (known, announced), MAX_BOOK_ENTRIES)
+            addresses = dict.fromkeys((*entry.addresses[:announced], *usable, *entry.addresses))
+            entry = Contact(contact.id, tuple(addresses)[:MAX_ADDRESSES])
+        if entry.addresses:
+            remember(self._entries, contact.id, (entry, announced), MAX_BOOK_ENTRIES)
 
     def replace(self, contact: Contact) -> None:
         """Replace all addresses by those that the peer announced itself."""
         self._entries.pop(contact.id, None)
         self.learn(contact)
-        known = self.find(contact.id)
-        if known.addresses:
-            self._entries[contact.id] = known, len(known.addresses)
+        entry = self.find(contact.id)
+        if entry.addresses:
+            self._entries[contact.id] = (entry, len(entry.addresses))
 
     def find(self, peer: PeerId) -> Contact:
-        return self._entries[peer][0] if peer in self._entries else Contact(peer)
+        if peer not in self._entries:
+            return Contact(peer)
+        contact, _ = self._entries[peer]
+        return contact
 
 
 class VisitLimit:
     """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s``. No I/O."""
 
     def __init__(self, most: int, window_s: float = 1.0) -> None:
-        self._most, self._window_s = most, window_s
+        self._most = most
+        self._window_s = window_s
+        # For each source the beginning of its window, and its requests since.
         self._visits: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
     def admit(self, source: Hashable, now: float) -> bool:
         """Count a request at ``now`` (monotonic seconds); return whether it is allowed."""
         began_at, count = self._visits.get(source, (now, 0))
         if now - began_at >= self._window_s:
-            began_at, count = now, 0
+            began_at = now
+            count = 0
         remember(self._visits, source, (began_at, count + 1), MAX_SOURCES)
         return count < self._most
 
@@ -184,23 +216,27 @@ class VisitorLogger(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("colab_swarm.http"), {})
-        self._bad, self._told_at = 0, time.monotonic()
+        self._bad_requests = 0
+        self._counted_since = time.monotonic()
 
-    def debug(self, msg: object, *args: object, exc_info: Any = None, **more: Any) -> None:
+    def debug(self, msg: object, *args: object, exc_info: Any = None, **options: Any) -> None:
         if exc_info is None:
-            super().debug(msg, *args, **more)
+            super().debug(msg, *args, **options)
         else:
-            self.exception(msg, *args, exc_info=exc_info, **more)
+            self.exception(msg, *args, exc_info=exc_info, **options)
 
-    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **options: Any) -> None:
         if not isinstance(exc_info, HttpProcessingError | web.RequestPayloadError | ConnectionError):
-            super().exception(msg, *args, exc_info=exc_info, **more)
+            super().exception(msg, *args, exc_info=exc_info, **options)
             return
         self.debug(f"{msg}: %s", *args, exc_info)
-        self._bad += 1
-        if (now := time.monotonic()) - self._told_at >= 60.0:
-            self.info("%d bad requests in the last %.0f s", self._bad, now - self._told_at)
-            self._bad, self._told_at = 0, now
+        self._bad_requests += 1
+        now = time.monotonic()
+        counted_s = now - self._counted_since
+        if counted_s >= BAD_REQUESTS_S:
+            self.info("%d bad requests in the last %.0f s", self._bad_requests, counted_s)
+            self._bad_requests = 0
+            self._counted_since = now
 
 
 def source_of(request: web.BaseRequest) -> str:
@@ -209,14 +245,19 @@ def source_of(request: web.BaseRequest) -> str:
     An agent or proxy on this machine appends the visitor's address to ``X-Forwarded-For``, into which
     visitors can write too: only the last entry counts, and only if the request comes from loopback.
     """
-    host, prefix = request.remote or "", ""
+    host = request.remote or ""
     if is_loopback(host) and "X-Forwarded-For" in request.headers:
-        host = request.headers.getall("X-Forwarded-For")[-1].rpartition(",")[2].strip()
-        prefix = "forwarded "
-    return f"{prefix}{network_of(host)}"
+        last_header = request.headers.getall("X-Forwarded-For")[-1]
+        visitor = last_header.rpartition(",")[2].strip()
+        return f"forwarded {network_of(visitor)}"
+    return network_of(host)
 
 
 def network_of(host: str) -> str:
     """Return an IPv4 address, or the /64 of an IPv6 address, which one host can fill; "" for others."""
     ip = ip_of(host)
-    return str((ip if ip is None or ip.version == 4 else ipaddress.ip_network((ip, 64), strict=False)) or "")
+    if ip is None:
+        return ""
+    if ip.version == 4:
+        return str(ip)
+    return str(ipaddress.ip_network((ip, 64), strict=False))

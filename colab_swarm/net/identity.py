@@ -29,7 +29,10 @@ class Identity:
     """An Ed25519 key pair. ``seed`` (32 bytes) makes it reproducible; without it, it is random."""
 
     def __init__(self, seed: bytes | None = None) -> None:
-        self._key = Ed25519PrivateKey.from_private_bytes(seed) if seed else Ed25519PrivateKey.generate()
+        if seed:
+            self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        else:
+            self._key = Ed25519PrivateKey.generate()
         self.public_key = self._key.public_key().public_bytes_raw()
         self.id = id_of(self.public_key)
 
@@ -52,9 +55,10 @@ class Identity:
         except FileNotFoundError:
             identity = cls()
             path.parent.mkdir(parents=True, exist_ok=True)
-            # renamed into place: no other process reads half a key, and an interrupt leaves none
+            # Rename the file into place, so that no other process reads half a key and an interrupt leaves none.
             aside = path.with_name(f"{path.name}.{identity.id.hex()[:8]}")
-            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
                 file.write(identity._key.private_bytes_raw())
             aside.replace(path)
             return identity
