@@ -34,7 +34,6 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import pairwise
 from typing import Annotated, TypeAlias
 
@@ -50,16 +49,25 @@ from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 from colab_swarm.runtime import wait_until
 
 logger = logging.getLogger(__name__)
-MAX_TARGETS = 2  # where the relay sees the other end, and its address in its own network
-PUNCH_S = 4.0  # duration of one attempt
+# The address at which the relay sees the other end, and the one in its own network.
+MAX_TARGETS = 2
+# One attempt takes this time at most.
+PUNCH_S = 4.0
 TALK_TIMEOUT_S = 10.0
 TRIES = 3
-ASKS = 40  # tries, and answers that the other end is busy
-AGAIN_S = 180.0  # time between failed upgrades, while the relayed link is open
+# Tries, and answers that the other end is busy.
+ASKS = 40
+# The time between failed upgrades, while the relayed link is open.
+AGAIN_S = 180.0
+# The least and the longest pause between two tries.
 PAUSE_S = (0.5, 3.0)
-FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in this time
+# A peer whose attempts fail is answered `TRIES` times in this time.
+FORGIVEN_S = 60.0
+# The timers of an event loop are late by up to this time.
+TIMER_S = 0.002
 Host: TypeAlias = Annotated[str, msgspec.Meta(max_length=45)]
-Endpoint: TypeAlias = tuple[Host, Annotated[int, msgspec.Meta(ge=1, le=65535)]]  # where to punch
+# An address and a port to punch.
+Endpoint: TypeAlias = tuple[Host, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
 Endpoints: TypeAlias = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
 Take: TypeAlias = Callable[[socket.socket], object]
 
@@ -68,21 +76,26 @@ def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
     """Return AF_INET or AF_INET6; None if the endpoint is not usable (names are not looked up)."""
     host, port = endpoint
     ip = ip_of(host)
-    # the part after % names an interface of the other machine
-    usable = "%" not in host and 0 < port < 1 << 16
-    if not usable or ip is None or ip.is_multicast or ip.is_unspecified or ip.is_link_local:
+    # The part after % names an interface of the other machine.
+    valid = "%" not in host and 0 < port < 1 << 16
+    if ip is None or not valid:
+        return None
+    if ip.is_multicast or ip.is_unspecified or ip.is_link_local:
         return None
     return socket.AF_INET if ip.version == 4 else socket.AF_INET6
 
 
 def allowed(targets: Sequence[Endpoint], own: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-    """Leave out private addresses of a peer that is not, as it would have to say, behind our own NAT.
+    """Leave out private addresses, unless the peer shares our NAT, as its public address would show.
 
     Otherwise a stranger could have us connect to other machines of our network. ``own`` begins with
     the address at which the relay sees us.
     """
-    near = bool(own) and (is_local(own[0][0]) or own[0][0] in [host for host, _ in targets])
-    return tuple(target for target in targets if near or not is_local(target[0]))
+    if own:
+        our_host, _ = own[0]
+        if is_local(our_host) or our_host in [host for host, _ in targets]:
+            return tuple(targets)
+    return tuple((host, port) for host, port in targets if not is_local(host))
 
 
 def plan_tries(
@@ -97,9 +110,14 @@ def plan_tries(
     beat_s = max(0.15, 2 * rtt_s)
     begin_at = now if answering else now + rtt_s / 2
     count = max(0, math.ceil((until - begin_at) / beat_s))
-    spread_s = rtt_s / 2 + 0.002  # the delay of an event loop's timers
-    shifts_s = [0.0 if answering or k % 2 == 0 else rng.uniform(-spread_s, spread_s) for k in range(count)]
-    return tuple(begin_at + k * beat_s + shift_s for k, shift_s in enumerate(shifts_s))
+    spread_s = rtt_s / 2 + TIMER_S
+    tries: list[float] = []
+    for beat in range(count):
+        try_at = begin_at + beat * beat_s
+        if beat % 2 == 1 and not answering:
+            try_at += rng.uniform(-spread_s, spread_s)
+        tries.append(try_at)
+    return tuple(tries)
 
 
 async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], take: Take) -> None:
@@ -109,12 +127,16 @@ async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], 
     the first that becomes a link. ``take`` owns the sockets. The ``port`` is that of a connection made
     with `bound_socket` to the relay; of the other end's ``targets`` 8 at most are tried, at ``tries``.
     """
-    families = {end: kind for end in targets[:MAX_TARGETS] if (kind := family_of(end)) is not None}
-    async with asyncio.TaskGroup() as jobs:
-        for family in {*families.values()}:
-            jobs.create_task(_accept_all(family, port, take))
-        for target, family in families.items():
-            jobs.create_task(_connect_often(target, family, port, tries, take))
+    families: dict[Endpoint, socket.AddressFamily] = {}
+    for target in targets[:MAX_TARGETS]:
+        family = family_of(target)
+        if family is not None:
+            families[target] = family
+    async with asyncio.TaskGroup() as tasks:
+        for listening_family in set(families.values()):
+            tasks.create_task(_accept_all(listening_family, port, take))
+        for target, target_family in families.items():
+            tasks.create_task(_connect_often(target, target_family, port, tries, take))
 
 
 async def _accept_all(family: socket.AddressFamily, port: int, take: Take) -> None:
@@ -129,16 +151,19 @@ async def _connect_often(
     target: Endpoint, family: socket.AddressFamily, port: int, tries: Sequence[float], take: Take
 ) -> None:
     loop = asyncio.get_running_loop()
-    for at, following_at in pairwise((*tries, math.inf)):
-        if following_at > loop.time():  # otherwise the last connect was pending for too long
-            await asyncio.sleep(at - loop.time())
-            # an error: refused, unreachable, or the listener has the same connection already
-            with suppress(OSError), ExitStack() as owned:
-                connecting = owned.enter_context(bound_socket(family, port))
-                await loop.sock_connect(connecting, target)
-                if connecting.getsockname() != connecting.getpeername():  # TCP can connect to itself
-                    owned.pop_all()
-                    take(connecting)
+    for try_at, next_try_at in pairwise((*tries, math.inf)):
+        # The last connect was pending until the next try.
+        if next_try_at <= loop.time():
+            continue
+        await asyncio.sleep(try_at - loop.time())
+        # An error says: refused, unreachable, or the listener has the same connection already.
+        with suppress(OSError), ExitStack() as owned:
+            connecting = owned.enter_context(bound_socket(family, port))
+            await loop.sock_connect(connecting, target)
+            # TCP can connect a socket to itself.
+            if connecting.getsockname() != connecting.getpeername():
+                owned.pop_all()
+                take(connecting)
 
 
 class Upgrade(Message, frozen=True):
@@ -165,7 +190,10 @@ class Upgrades:
         on_end: Callable[[PeerId, str | None], None],
         rng: random.Random,
     ) -> None:
-        self._node, self._seen_at, self._on_end, self._rng = node, seen_at, on_end, rng
+        self._node = node
+        self._seen_at = seen_at
+        self._on_end = on_end
+        self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._busy: set[PeerId] = set()
         self._failures = VisitLimit(TRIES, FORGIVEN_S)
@@ -185,38 +213,42 @@ class Upgrades:
                 fault = await self._try_often(peer)
                 logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
                 self._on_end(peer, fault)
-                # NATs forget, or are restarted
-                await asyncio.sleep(0.0 if fault is None else AGAIN_S * self._rng.uniform(0.8, 1.2))
+                if fault is not None:
+                    # NATs forget, or are restarted.
+                    await asyncio.sleep(AGAIN_S * self._rng.uniform(0.8, 1.2))
         finally:
             self._busy.discard(peer)
 
     async def _try_often(self, peer: PeerId) -> str | None:
-        """One try at a time: two would accept each other's connections. Returns why it failed, or None."""
-        fault, tries = "the link was lost", 0
+        """Punch with a peer a few times; return why it failed, or None."""
+        fault = "the link was lost"
+        tries = 0
         for _ in range(ASKS):
+            # One try at a time: two would accept each other's connections.
             async with self._punching:
-                if (link := self._node.linker.table.best(peer)) is None:
+                link = self._node.linker.table.best(peer)
+                if link is None:
                     return fault
                 busy = False
                 try:
                     async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
                         busy = self._relayed(peer) and await self._ask(link)
-                    fault = (
-                        f"{short(peer)} was busy with other upgrades"
-                        if busy
-                        else f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
-                    )
+                    fault = f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
+                    if busy:
+                        fault = f"{short(peer)} was busy with other upgrades"
                 except (PeerError, TimeoutError) as error:
                     fault = str(error) or "the exchange took too long"
-            tries += not busy
             if not self._relayed(peer):
                 return None
+            if not busy:
+                tries += 1
             if tries == TRIES:
                 break
             await asyncio.sleep(self._rng.uniform(*PAUSE_S))
         return fault
 
     async def _ask(self, link: Link) -> bool:
+        """Punch as the asking end; return whether the other end is busy instead."""
         port, endpoints = self._endpoints(link)
         async with link.open_stream(Upgrade(endpoints)) as stream:
             answer, _ = await stream.receive(Upgrade)
@@ -248,36 +280,52 @@ class Upgrades:
         finally:
             if not self._relayed(stream.peer):
                 self._failures.forgive(stream.peer)
-        self._on_end(stream.peer, "the holes did not meet" if self._relayed(stream.peer) else None)
+        fault = "the holes did not meet" if self._relayed(stream.peer) else None
+        self._on_end(stream.peer, fault)
 
     def _endpoints(self, link: Link) -> tuple[int, tuple[Endpoint, ...]]:
+        """Return the local port to punch from, and this end's endpoints; 0 and none if it cannot punch."""
         relay = link.remote.path.relay
-        path = None if relay is None else self._node.path_to(relay)
-        if not CAN_PUNCH or relay is None or path is None or path.local is None or not path.address:
+        if relay is None or not CAN_PUNCH:
             return 0, ()
-        seen = self._seen_at(relay)  # a relay may say anything
-        ends = [end for end in (seen, path.local) if end is not None and family_of(end) is not None]
-        return path.local[1], tuple(dict.fromkeys(ends))
+        path = self._node.path_to(relay)
+        # Only a connection that this end dialled has a port that can be shared.
+        if path is None or path.local is None or not path.address:
+            return 0, ()
+        endpoints = [path.local]
+        seen = self._seen_at(relay)
+        if seen is not None:
+            endpoints.insert(0, seen)
+        # A relay may send anything as the address at which it sees this peer.
+        usable = [endpoint for endpoint in endpoints if family_of(endpoint) is not None]
+        _, port = path.local
+        return port, tuple(dict.fromkeys(usable))
 
     async def _punch(
         self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, answering: bool
     ) -> None:
         require(port and targets, "one of the two ends cannot punch holes", PeerUnreachable)
-        now, linked = self._loop.time(), asyncio.Event()
-        tries = plan_tries(now, now + PUNCH_S, rtt_s=rtt_s, answering=answering, rng=self._rng)
-        spawn, expected = self._node.linker.spawn, None if answering else peer
-        greet = partial(self._greet, expected, linked)
-        punching = spawn(punch(port, targets, tries, lambda connected: spawn(greet(connected))))
+        now = self._loop.time()
+        until = now + PUNCH_S
+        tries = plan_tries(now, until, rtt_s=rtt_s, answering=answering, rng=self._rng)
+        linked = asyncio.Event()
+        expected = None if answering else peer
+        spawn = self._node.linker.spawn
+
+        def take(connected: socket.socket) -> None:
+            spawn(self._greet(expected, linked, connected))
+
+        punching = spawn(punch(port, targets, tries, take))
         try:
-            await wait_until(now + PUNCH_S, linked)
+            await wait_until(until, linked)
         finally:
             punching.cancel()
 
     async def _greet(self, expected: PeerId | None, linked: asyncio.Event, connected: socket.socket) -> None:
         async def take_over(receiver: Receiver) -> WebSocket:
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
-            client, scratch = expected is not None, self._node.linker.scratch
-            return WebSocket(transport, scratch=scratch, client=client, receiver=receiver)
+            scratch = self._node.linker.scratch
+            return WebSocket(transport, scratch=scratch, client=expected is not None, receiver=receiver)
 
         try:
             await self._node.linker.shake_hands(take_over, expected=expected, path=Path(LinkType.PUNCHED))
@@ -286,4 +334,6 @@ class Upgrades:
             logger.info("a punched connection became no link: %s", error)
 
     def _relayed(self, peer: PeerId) -> bool:
-        return (path := self._node.path_to(peer)) is None or path.way is LinkType.RELAYED
+        """Return True if there is no better link to the peer than a relayed one."""
+        path = self._node.path_to(peer)
+        return path is None or path.way is LinkType.RELAYED
