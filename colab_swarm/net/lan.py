@@ -19,21 +19,28 @@ import zeroconf as mdns
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from colab_swarm.net.addresses import ip_of, is_loopback, own_ips, relay_of
+from colab_swarm.net.addresses import in_url, ip_of, is_loopback, own_ips, relay_of
 from colab_swarm.net.peers import MAX_ADDRESSES, MAX_RUN_ID_BYTES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
 MAX_SERVICES = 256
 MAX_NAME_CHARS = 48
+ASK_TIMEOUT_MS = 500
 Access = Literal["open", "invite", "allowlist"]
 
 
 @dataclass(frozen=True)
 class LanSwarm:
-    """A run found on the network; ``names`` are those of the peers in ``contacts``."""
+    """A run found on the network.
 
-    run_id: str  # the run's unique name, 64 bytes at most
-    access: Access  # the run admits every peer, holders of an invitation, or accounts on its list
+    Attributes:
+        run_id: the run's unique name, 64 bytes at most.
+        access: whether it admits every peer, holders of an invitation, or accounts on its list.
+        contacts, names: those of its peers, in the same order.
+    """
+
+    run_id: str
+    access: Access
     contacts: tuple[Contact, ...]
     names: tuple[str, ...]
 
@@ -64,27 +71,34 @@ def read_announcement(
         record = msgspec.convert(text, _Record)
     except (msgspec.ValidationError, UnicodeDecodeError):
         return None
-    addresses = [f"ws://{host}:{port}" for host in dict.fromkeys(map(_dialled, ips)) if host and port]
-    proper = len(record.run.encode()) <= MAX_RUN_ID_BYTES and record.run.isprintable()
-    if not (proper and addresses):
+    hosts = dict.fromkeys(map(_host_of_url, ips))
+    addresses = [f"ws://{host}:{port}" for host in hosts if host and port]
+    run_is_valid = len(record.run.encode()) <= MAX_RUN_ID_BYTES and record.run.isprintable()
+    if not addresses or not run_is_valid:
         return None
-    contact = Contact(PeerId(bytes.fromhex(record.peer)), tuple(addresses[:MAX_ADDRESSES]))
+    peer = PeerId(bytes.fromhex(record.peer))
+    contact = Contact(peer, tuple(addresses[:MAX_ADDRESSES]))
     return LanSwarm(record.run, record.access, (contact,), (_printable(record.name),))
 
 
 def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
     """Return the runs that peers announced, by name, with the access that most announce."""
     runs: dict[str, dict[PeerId, tuple[Access, Contact, str]]] = {}
-    for one in announced:
-        peers, (contact,), (name,) = runs.setdefault(one.run_id, {}), one.contacts, one.names
-        before = peers[contact.id][1].addresses if contact.id in peers else ()
-        addresses = tuple(dict.fromkeys((*before, *contact.addresses)))[:MAX_ADDRESSES]
-        peers[contact.id] = one.access, Contact(contact.id, addresses), name
-    found = []
+    for announcement in announced:
+        peers = runs.setdefault(announcement.run_id, {})
+        (contact,) = announcement.contacts
+        (name,) = announcement.names
+        earlier = Contact(contact.id)
+        if contact.id in peers:
+            _, earlier, _ = peers[contact.id]
+        addresses = dict.fromkeys((*earlier.addresses, *contact.addresses))
+        merged = Contact(contact.id, tuple(addresses)[:MAX_ADDRESSES])
+        peers[contact.id] = (announcement.access, merged, name)
+    swarms = []
     for run_id, peers in sorted(runs.items()):
         accesses, contacts, names = zip(*peers.values(), strict=True)
-        found.append(LanSwarm(run_id, statistics.mode(accesses), contacts, names))
-    return found
+        swarms.append(LanSwarm(run_id, statistics.mode(accesses), contacts, names))
+    return swarms
 
 
 def announced(contact: Contact) -> tuple[list[str], int]:
@@ -92,22 +106,29 @@ def announced(contact: Contact) -> tuple[list[str], int]:
 
     Loopback is announced only if there is no other address: it leads every other machine to itself.
     """
-    parts = [urlsplit(address) for address in contact.addresses if relay_of(address) is None]
-    found = [(one.port, one.hostname or "") for one in parts if one.scheme == "ws" and one.port]
-    if not (dialled := [(port, host) for port, host in found if _dialled(host)]):
+    ips_by_port: dict[int, list[str]] = {}
+    for address in contact.addresses:
+        url = urlsplit(address)
+        direct = url.scheme == "ws" and relay_of(address) is None
+        if direct and url.port and _host_of_url(url.hostname or ""):
+            ips_by_port.setdefault(url.port, []).append(url.hostname or "")
+    if not ips_by_port:
         return [], 0
-    port = dialled[0][0]
-    ips = [host for other, host in dialled if other == port]
-    return [ip for ip in ips if not is_loopback(ip)] or ips, port
+    # The first address is the best one: its port is announced.
+    port, ips = next(iter(ips_by_port.items()))
+    reachable = [ip for ip in ips if not is_loopback(ip)]
+    return reachable or ips, port
 
 
 class LanAnnouncer:
     """Announces one peer from its first `update` until `close`; `OSError` without multicast."""
 
     def __init__(self, run_id: str, access: Access, name: str, *, interfaces: Sequence[str] = ()) -> None:
-        self._run_id, self._access, self._name = run_id, access, name
+        self._run_id = run_id
+        self._access = access
+        self._name = name
         self._zeroconf = _open(interfaces)
-        # a random name: processes of one machine do not always hear each other's objections
+        # The label is random: processes of one machine do not always hear each other's objections to a name.
         self._label = secrets.token_hex(8)
         self._info: AsyncServiceInfo | None = None
 
@@ -150,34 +171,39 @@ async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -
                 await asyncio.sleep(seconds)
             finally:
                 await browser.async_cancel()
-            said = await asyncio.gather(*(_ask(opened.zeroconf, name) for name in names))
-            return merge(one for one in said if one is not None)
+            answers = await asyncio.gather(*(_ask(opened.zeroconf, name) for name in names))
+            return merge(swarm for swarm in answers if swarm is not None)
     return []
 
 
 async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
     try:
         info = AsyncServiceInfo(SERVICE, name)
-        await info.async_request(zeroconf, 500)  # ms, to ask for properties that were not announced
+        # Ask for properties that were not announced.
+        await info.async_request(zeroconf, ASK_TIMEOUT_MS)
         return read_announcement(info.properties, info.parsed_addresses(), info.port)
-    except mdns.Error:  # any device of the network may announce any name
+    except mdns.Error:
+        # Any device of the network may announce any name.
         return None
 
 
 def _open(interfaces: Sequence[str]) -> AsyncZeroconf:
-    # nothing can be sent from ::1, and zeroconf would log that
+    # Nothing can be sent from ::1, and zeroconf would log that.
     usable = interfaces or [ip for ip in map(str, own_ips()) if ip != "::1"]
-    for choice in (usable, [ip for ip in usable if ":" not in ip]):
-        with suppress(OSError, RuntimeError):  # of IPv6, or no multicast at all
+    only_ipv4 = [ip for ip in usable if ":" not in ip]
+    for choice in (usable, only_ipv4):
+        # IPv6 may have no multicast here, or neither has.
+        with suppress(OSError, RuntimeError):
             return AsyncZeroconf(interfaces=list(choice))
     raise OSError("no interface of this machine supports multicast")
 
 
-def _dialled(host: str) -> str:
+def _host_of_url(host: str) -> str:
+    """Return an IP address as it is written in a URL; "" for a name, and where it needs an interface too."""
     ip = ip_of(host)
-    if ip is None or (ip.version == 6 and ip.is_link_local):  # link-local ones need an interface
+    if ip is None or (ip.version == 6 and ip.is_link_local):
         return ""
-    return str(ip) if ip.version == 4 else f"[{ip.compressed}]"
+    return in_url(ip)
 
 
 def _printable(name: str) -> str:
