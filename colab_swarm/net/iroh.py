@@ -32,15 +32,24 @@ from colab_swarm.runtime import loop_now
 
 logger = logging.getLogger(__name__)
 ALPN = b"colab_swarm/1"
-VERSION = "1.2."  # of iroh, whose copying is replaced
-PUBLIC_RELAYS = (".iroh.link", ".iroh.network")  # domains of the relays that n0 runs
-QUOTA_BYTES = 1e9  # both ways through public relays, in a session
-ONLINE_S = 10.0  # until a relay has answered
+# The version of iroh whose copying is replaced.
+VERSION = "1.2."
+# Domains of the relays that n0 runs.
+PUBLIC_RELAYS = (".iroh.link", ".iroh.network")
+# Bytes both ways through public relays, in a session.
+QUOTA_BYTES = 1e9
+# The share of the quota at which you are warned; at 1 the peer stops.
+WARNED_SHARE = 0.8
+# A relay has this time to answer.
+ONLINE_S = 10.0
 WATCH_S = 2.0
-STREAM_BYTES = 1 << 20  # of one call of iroh, which costs some 0.1 ms
-LINGER_S = 1.0  # for the other end to read the last bytes
+# A call of iroh costs some 0.1 ms, so it takes many bytes.
+STREAM_BYTES = 1 << 20
+# The other end has this time to read the last bytes.
+LINGER_S = 1.0
 NO_RELAY = "no relay of iroh answers: only peers that reach this machine's own addresses can join"
-_prepared: dict[Any, bool] = {}  # whether it copies fast
+# Whether each loaded module of iroh copies fast.
+_prepared: dict[Any, bool] = {}
 
 
 def is_at_public_relay(address: str) -> bool:
@@ -50,7 +59,8 @@ def is_at_public_relay(address: str) -> bool:
 def _copy_fast(iroh_ffi: Any, version: str) -> bool:
     """Replace the byte-by-byte copy by one `memmove`; return False, and change nothing, where it does not fit."""
     builder: Any = getattr(iroh_ffi, "_UniffiRustBufferBuilder", None)
-    if not version.startswith(VERSION) or not hasattr(builder, "write") or not hasattr(builder, "_reserve"):
+    has_methods = hasattr(builder, "write") and hasattr(builder, "_reserve")
+    if not has_methods or not version.startswith(VERSION):
         return False
 
     def write(self: Any, value: Any) -> None:
@@ -58,19 +68,20 @@ def _copy_fast(iroh_ffi: Any, version: str) -> bool:
         with self._reserve(len(data)):
             ctypes.memmove(ctypes.addressof(self.rbuf.data.contents) + self.rbuf.len, data, len(data))
 
-    slow, sample = builder.write, bytes(range(256)) * 3
+    sample = bytes(range(256)) * 3
     try:
-        written = []
-        for one in (slow, write):
+        outputs = []
+        for method in (builder.write, write):
             trial = builder()
-            one(trial, b"head")
-            one(trial, sample)
-            written.append(trial.rbuf.data[: trial.rbuf.len])
+            method(trial, b"head")
+            method(trial, sample)
+            outputs.append(trial.rbuf.data[: trial.rbuf.len])
             trial.discard()
     except Exception as error:
         logger.info("iroh copies slowly: %s", error)
         return False
-    if written[0] != written[1] or bytes(written[1]) != b"head" + sample:
+    slow_output, fast_output = outputs
+    if slow_output != fast_output or bytes(fast_output) != b"head" + sample:
         return False
     builder.write = write
     return True
@@ -81,7 +92,8 @@ def _load() -> Any:
     try:
         import iroh
         from iroh import iroh_ffi
-    except (ImportError, OSError) as error:  # OSError: its library is of another platform
+    except (ImportError, OSError) as error:
+        # An OSError says that its library is of another platform.
         raise PeerUnreachable(f"iroh cannot be used here ({error}): pip install iroh") from error
     if iroh_ffi not in _prepared:
         _prepared[iroh_ffi] = _copy_fast(iroh_ffi, version("iroh"))
@@ -101,15 +113,20 @@ class Carried:
 
     @property
     def relayed_bytes(self) -> int:
-        paths = (path.stats for path in self._connection.paths() if path.is_relay)
-        return sum(path.udp_tx_bytes + path.udp_rx_bytes for path in paths)
+        total_bytes = 0
+        for path in self._connection.paths():
+            if path.is_relay:
+                total_bytes += path.stats.udp_tx_bytes + path.stats.udp_rx_bytes
+        return total_bytes
 
     def abort(self) -> None:
         self._connection.close(0, b"")
 
     async def pump(self, stream: Any, near: socket.socket) -> None:
         """Return when both directions have ended."""
-        loop, receive, send = asyncio.get_running_loop(), stream.recv(), stream.send()
+        loop = asyncio.get_running_loop()
+        receive = stream.recv()
+        send = stream.send()
 
         async def read() -> None:
             while data := await receive.read(STREAM_BYTES):
@@ -121,11 +138,12 @@ class Carried:
                 await send.write_all(data)
             await send.finish()
 
-        with near, suppress(Exception):  # IrohError, OSError: one end is gone
-            async with asyncio.TaskGroup() as both:
-                both.create_task(read())
-                both.create_task(write())
-            async with asyncio.timeout(LINGER_S):  # the other end reads the last bytes
+        # IrohError and OSError say that one end is gone.
+        with near, suppress(Exception):
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(read())
+                directions.create_task(write())
+            async with asyncio.timeout(LINGER_S):
                 await self._connection.closed()
         self.abort()
 
@@ -145,16 +163,24 @@ class IrohEndpoint:
         scratch: memoryview,
         receive: Callable[[], HandshakeReceiver],
     ) -> None:
-        self._identity, self._settings, self._events = identity, settings, events
-        self._scratch, self._receive = scratch, receive
-        relay = settings.iroh or "direct"
-        self._public, self._relay = relay == "public", "" if relay in ("public", "direct") else relay
+        self._identity = identity
+        self._settings = settings
+        self._events = events
+        self._scratch = scratch
+        self._receive = receive
+        self._public = settings.iroh == "public"
+        # The address of your own iroh relay; "" without.
+        self._relay = ""
+        if settings.iroh not in (None, "", "public", "direct"):
+            self._relay = str(settings.iroh)
         self._loop = asyncio.get_running_loop()
         self._iroh: Any = None
         self._endpoint: Any = None
         self._starting = asyncio.Lock()
-        self._carried: dict[Carried, int] = {}  # with the bytes that its relay has carried
+        # Each connection with the bytes that its relay has carried.
+        self._carried: dict[Carried, int] = {}
         self._spent_bytes = 0
+        # Connections of each network whose handshake is not complete.
         self._fresh: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -173,22 +199,37 @@ class IrohEndpoint:
             if self._public:
                 self._spawn(self._watch())
             if self._public or self._relay:
-                try:
-                    async with asyncio.timeout(ONLINE_S):
-                        await self._endpoint.online()
-                except TimeoutError:
-                    logger.warning(NO_RELAY)
-                    self._events.emit(Notice(loop_now(), NO_RELAY))
+                await self._wait_online()
+
+    async def _wait_online(self) -> None:
+        try:
+            async with asyncio.timeout(ONLINE_S):
+                await self._endpoint.online()
+        except TimeoutError:
+            logger.warning(NO_RELAY)
+            self._events.emit(Notice(loop_now(), NO_RELAY))
 
     def _options(self) -> Any:
-        iroh, host = self._iroh, self._settings.host
-        own = iroh.RelayMode.custom_from_urls([self._relay] if self._relay else [])
+        iroh = self._iroh
+        if self._public:
+            preset = iroh.preset_n0()
+            relay_mode = iroh.RelayMode.default_mode()
+        else:
+            relays = [self._relay] if self._relay else []
+            preset = iroh.preset_minimal()
+            relay_mode = iroh.RelayMode.custom_from_urls(relays)
+        bind_address = None
+        host = self._settings.host
+        if ":" in host:
+            bind_address = f"[{host}]:0"
+        elif host:
+            bind_address = f"{host}:0"
         return iroh.EndpointOptions(
-            preset=iroh.preset_n0() if self._public else iroh.preset_minimal(),
-            relay_mode=iroh.RelayMode.default_mode() if self._public else own,
+            preset=preset,
+            relay_mode=relay_mode,
             secret_key=self._identity.derive(b"iroh endpoint"),
             alpns=[ALPN] if self._settings.iroh else [],
-            bind_addr=f"{f'[{host}]' if ':' in host else host}:0" if host else None,
+            bind_addr=bind_address,
         )
 
     @property
@@ -196,40 +237,52 @@ class IrohEndpoint:
         """Where others can dial this endpoint: at its relay, then at each of its IP addresses."""
         if self._endpoint is None or not self._settings.iroh:
             return ()
-        found, name = self._endpoint.addr(), str(self._endpoint.id())
-        relay = host_of(url) if (url := found.relay_url()) else ""
-        hosts = [*([relay.rstrip(".")] if relay else []), *sorted(found.direct_addresses())]
-        return tuple(f"iroh://{name}@{host}" for host in hosts)
+        address = self._endpoint.addr()
+        hosts = sorted(address.direct_addresses())
+        url = address.relay_url()
+        relay = host_of(url) if url else ""
+        if relay:
+            hosts.insert(0, relay.rstrip("."))
+        id = str(self._endpoint.id())
+        return tuple(f"iroh://{id}@{host}" for host in hosts)
 
     @property
     def relayed(self) -> bool:
-        """Whether others come through a relay, as far as they have come."""
-        return bool(self._public or self._relay) and all(one.relayed for one in self._carried)
+        """Whether a relay carries all connections that are open now."""
+        if not (self._public or self._relay):
+            return False
+        return all(carried.relayed for carried in self._carried)
 
     async def connect(self, address: str, receiver: HandshakeReceiver) -> WebSocket:
         """Open a stream to ``iroh://ID@HOST``; raises `PeerUnreachable`."""
-        host, at = host_of(address), address.rpartition("@")[2]
-        relayed = ip_of(host) is None
-        public = is_at_public_relay(address)
-        agreed, left = self._public or not public, self._spent_bytes < QUOTA_BYTES or not public
-        require(agreed, f"{host} is a public iroh relay, which only iroh='public' allows", PeerUnreachable)
-        require(left, f"{host} may carry {QUOTA_BYTES / 1e9:g} GB, which are used up", PeerUnreachable)
+        host = host_of(address)
+        if is_at_public_relay(address):
+            fault = f"{host} is a public iroh relay, which only iroh='public' allows"
+            require(self._public, fault, PeerUnreachable)
+            fault = f"{host} may carry {QUOTA_BYTES / 1e9:g} GB, which are used up"
+            require(self._spent_bytes < QUOTA_BYTES, fault, PeerUnreachable)
         await self.start()
-        iroh, url = self._iroh, f"https://{at}" if relayed else None
+        iroh = self._iroh
+        id, _, host_and_port = address.removeprefix("iroh://").partition("@")
         try:
-            if url is not None:
+            endpoint_id = iroh.EndpointId.from_string(id)
+            if ip_of(host) is None:
+                # A name is that of the relay where the endpoint waits.
+                url = f"https://{host_and_port}"
                 await self._endpoint.insert_relay(iroh.RelayConfig(url=url))
-            target = iroh.EndpointId.from_string(address.removeprefix("iroh://").partition("@")[0])
-            to = iroh.EndpointAddr(target, url, [] if relayed else [at])
-            connection = await self._endpoint.connect(to, ALPN)
-            return await self._carry(connection, await connection.open_bi(), receiver, client=True)
+                target = iroh.EndpointAddr(endpoint_id, url, [])
+            else:
+                target = iroh.EndpointAddr(endpoint_id, None, [host_and_port])
+            connection = await self._endpoint.connect(target, ALPN)
+            stream = await connection.open_bi()
+            return await self._carry(connection, stream, receiver, client=True)
         except iroh.IrohError as error:
             raise PeerUnreachable(f"{address}: {error.message()}") from error
 
     async def close(self) -> None:
-        for one in [*self._carried]:
-            one.abort()
-        for task in [*self._tasks]:
+        for carried in list(self._carried):
+            carried.abort()
+        for task in list(self._tasks):
             task.cancel()
         if self._endpoint is not None:
             await self._endpoint.close()
@@ -237,7 +290,8 @@ class IrohEndpoint:
     async def _carry(
         self, connection: Any, stream: Any, receiver: HandshakeReceiver, *, client: bool
     ) -> WebSocket:
-        carried, (near, far) = Carried(connection), socket.socketpair()
+        carried = Carried(connection)
+        near, far = socket.socketpair()
         near.setblocking(False)
         for end in (near, far):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BYTES)
@@ -256,8 +310,9 @@ class IrohEndpoint:
     async def _accept(self) -> None:
         most = self._settings.max_handshakes
         while (incoming := await self._endpoint.accept_next()) is not None:
-            source = network_of(host_of(f"//{getattr(await incoming.remote_addr(), 'addr', '')}"))
-            # those of one network take no room from others; all that come by relays are one
+            remote = await incoming.remote_addr()
+            source = network_of(host_of(f"//{getattr(remote, 'addr', '')}"))
+            # Connections of one network take no room from others; all that come by relays count as one network.
             if self._fresh.total() >= most or self._fresh[source] >= max(1, most // 4):
                 await incoming.ignore()
             else:
@@ -268,7 +323,8 @@ class IrohEndpoint:
         try:
             async with asyncio.timeout(self._settings.handshake_timeout_s):
                 connection = await (await incoming.accept()).connect()
-                stream, receiver = await connection.accept_bi(), self._receive()
+                stream = await connection.accept_bi()
+                receiver = self._receive()
                 websocket = await self._carry(connection, stream, receiver, client=False)
                 receiver.use(websocket)
                 try:
@@ -282,17 +338,23 @@ class IrohEndpoint:
             self._fresh[source] -= 1
 
     async def _watch(self) -> None:
-        """Count the bytes that public relays carry, tell of the last fifth, and stop at the quota."""
-        told = 0.8
+        """Count the bytes that public relays carry, give notice of the last fifth, and stop at the quota."""
+        notice_share = WARNED_SHARE
         while True:
             await asyncio.sleep(WATCH_S)
-            for one, before in self._carried.items():
-                self._carried[one] = total = one.relayed_bytes
-                self._spent_bytes += max(0, total - before)
-            if (part := self._spent_bytes / QUOTA_BYTES) >= told:
-                told = 1.0 if part < 1.0 else math.inf
-                text = f"{part:.0%} of {QUOTA_BYTES / 1e9:g} GB went through iroh's public relays"
+            for carried, counted_bytes in self._carried.items():
+                relayed_bytes = carried.relayed_bytes
+                self._carried[carried] = relayed_bytes
+                self._spent_bytes += max(0, relayed_bytes - counted_bytes)
+            spent_share = self._spent_bytes / QUOTA_BYTES
+            if spent_share >= notice_share:
+                notice_share = 1.0 if spent_share < 1.0 else math.inf
+                text = f"{spent_share:.0%} of {QUOTA_BYTES / 1e9:g} GB went through iroh's public relays"
                 self._events.emit(Notice(loop_now(), text))
-            for one in self._carried if part >= 1.0 else ():
-                if one.relayed:
-                    one.abort()
+            if spent_share >= 1.0:
+                self._abort_relayed()
+
+    def _abort_relayed(self) -> None:
+        for carried in self._carried:
+            if carried.relayed:
+                carried.abort()
