@@ -13,7 +13,6 @@ tolerance of `SLACK_S`.
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Annotated, Self, TypeAlias
 
@@ -25,15 +24,20 @@ from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.peers import MAX_RUN_ID_BYTES, UNDECODABLE, Message, PeerId, Role, decoded, remember
 from colab_swarm.project import update
 
-SLACK_S = 600.0  # how far clocks may be apart
+# Clocks may be apart by this time.
+SLACK_S = 600.0
 MAX_NAME_CHARS = 64
 MAX_USES = 10_000
-MAX_REVOKED = 900  # as many as fit in one record of the DHT
+# As many as fit in one record of the DHT.
+MAX_REVOKED = 900
 MAX_MEMBERSHIP_BYTES = 2048
 MAX_GUESTS = 64
-MAX_MET = 10_000  # members by invitation that are remembered
-GUEST_S = 60.0  # for a peer without a membership to request one from the authority
+# Members by invitation that are remembered.
+MAX_MET = 10_000
+# A peer without a membership has this time to request one from the authority.
+GUEST_S = 60.0
 MAX_ANSWER_BYTES = 1 << 20
+ANSWER_TIMEOUT_S = 10.0
 AGAIN = "join again with an invitation"
 _TOKEN = re.compile(r"[!-~]{1,512}")
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -63,32 +67,48 @@ class Signed(Message, frozen=True, kw_only=True):
 
 
 class Grant(Signed, frozen=True):
-    """Rights of an invitation, signed by the authority."""
+    """Rights of an invitation, signed by the authority.
 
-    run_id: RunId  # the run
-    role: Role  # the highest role it gives
-    key: Key  # the invitation's own public key
-    join_until: Moment  # memberships under it start before this time
-    member_until: Moment  # memberships under it end before this time
-    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
-    offline: bool = True  # whether the invitation's key may sign memberships; only with unlimited uses
-
-
-class Membership(Signed, frozen=True):
-    """A peer's role in a run, shown in its handshakes; ``name`` if the authority verified one."""
+    Attributes:
+        role: the highest role it gives.
+        key: the invitation's own public key.
+        join_until: memberships under it start before this time.
+        member_until: memberships under it end before this time.
+        uses: number of peers that may join; 0 for any number.
+        offline: whether the invitation's key may sign memberships; only with unlimited uses.
+    """
 
     run_id: RunId
     role: Role
-    key: Key  # the peer's public key
+    key: Key
+    join_until: Moment
+    member_until: Moment
+    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
+    offline: bool = True
+
+
+class Membership(Signed, frozen=True):
+    """A peer's role in a run, shown in its handshakes.
+
+    Attributes:
+        key: the peer's public key.
+        name: the peer's name if the authority verified one, else "".
+        grant: the grant of the invitation that signed it; None if the authority did.
+        invited_by: the invitation's key; empty if it is not known.
+    """
+
+    run_id: RunId
+    role: Role
+    key: Key
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     issued_at: Moment
     expires_at: Moment
-    grant: Grant | None = None  # under which an invitation signed it; None: the authority did
-    invited_by: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # the invitation's key, if known
+    grant: Grant | None = None
+    invited_by: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
     @classmethod
     def decode(cls, data: bytes) -> "Membership":
-        """Decode what a peer showed; raise `NotAdmitted` if it is empty or garbled."""
+        """Decode a membership that a peer showed; raise `NotAdmitted` if it is empty or garbled."""
         _require(bool(data), "no membership: join with an invitation")
         _require(len(data) <= MAX_MEMBERSHIP_BYTES, f"the membership is too long: {AGAIN}")
         try:
@@ -99,24 +119,37 @@ class Membership(Signed, frozen=True):
     @classmethod
     def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> "Membership":
         """Return the longest membership that ``grant`` allows, signed by the invitation's key."""
-        return cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant).signed(invitation.sign)
+        membership = cls(
+            run_id=grant.run_id,
+            role=grant.role,
+            key=key,
+            name="",
+            issued_at=now,
+            expires_at=grant.member_until,
+            grant=grant,
+        )
+        return membership.signed(invitation.sign)
 
 
-@lru_cache(10_000)  # checking a membership takes up to 340 microseconds
+# Checking a membership takes up to 340 microseconds, so results are kept.
+@lru_cache(10_000)
 def _sound_membership(data: bytes, run_id: str, authority: bytes, key: bytes) -> Membership:
     """Return a membership whose run, owner, signatures and limits are right, though it may have ended."""
-    found, signer = Membership.decode(data), authority
-    grant = found.grant
-    _require(found.key == key, f"the membership is another peer's: {AGAIN}")
-    _require(found.run_id == run_id == (grant or found).run_id, f"a membership of another run: {AGAIN}")
-    _require(Role.GUEST < found.role < Role.AUTHORITY, f"its role cannot be granted: {AGAIN}")
+    membership = Membership.decode(data)
+    grant = membership.grant
+    signer = authority
+    _require(membership.key == key, f"the membership is another peer's: {AGAIN}")
+    same_run = membership.run_id == run_id and (grant is None or grant.run_id == run_id)
+    _require(same_run, f"a membership of another run: {AGAIN}")
+    _require(Role.GUEST < membership.role < Role.AUTHORITY, f"its role cannot be granted: {AGAIN}")
     if grant is not None:
         signer = grant.key
         _require(grant.is_signed_by(authority), "not signed by this run's authority: ask for another")
-        in_time = found.issued_at <= grant.join_until and found.expires_at <= grant.member_until
-        _require(in_time and found.role <= grant.role, "more than its invitation allows: ask for another")
-    _require(found.is_signed_by(signer), f"the membership's signature is wrong: {AGAIN}")
-    return found
+        in_time = membership.issued_at <= grant.join_until and membership.expires_at <= grant.member_until
+        allowed = in_time and membership.role <= grant.role
+        _require(allowed, "more than its invitation allows: ask for another")
+    _require(membership.is_signed_by(signer), f"the membership's signature is wrong: {AGAIN}")
+    return membership
 
 
 class Revocations(Signed, frozen=True):
@@ -128,20 +161,29 @@ class Revocations(Signed, frozen=True):
 
     def adding(self, subject: PeerId, *, now: float, sign: Sign) -> "Revocations":
         """Return the next version, which revokes ``subject`` too; beyond 900 the oldest is dropped."""
-        subjects = (*(other for other in self.subjects if other != subject), subject)[-MAX_REVOKED:]
-        return Revocations(self.run_id, max(self.version + 1, int(now)), subjects).signed(sign)
+        subjects = [other for other in self.subjects if other != subject]
+        subjects.append(subject)
+        version = max(self.version + 1, int(now))
+        revocations = Revocations(self.run_id, version, tuple(subjects[-MAX_REVOKED:]))
+        return revocations.signed(sign)
 
 
 class MembershipAdmission:
     """Admits members; at the authority, and only there, all others are guests, for a minute."""
 
     def __init__(self, run_id: str, *, authority: bytes, own: bytes) -> None:
-        self.run_id, self.authority, self.own = run_id, authority, own
-        self.membership = b""  # this peer's own; set it whenever it gets a new one
-        self.revoked = Revocations(run_id)  # the newest; `learn` replaces them
+        self.run_id = run_id
+        self.authority = authority
+        self.own = own
+        # This peer's own membership: set it whenever the peer gets a new one.
+        self.membership = b""
+        # The newest revocations: `learn` replaces them.
+        self.revoked = Revocations(run_id)
         self._revoked_ids: frozenset[bytes] = frozenset()
-        self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
-        self._met: dict[bytes, bool] = {}  # public keys seen while their invitation was good
+        # The times of the first and the last visit, by public key.
+        self._guests: dict[bytes, tuple[float, float]] = {}
+        # Public keys of members seen while their invitation was good.
+        self._met: dict[bytes, bool] = {}
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """Return the role that ``membership`` gives at swarm time ``now``, or raise `NotAdmitted`."""
@@ -158,34 +200,39 @@ class MembershipAdmission:
 
     def verify(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """Return the role that a peer's membership gives at ``now``, or raise `NotAdmitted`."""
-        own = public_key == self.authority
-        return Role.AUTHORITY if own else self.check(public_key, membership, now=now).role
+        if public_key == self.authority:
+            return Role.AUTHORITY
+        return self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
         """Return the peer's membership if it is valid without the authority, or raise `NotAdmitted`."""
-        found = self.inspect(public_key, membership)
-        only_there = found.grant is not None and (found.grant.uses > 0 or not found.grant.offline)
-        _require(not only_there, "this invitation is only good at the authority: ask it for a membership")
-        late_s, early_s = now - found.expires_at, found.issued_at - now
+        sound = self.inspect(public_key, membership)
+        grant = sound.grant
+        if grant is not None:
+            valid_offline = grant.offline and grant.uses == 0
+            _require(valid_offline, "this invitation is only good at the authority: ask it for a membership")
+        late_s = now - sound.expires_at
         _require(late_s <= SLACK_S, f"membership ended {in_words(late_s)} ago: {AGAIN}")
+        early_s = sound.issued_at - now
         _require(early_s <= SLACK_S, f"membership starts in {in_words(early_s)}: set the clock that is off")
-        return found
+        return sound
 
-    def require_met(self, shown: Membership, *, now: float) -> None:
+    def require_met(self, membership: Membership, *, now: float) -> None:
         """Raise `NotAdmitted` if an invitation signed it, has ended, and was not shown here before."""
-        if shown.grant is None:
+        if membership.grant is None:
             return
-        late_s, met = now - shown.grant.join_until, shown.key in self._met
+        late_s = now - membership.grant.join_until
+        met = membership.key in self._met
         _require(met or late_s <= SLACK_S, f"its invitation ended {in_words(late_s)} ago: ask for another")
-        remember(self._met, shown.key, True, MAX_MET)
+        remember(self._met, membership.key, True, MAX_MET)
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
         """Return the peer's membership, ended or not; raise `NotAdmitted` if it is unsound or revoked."""
         self._require_not_revoked(public_key)
-        found = _sound_membership(membership, self.run_id, self.authority, public_key)
-        if found.grant is not None:
-            self._require_not_revoked(found.grant.key)
-        return found
+        sound = _sound_membership(membership, self.run_id, self.authority, public_key)
+        if sound.grant is not None:
+            self._require_not_revoked(sound.grant.key)
+        return sound
 
     def _require_not_revoked(self, key: bytes) -> None:
         if id_of(key) in self._revoked_ids:
@@ -194,24 +241,30 @@ class MembershipAdmission:
 
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list; return whether it is newer, or raise `ProtocolError` if it is forged."""
-        found = decoded(revocations, Revocations, "undecodable revocations", ProtocolError)
-        if found.version <= self.revoked.version:
+        revoked = decoded(revocations, Revocations, "undecodable revocations", ProtocolError)
+        if revoked.version <= self.revoked.version:
             return False
-        sound = found.run_id == self.run_id and found.is_signed_by(self.authority)
+        sound = revoked.run_id == self.run_id and revoked.is_signed_by(self.authority)
         require(sound, "revocations that the authority of this run has not signed", ProtocolError)
-        self.revoked, self._revoked_ids = found, frozenset(found.subjects)
+        self.revoked = revoked
+        self._revoked_ids = frozenset(revoked.subjects)
         return True
 
     def _welcome(self, public_key: bytes, now: float) -> Role:
         """Admit a guest for a minute, by calls every few seconds; a visit long ago is forgotten."""
-        since, seen = self._guests.pop(public_key, (now, now))
-        if abs(now - seen) > GUEST_S:
-            since = now  # it left and came back
-        _require(abs(now - since) <= GUEST_S, f"no membership was requested in a minute: {AGAIN}")
+        first_at, last_at = self._guests.pop(public_key, (now, now))
+        # The guest left and came back.
+        if abs(now - last_at) > GUEST_S:
+            first_at = now
+        _require(abs(now - first_at) <= GUEST_S, f"no membership was requested in a minute: {AGAIN}")
         if len(self._guests) >= MAX_GUESTS:
-            self._guests = {key: at for key, at in self._guests.items() if abs(now - at[1]) <= GUEST_S}
+            self._guests = {
+                key: (first_at, last_at)
+                for key, (first_at, last_at) in self._guests.items()
+                if abs(now - last_at) <= GUEST_S
+            }
         _require(len(self._guests) < MAX_GUESTS, "too many peers request a membership: try again in a minute")
-        self._guests[public_key] = since, now
+        self._guests[public_key] = (first_at, now)
         return Role.GUEST
 
 
@@ -224,11 +277,17 @@ def in_words(seconds: float) -> str:
 
 @lru_cache(4096)
 def voucher_of(public_key: bytes, membership: bytes) -> bytes:
-    """Return who vouches for a peer: an invitation's key, its account, or its own key. Peers of one may be one."""
-    with suppress(NotAdmitted):
-        shown = Membership.decode(membership)
-        return shown.grant.key if shown.grant else shown.name.encode() or shown.invited_by or public_key
-    return public_key
+    """Return a peer's voucher: an invitation's key, its account, or its own key.
+
+    All peers of one voucher may be the same person's.
+    """
+    try:
+        proof = Membership.decode(membership)
+    except NotAdmitted:
+        return public_key
+    if proof.grant:
+        return proof.grant.key
+    return proof.name.encode() or proof.invited_by or public_key
 
 
 class OpenAdmission:
@@ -261,19 +320,19 @@ async def whoami(token: str) -> Account | None:
     """
     if not _TOKEN.fullmatch(token):
         return None
-    url = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/api/whoami-v2"
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    url = endpoint.rstrip("/") + "/api/whoami-v2"
+    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {token}"}
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as session,
-            session.get(url, headers={"Authorization": f"Bearer {token}"}, allow_redirects=False) as response,
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url, headers=headers, allow_redirects=False) as response,
         ):
             if response.status in (401, 403):
                 return None
-            require(
-                response.status == 200,
-                f"{url} answers {response.status} {response.reason}: try again later",
-                PeerUnreachable,
-            )
+            answer = f"{url} answers {response.status} {response.reason}: try again later"
+            require(response.status == 200, answer, PeerUnreachable)
             data = b""
             async for piece in response.content.iter_any():
                 data += piece
