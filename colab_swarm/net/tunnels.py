@@ -34,11 +34,18 @@ from colab_swarm.net.addresses import is_address
 from colab_swarm.project import install
 
 logger = logging.getLogger(__name__)
-DOWNLOAD_TIMEOUT_S = 60.0  # for the 10 MB of the ngrok agent, the first time it is used
+# The ngrok agent has 10 MB, which are downloaded the first time it is used.
+DOWNLOAD_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 45.0
-PROBES, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 3, 10.0, 15.0
-BACK_OFF_S, MAX_BACK_OFF_S = 0.5, 60.0
+# A tunnel is lost if so many requests in a row fail, one after another in this time.
+PROBES = 3
+PROBE_AGAIN_S = 10.0
+PROBE_TIMEOUT_S = 15.0
+BACK_OFF_S = 0.5
+MAX_BACK_OFF_S = 60.0
 LOG_LINES = 3
+# The shares of the monthly data volume at which you are warned.
+WARNED_SHARES = (0.5, 0.8, 0.95)
 NO_INTERNET = "ngrok cannot be reached: check the internet connection (on Kaggle: Settings, Internet on)"
 INSTALL = (
     "tunnel='cloudflared' needs the program cloudflared: download it from "
@@ -55,7 +62,8 @@ _TOO_MANY = (
     "your ngrok account runs as many agents or tunnels as its plan allows: stop another one "
     "(https://dashboard.ngrok.com/agents), perhaps in a notebook you forgot"
 )
-ADVICE = {  # by the number of ngrok's error code, https://ngrok.com/docs/errors
+# The numbers are those of ngrok's error codes, https://ngrok.com/docs/errors.
+ADVICE = {
     "105": f"this is not an ngrok token: {_TOKEN}",
     "106": f"ngrok does not know this token: {_TOKEN}",
     "107": f"ngrok does not accept this token (mistyped, or reset): {_TOKEN}",
@@ -74,7 +82,7 @@ ADVICE = {  # by the number of ngrok's error code, https://ngrok.com/docs/errors
 _OFFLINE = re.compile(
     r"(?i)dial tcp|no such host|failed to dial|i/o timeout|urlopen|downloading|resolve|unreachable|no tunnel after"
 )
-# the address of Cloudflare's own API has no hyphen
+# The address of a tunnel has hyphens, that of Cloudflare's own API has none.
 _CLOUDFLARED_URL = re.compile(r"https://[a-z0-9]+(?:-[a-z0-9]+)+\.trycloudflare\.com")
 _GUARDIAN = """
 import ctypes, os, signal, subprocess, sys, threading
@@ -93,18 +101,26 @@ os._exit(0)  # not sys.exit: the thread holds stdin
 
 @dataclass(frozen=True)
 class TunnelSettings:
-    """Which tunnel to open, and how to watch it: ngrok needs a token, cloudflared the program."""
+    """Which tunnel to open, and how to watch it: ngrok needs a token, cloudflared the program.
+
+    Attributes:
+        auth_token: the token of ngrok.
+        agent: path of the program; None for pyngrok's own, or the one on the PATH.
+        quota_bytes: monthly data volume of the ngrok plan; None for no limit.
+        check_s: seconds between checks of the agent.
+        probe_s: seconds between requests to the public address; 20,000 a month are free.
+    """
 
     kind: Literal["ngrok", "cloudflared"]
-    auth_token: str | None = field(default=None, repr=False)  # of ngrok
-    agent: str | None = None  # path of the program; None: pyngrok's own, or on the PATH
-    quota_bytes: float | None = 1e9  # monthly data volume of the ngrok plan; None for no limit
-    check_s: float = 1.0  # seconds between checks of the agent
-    probe_s: float = 180.0  # between requests to the public address, 20,000 a month are free
+    auth_token: str | None = field(default=None, repr=False)
+    agent: str | None = None
+    quota_bytes: float | None = 1e9
+    check_s: float = 1.0
+    probe_s: float = 180.0
 
     def __post_init__(self) -> None:
-        known = self.kind in ("ngrok", "cloudflared")
-        require(known, f"tunnel={self.kind!r} is unknown: take 'ngrok' or 'cloudflared'")
+        supported = self.kind in ("ngrok", "cloudflared")
+        require(supported, f"tunnel={self.kind!r} is unknown: take 'ngrok' or 'cloudflared'")
 
 
 def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
@@ -127,47 +143,62 @@ def explain(text: str) -> str:
         return f"{ADVICE[code[1]]} ({code[0]})"
     if code is not None:
         return f"ngrok: {text[:300]}; see https://ngrok.com/docs/errors/{code[0].lower()}"
-    return f"{NO_INTERNET} ({text[:300]})" if _OFFLINE.search(text) else f"ngrok: {text[:300]}"
+    if _OFFLINE.search(text):
+        return f"{NO_INTERNET} ({text[:300]})"
+    return f"ngrok: {text[:300]}"
 
 
 async def probe(address: str) -> str | None:
     """Request a page from the public address; return None if the tunnel leads to a server, else the fault."""
-    url, headers = "http" + address.removeprefix("ws"), {"ngrok-skip-browser-warning": "1"}
+    url = "http" + address.removeprefix("ws")
+    headers = {"ngrok-skip-browser-warning": "1"}
+    timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PROBE_TIMEOUT_S), headers=headers) as session,
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             session.get(url, allow_redirects=False) as response,
         ):
-            if (code := response.headers.get("Ngrok-Error-Code")) is not None:
+            code = response.headers.get("Ngrok-Error-Code")
+            if code is not None:
                 return explain(code)
-            # the edge answers 404 for an unknown tunnel, 502 and 530 for a lost one; a peer answers 426
-            status = response.status
-            return f"HTTP status {status}" if status == 404 or status >= 500 else None
+            # The edge answers 404 for an unknown tunnel, 502 and 530 for a lost one; a peer answers 426.
+            if response.status == 404 or response.status >= 500:
+                return f"HTTP status {response.status}"
+            return None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 class AgentLog:
-    """What an agent has logged: its ``address`` once it is connected, and a ``fault``."""
+    """The log of an agent: its ``address`` once it is connected, and a ``fault``."""
 
     def __init__(self) -> None:
-        self.address = self.fault = self._url = ""
+        self.address = ""
+        self.fault = ""
+        self._url = ""
         self.last_lines: deque[str] = deque(maxlen=LOG_LINES)
 
     def read(self, line: str) -> None:
         self.last_lines.append(line.strip()[:200])
-        if not line.startswith("{"):
-            found = _CLOUDFLARED_URL.search(line)
-            self._url = self._url or (found[0] if found else "")
-            if "Registered tunnel connection" in line:
-                self.address = self._url.replace("http", "ws", 1)
-            return
+        if line.startswith("{"):
+            self._read_ngrok(line)
+        else:
+            self._read_cloudflared(line)
+
+    def _read_ngrok(self, line: str) -> None:
         with suppress(ValueError):
-            said = json.loads(line)
-            if said.get("lvl") in ("eror", "crit") and said.get("err"):
-                self.fault = str(said["err"])
-            elif said.get("msg") == "started tunnel":
-                self.address = str(said.get("url")).replace("http", "ws", 1)
+            entry = json.loads(line)
+            if entry.get("lvl") in ("eror", "crit") and entry.get("err"):
+                self.fault = str(entry["err"])
+            elif entry.get("msg") == "started tunnel":
+                self.address = str(entry.get("url")).replace("http", "ws", 1)
+
+    def _read_cloudflared(self, line: str) -> None:
+        match = _CLOUDFLARED_URL.search(line)
+        if match is not None and not self._url:
+            self._url = match[0]
+        if "Registered tunnel connection" in line:
+            self.address = self._url.replace("http", "ws", 1)
 
 
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
@@ -186,8 +217,9 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
     try:
         async with asyncio.timeout(DOWNLOAD_TIMEOUT_S):
             if not os.path.exists(config.ngrok_path):
-                path, version = config.ngrok_path, config.ngrok_version
-                await asyncio.to_thread(installer.install_ngrok, path, ngrok_version=version)
+                await asyncio.to_thread(
+                    installer.install_ngrok, config.ngrok_path, ngrok_version=config.ngrok_version
+                )
     except TimeoutError:
         raise TunnelError(f"no ngrok agent after {DOWNLOAD_TIMEOUT_S:.0f} s; {NO_INTERNET}") from None
     except (PyngrokError, OSError) as error:
@@ -213,8 +245,14 @@ class Tunnel:
         sent_bytes: Callable[[], float],
     ) -> None:
         self.address: str | None = None
-        self._settings, self._port, self._on_change, self._events = settings, port, on_change, events
-        self._sent_bytes, self._sent_before, self._warned = sent_bytes, sent_bytes(), 0
+        self._settings = settings
+        self._url = f"http://127.0.0.1:{port}"
+        self._on_change = on_change
+        self._events = events
+        self._sent_bytes = sent_bytes
+        self._sent_before_bytes = sent_bytes()
+        # How many of the `WARNED_SHARES` have been passed.
+        self._shares_passed = 0
         self._loop = asyncio.get_running_loop()
         self._guardian: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -234,38 +272,55 @@ class Tunnel:
         self.address = None
 
     async def _connect(self) -> str:
-        settings, url = self._settings, f"http://127.0.0.1:{self._port}"
+        kind = self._settings.kind
         try:
-            if settings.kind == "cloudflared":
-                # no configuration file: a quick tunnel conflicts with the user's own
-                quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
-                if (program := shutil.which(settings.agent or "cloudflared")) is None:
-                    missing = f"no cloudflared is at {settings.agent}: leave it out to use that of the PATH"
-                    raise TunnelError(missing if settings.agent else INSTALL)
-                address, fault = await self._run(program, *quick)
-                advice = "check the internet connection (on Kaggle: Settings, Internet on), and try again"
-                fault = f"cloudflared: {fault}; {advice} later: quick tunnels come without a guarantee"
+            if kind == "cloudflared":
+                address, fault = await self._run_cloudflared()
             else:
-                program, version = await _install_ngrok(settings)
-                secret: dict[str, Any] = {"authtoken": settings.auth_token}
-                config = {"version": version, **({"agent": secret} if version == "3" else secret)}
-                with tempfile.TemporaryDirectory(prefix="colab-swarm", ignore_cleanup_errors=True) as private:
-                    file = Path(private) / "ngrok.yml"
-                    file.touch(mode=0o600)
-                    file.write_text(json.dumps(config))  # JSON is valid YAML
-                    log = ["--log", "stdout", "--log-format", "json"]
-                    address, fault = await self._run(program, "http", url, "--config", str(file), *log)
-                # the agent repeats a refused token
-                fault = explain(fault.replace(str(settings.auth_token), "(hidden)"))
+                address, fault = await self._run_ngrok()
         except TunnelError:
             raise
-        except (OSError, ValueError) as error:  # a full disk, too many processes, an endless line
+        except (OSError, ValueError) as error:
+            # The disk is full, there are too many processes, or a line of the log is endless.
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
         require(address, fault, TunnelError)
         if not is_address(address):
             await self._stop()
-            raise TunnelError(f"{settings.kind} opened {address!r}, which no peer can dial: try again")
+            raise TunnelError(f"{kind} opened {address!r}, which no peer can dial: try again")
         return address
+
+    async def _run_cloudflared(self) -> tuple[str, str]:
+        """Start cloudflared; return its public address, or "" and why it was stopped."""
+        agent = self._settings.agent
+        program = shutil.which(agent or "cloudflared")
+        if program is None and agent:
+            raise TunnelError(f"no cloudflared is at {agent}: leave it out to use that of the PATH")
+        if program is None:
+            raise TunnelError(INSTALL)
+        # Read no configuration file: a quick tunnel conflicts with the user's own.
+        options = ["--config", os.devnull, "--no-autoupdate", "--url", self._url]
+        address, fault = await self._run(program, "tunnel", *options)
+        advice = "check the internet connection (on Kaggle: Settings, Internet on), and try again"
+        return address, f"cloudflared: {fault}; {advice} later: quick tunnels come without a guarantee"
+
+    async def _run_ngrok(self) -> tuple[str, str]:
+        """Start ngrok; return its public address, or "" and why it was stopped."""
+        program, version = await _install_ngrok(self._settings)
+        auth_token = str(self._settings.auth_token)
+        config: dict[str, Any] = {"version": version}
+        if version == "3":
+            config["agent"] = {"authtoken": auth_token}
+        else:
+            config["authtoken"] = auth_token
+        with tempfile.TemporaryDirectory(prefix="colab-swarm", ignore_cleanup_errors=True) as folder:
+            file = Path(folder) / "ngrok.yml"
+            file.touch(mode=0o600)
+            # JSON is valid YAML.
+            file.write_text(json.dumps(config))
+            options = ["--config", str(file), "--log", "stdout", "--log-format", "json"]
+            address, fault = await self._run(program, "http", self._url, *options)
+        # The agent repeats a refused token.
+        return address, explain(fault.replace(auth_token, "(hidden)"))
 
     async def _run(self, *command: str) -> tuple[str, str]:
         """Start a program; return its public address, or "" and why it was stopped."""
@@ -278,7 +333,8 @@ class Tunnel:
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
         starting = asyncio.create_task(start)
-        log, ended = AgentLog(), "it ended"
+        log = AgentLog()
+        ending = "it ended"
         try:
             self._guardian = await asyncio.shield(starting)
             assert self._guardian.stdout is not None
@@ -286,18 +342,20 @@ class Tunnel:
                 while not log.address and (line := await self._guardian.stdout.readline()):
                     log.read(line.decode(errors="replace"))
         except TimeoutError:
-            ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
+            ending = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
         finally:
-            # cancelling its start would kill the guardian and leave the program running
+            # Wait: cancelling its start would kill the guardian and leave the program running.
             self._guardian = await starting
             if not log.address:
                 await self._stop()
-        return log.address, log.fault or f"{ended}; its log says {' / '.join(log.last_lines)!r}"
+        last_lines = " / ".join(log.last_lines)
+        return log.address, log.fault or f"{ending}; its log says {last_lines!r}"
 
     async def _stop(self) -> None:
         if self._guardian is not None:
             assert self._guardian.stdin is not None
-            self._guardian.stdin.close()  # the guardian kills the program, and ends
+            # The guardian kills the program, and ends.
+            self._guardian.stdin.close()
             await self._guardian.wait()
 
     async def _watch(self) -> None:
@@ -313,11 +371,14 @@ class Tunnel:
 
     async def _wait_lost(self) -> str:
         assert self._guardian is not None and self._guardian.stdout is not None and self.address is not None
-        failures, probe_at = 0, self._loop.time() + self._settings.probe_s
+        probe_s = self._settings.probe_s
+        probe_at = self._loop.time() + probe_s
+        failures = 0
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.check_s):
-                    while await self._guardian.stdout.read(1 << 16):  # a full pipe would block the program
+                    # Read the log: a full pipe would block the program.
+                    while await self._guardian.stdout.read(1 << 16):
                         pass
                     await self._guardian.wait()
             self._check_quota()
@@ -326,20 +387,25 @@ class Tunnel:
             if self._loop.time() < probe_at:
                 continue
             fault = await probe(self.address)
-            failures = failures + 1 if fault else 0
+            if fault is None:
+                failures = 0
+                probe_at = self._loop.time() + probe_s
+                continue
+            failures += 1
             if failures == PROBES:
                 return f"its public address does not lead here: {fault}"
-            probe_s = self._settings.probe_s
-            probe_at = self._loop.time() + (min(PROBE_AGAIN_S, probe_s) if fault else probe_s)
+            probe_at = self._loop.time() + min(PROBE_AGAIN_S, probe_s)
 
     def _check_quota(self) -> None:
-        used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes
-        if self._settings.kind == "ngrok" and quota_bytes is not None:
-            passed = sum(used_bytes >= share * quota_bytes for share in (0.5, 0.8, 0.95))
-            if passed > self._warned:
-                self._warned = passed
-                share = f"{used_bytes / quota_bytes:.0%} of the plan's {quota_bytes / 1e6:.0f} MB a month"
-                self._notice(f"tunnel: {used_bytes / 1e6:.0f} MB sent, {share}")
+        quota_bytes = self._settings.quota_bytes
+        if self._settings.kind != "ngrok" or quota_bytes is None:
+            return
+        used_bytes = self._sent_bytes() - self._sent_before_bytes
+        passed = sum(used_bytes >= share * quota_bytes for share in WARNED_SHARES)
+        if passed > self._shares_passed:
+            self._shares_passed = passed
+            share = f"{used_bytes / quota_bytes:.0%} of the plan's {quota_bytes / 1e6:.0f} MB a month"
+            self._notice(f"tunnel: {used_bytes / 1e6:.0f} MB sent, {share}")
 
     async def _reconnect(self) -> None:
         back_off_s = BACK_OFF_S
@@ -354,7 +420,10 @@ class Tunnel:
 
     def _set_address(self, address: str | None, lost: str = "") -> None:
         self.address = address
-        self._notice(f"tunnel lost: {lost}" if address is None else f"tunnel open at {address}")
+        if address is None:
+            self._notice(f"tunnel lost: {lost}")
+        else:
+            self._notice(f"tunnel open at {address}")
         if self._watching is not None:
             self._on_change(address)
 
