@@ -19,10 +19,10 @@ from colab_swarm.errors import PortError
 from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId, remember
 
 MAX_BOOK_ENTRIES = 20_000
-MAX_ADDRESS_CHARS = 256
+_MAX_ADDRESS_CHARS = 256
 # Beyond this number the source that has been quiet for longest is dropped.
 MAX_SOURCES = 4096
-BAD_REQUESTS_S = 60.0
+_BAD_REQUESTS_S = 60.0
 _ID = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
 _ADDRESS = re.compile(f"wss?://{_HOST}")
@@ -47,7 +47,7 @@ def is_address(text: str) -> bool:
 
     No other path is allowed: a stranger could have us call the API of any web server.
     """
-    if len(text) > MAX_ADDRESS_CHARS:
+    if len(text) > _MAX_ADDRESS_CHARS:
         return False
     if _ADDRESS.fullmatch(text) or is_iroh(text):
         return host_of(text) != ""
@@ -233,7 +233,7 @@ class VisitorLogger(logging.LoggerAdapter[logging.Logger]):
         self._bad_requests += 1
         now = time.monotonic()
         counted_s = now - self._counted_since
-        if counted_s >= BAD_REQUESTS_S:
+        if counted_s >= _BAD_REQUESTS_S:
             self.info("%d bad requests in the last %.0f s", self._bad_requests, counted_s)
             self._bad_requests = 0
             self._counted_since = now

@@ -7,7 +7,7 @@ The speed test between two peers:
                              <--------  `TransferReport` after each: upload
                              <------->  the same the other way: download
 
-Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, as both
+Bursts grow fourfold from `_FIRST_BYTES` until one takes `_ENOUGH_S` or has the agreed size, as both
 ends see by the report, and the last one gives the rate. So a slow link needs a second or two, and a
 fast one carries at most 4/3 of the size.
 """
@@ -40,15 +40,15 @@ from colab_swarm.net.peers import (
 )
 from colab_swarm.runtime import loop_now
 
-BURST_S = 0.1
-MIN_BURST_BYTES = 1 << 16
+_BURST_S = 0.1
+_MIN_BURST_BYTES = 1 << 16
 MAX_SIZE_BYTES = 32 << 20
-FIRST_BYTES = 64 << 10
-ENOUGH_S = 0.5
+_FIRST_BYTES = 64 << 10
+_ENOUGH_S = 0.5
 PAUSE_S = 10.0
-ANSWER_TIMEOUT_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 # Such a payload fits one packet and is not copied.
-PART = bytes(120 << 10)
+_PART = bytes(120 << 10)
 HostPort: TypeAlias = tuple[str, int]
 
 
@@ -111,7 +111,7 @@ class TokenBucket:
     def __init__(self, rate_bps: float, now: float) -> None:
         require(rate_bps > 0, f"rate_bps={rate_bps}: a bandwidth limit must be positive")
         self._bytes_per_s = rate_bps / 8
-        self._burst_bytes = max(self._bytes_per_s * BURST_S, MIN_BURST_BYTES)
+        self._burst_bytes = max(self._bytes_per_s * _BURST_S, _MIN_BURST_BYTES)
         self._tokens_bytes = self._burst_bytes
         self._at = now
 
@@ -396,11 +396,11 @@ class SpeedTests:
         require(admitted, f"one speed test in {PAUSE_S:g} s: wait a moment", Refusal)
         self._busy = True
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 await _rate_bps(partial(_absorb, stream), test.size_bytes)
                 await _rate_bps(partial(_send, stream), test.size_bytes)
         except TimeoutError:
-            raise Refusal(f"a speed test may take {ANSWER_TIMEOUT_S:g} s") from None
+            raise Refusal(f"a speed test may take {_ANSWER_TIMEOUT_S:g} s") from None
         finally:
             self._busy = False
 
@@ -424,9 +424,9 @@ async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, time
 
 async def _rate_bps(burst: Callable[[int], Awaitable[float]], limit_bytes: int) -> float:
     """Return the rate of the last burst; ``burst(size_bytes)`` returns its seconds."""
-    size_bytes = min(FIRST_BYTES, limit_bytes)
+    size_bytes = min(_FIRST_BYTES, limit_bytes)
     took_s = await burst(size_bytes)
-    while size_bytes < limit_bytes and took_s < ENOUGH_S:
+    while size_bytes < limit_bytes and took_s < _ENOUGH_S:
         size_bytes = min(4 * size_bytes, limit_bytes)
         took_s = await burst(size_bytes)
     return size_bytes * 8 / max(took_s, 1e-9)
@@ -434,8 +434,8 @@ async def _rate_bps(burst: Callable[[int], Awaitable[float]], limit_bytes: int) 
 
 async def _send(stream: Stream, size_bytes: int) -> float:
     await stream.send(BurstPart())
-    for begin in range(0, size_bytes, len(PART)):
-        await stream.send(BurstPart(), PART[: size_bytes - begin])
+    for begin in range(0, size_bytes, len(_PART)):
+        await stream.send(BurstPart(), _PART[: size_bytes - begin])
     report, _ = await stream.receive(TransferReport)
     return report.seconds
 

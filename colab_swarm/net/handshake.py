@@ -41,14 +41,14 @@ from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role,
 from colab_swarm.net.websocket import WebSocket, accept
 
 VERSION = 2
-STAGGER_S = 0.25
+_STAGGER_S = 0.25
 # Detours are tried after this time if no address has answered.
 DETOUR_AFTER_S = 1.5
 # A connection to a relay that is half of a circuit begins with it.
 TICKET = b"colab_swarm circuit "
 # A new connection has no transport for this time at most; later it is gone.
-CONNECT_S = 1.0
-NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
+_CONNECT_S = 1.0
+_NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 _DOMAIN = b"colab_swarm hello"
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 T = TypeVar("T")
@@ -231,7 +231,7 @@ async def dial_any(
             if waiting:
                 dialling = asyncio.ensure_future(dial(waiting.pop(0)))
                 running[dialling] = None
-            timeout_s = STAGGER_S if waiting else DETOUR_AFTER_S
+            timeout_s = _STAGGER_S if waiting else DETOUR_AFTER_S
             done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for attempt in [attempt for attempt in running if attempt in done]:
                 try:
@@ -329,7 +329,7 @@ class Listener:
     def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
         """Return True until it is a link; one without a transport is about to connect, or gone."""
         if connection.transport is None:
-            return now - since < CONNECT_S
+            return now - since < _CONNECT_S
         protocol = connection.transport.get_protocol()
         return protocol is connection or isinstance(getattr(protocol, "receiver", None), HandshakeReceiver)
 
@@ -342,7 +342,7 @@ class Listener:
         if request.headers.get("Upgrade", "").lower() != "websocket":
             page = self.page_at.get(request.path)
             if page is None or request.method != "GET":
-                return web.Response(text=NO_BROWSER, status=426)
+                return web.Response(text=_NO_BROWSER, status=426)
             return await page(request)
         try:
             receiver = self._receive(request)
@@ -353,7 +353,7 @@ class Listener:
                 websocket, first, response = await accept(request, scratch=self._scratch, receiver=receiver)
         except (PeerError, TimeoutError, ClientError):
             # aiohttp raises ClientError if the caller has closed the connection.
-            raise web.HTTPBadRequest(text=NO_BROWSER) from None
+            raise web.HTTPBadRequest(text=_NO_BROWSER) from None
         if self.on_ticket is not None and first.startswith(TICKET):
             # Do not wait before this: the receiver must not get the next message.
             self.on_ticket(first, websocket)

@@ -31,29 +31,29 @@ from colab_swarm.net.websocket import WebSocket
 from colab_swarm.runtime import loop_now
 
 logger = logging.getLogger(__name__)
-ALPN = b"colab_swarm/1"
+_ALPN = b"colab_swarm/1"
 # The version of iroh whose copying is replaced.
 VERSION = "1.2."
 # Domains of the relays that n0 runs.
-PUBLIC_RELAYS = (".iroh.link", ".iroh.network")
+_PUBLIC_RELAYS = (".iroh.link", ".iroh.network")
 # Bytes both ways through public relays, in a session.
 QUOTA_BYTES = 1e9
 # The share of the quota at which you are warned; at 1 the peer stops.
-WARNED_SHARE = 0.8
+_WARNED_SHARE = 0.8
 # A relay has this time to answer.
 ONLINE_S = 10.0
 WATCH_S = 2.0
 # A call of iroh costs some 0.1 ms, so it takes many bytes.
-STREAM_BYTES = 1 << 20
+_STREAM_BYTES = 1 << 20
 # The other end has this time to read the last bytes.
-LINGER_S = 1.0
+_LINGER_S = 1.0
 NO_RELAY = "no relay of iroh answers: only peers that reach this machine's own addresses can join"
 # Whether each loaded module of iroh copies fast.
 _prepared: dict[Any, bool] = {}
 
 
 def is_at_public_relay(address: str) -> bool:
-    return is_iroh(address) and host_of(address).endswith(PUBLIC_RELAYS)
+    return is_iroh(address) and host_of(address).endswith(_PUBLIC_RELAYS)
 
 
 def _copy_fast(iroh_ffi: Any, version: str) -> bool:
@@ -100,7 +100,7 @@ def _load() -> Any:
     return iroh
 
 
-class Carried:
+class _Carried:
     """A connection whose stream is pumped from and to a socket; closing either end closes both."""
 
     def __init__(self, connection: Any) -> None:
@@ -129,12 +129,12 @@ class Carried:
         send = stream.send()
 
         async def read() -> None:
-            while data := await receive.read(STREAM_BYTES):
+            while data := await receive.read(_STREAM_BYTES):
                 await loop.sock_sendall(near, data)
             near.shutdown(socket.SHUT_WR)
 
         async def write() -> None:
-            while data := await loop.sock_recv(near, STREAM_BYTES):
+            while data := await loop.sock_recv(near, _STREAM_BYTES):
                 await send.write_all(data)
             await send.finish()
 
@@ -143,7 +143,7 @@ class Carried:
             async with asyncio.TaskGroup() as directions:
                 directions.create_task(read())
                 directions.create_task(write())
-            async with asyncio.timeout(LINGER_S):
+            async with asyncio.timeout(_LINGER_S):
                 await self._connection.closed()
         self.abort()
 
@@ -178,7 +178,7 @@ class IrohEndpoint:
         self._endpoint: Any = None
         self._starting = asyncio.Lock()
         # Each connection with the bytes that its relay has carried.
-        self._carried: dict[Carried, int] = {}
+        self._carried: dict[_Carried, int] = {}
         self._spent_bytes = 0
         # Connections of each network whose handshake is not complete.
         self._fresh: Counter[str] = Counter()
@@ -228,7 +228,7 @@ class IrohEndpoint:
             preset=preset,
             relay_mode=relay_mode,
             secret_key=self._identity.derive(b"iroh endpoint"),
-            alpns=[ALPN] if self._settings.iroh else [],
+            alpns=[_ALPN] if self._settings.iroh else [],
             bind_addr=bind_address,
         )
 
@@ -273,7 +273,7 @@ class IrohEndpoint:
                 target = iroh.EndpointAddr(endpoint_id, url, [])
             else:
                 target = iroh.EndpointAddr(endpoint_id, None, [host_and_port])
-            connection = await self._endpoint.connect(target, ALPN)
+            connection = await self._endpoint.connect(target, _ALPN)
             stream = await connection.open_bi()
             return await self._carry(connection, stream, receiver, client=True)
         except iroh.IrohError as error:
@@ -290,11 +290,11 @@ class IrohEndpoint:
     async def _carry(
         self, connection: Any, stream: Any, receiver: HandshakeReceiver, *, client: bool
     ) -> WebSocket:
-        carried = Carried(connection)
+        carried = _Carried(connection)
         near, far = socket.socketpair()
         near.setblocking(False)
         for end in (near, far):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BYTES)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _STREAM_BYTES)
         self._carried[carried] = 0
         pumping = self._spawn(carried.pump(stream, near))
         pumping.add_done_callback(lambda _: self._carried.pop(carried))
@@ -339,7 +339,7 @@ class IrohEndpoint:
 
     async def _watch(self) -> None:
         """Count the bytes that public relays carry, give notice of the last fifth, and stop at the quota."""
-        notice_share = WARNED_SHARE
+        notice_share = _WARNED_SHARE
         while True:
             await asyncio.sleep(WATCH_S)
             for carried, counted_bytes in self._carried.items():

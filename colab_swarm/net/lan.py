@@ -22,10 +22,10 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 from colab_swarm.net.addresses import in_url, ip_of, is_loopback, own_ips, relay_of
 from colab_swarm.net.peers import MAX_ADDRESSES, MAX_RUN_ID_BYTES, Contact, PeerId
 
-SERVICE = "_colab-swarm._tcp.local."
-MAX_SERVICES = 256
-MAX_NAME_CHARS = 48
-ASK_TIMEOUT_MS = 500
+_SERVICE = "_colab-swarm._tcp.local."
+_MAX_SERVICES = 256
+_MAX_NAME_CHARS = 48
+_ASK_TIMEOUT_MS = 500
 Access = Literal["open", "invite", "allowlist"]
 
 
@@ -141,8 +141,8 @@ class LanAnnouncer:
                 self._info = None
             if ips:
                 self._info = AsyncServiceInfo(
-                    SERVICE,
-                    f"{self._label}.{SERVICE}",
+                    _SERVICE,
+                    f"{self._label}.{_SERVICE}",
                     parsed_addresses=ips,
                     port=port,
                     properties=write_properties(self._run_id, self._access, self._name, contact.id),
@@ -161,12 +161,12 @@ async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -
     names: dict[str, None] = {}
 
     def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        if state_change is not ServiceStateChange.Removed and len(names) < MAX_SERVICES:
+        if state_change is not ServiceStateChange.Removed and len(names) < _MAX_SERVICES:
             names[name] = None
 
     with suppress(OSError):
         async with _open(interfaces) as opened:
-            browser = AsyncServiceBrowser(opened.zeroconf, SERVICE, handlers=[on_change])
+            browser = AsyncServiceBrowser(opened.zeroconf, _SERVICE, handlers=[on_change])
             try:
                 await asyncio.sleep(seconds)
             finally:
@@ -178,9 +178,9 @@ async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -
 
 async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
     try:
-        info = AsyncServiceInfo(SERVICE, name)
+        info = AsyncServiceInfo(_SERVICE, name)
         # Ask for properties that were not announced.
-        await info.async_request(zeroconf, ASK_TIMEOUT_MS)
+        await info.async_request(zeroconf, _ASK_TIMEOUT_MS)
         return read_announcement(info.properties, info.parsed_addresses(), info.port)
     except mdns.Error:
         # Any device of the network may announce any name.
@@ -207,4 +207,4 @@ def _host_of_url(host: str) -> str:
 
 
 def _printable(name: str) -> str:
-    return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARS]
+    return "".join(filter(str.isprintable, name))[:_MAX_NAME_CHARS]

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # Bounds the handlers of a link: a cancelled call frees its number before its handler has ended.
 MAX_TASKS = 2048
-MAX_BACKLOG_BYTES = 64 << 20
+_MAX_BACKLOG_BYTES = 64 << 20
 # Cuts an error text of the peer, which people will read.
-MAX_FAILURE_CHARS = 1000
-SIMULTANEOUS_S = 10.0
+_MAX_FAILURE_CHARS = 1000
+_SIMULTANEOUS_S = 10.0
 # A quiet link that only this end leaves is closed after this time.
 LEAVE_TIMEOUT_S = 30.0
 # Unread bytes on all streams of one peer, and on all streams of the node.
@@ -490,7 +490,7 @@ class Link:
             code, text = FAILURE.decode(frame.message)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
-        lines = text[:MAX_FAILURE_CHARS].split("\n")
+        lines = text[:_MAX_FAILURE_CHARS].split("\n")
         readable = "\n".join(map(plain, lines))
         return plain(code), f"{short(self.peer)}: {readable}"
 
@@ -511,8 +511,8 @@ class Link:
                 seal = partial(self._keys[0].encrypt_into, packet)
                 size = cast("WebSocket", self.carrier).send(len(packet) + TAG_BYTES, seal)
             self._sent.count(size, self._loop.time())
-        if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
-            self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")
+        if self.carrier.backlog_bytes > _MAX_BACKLOG_BYTES:
+            self.abort(f"{_MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")
 
 
 class LinkTable:
@@ -520,7 +520,7 @@ class LinkTable:
 
     Both ends leave a relayed link as soon as they have a better one; it ends when its calls and streams
     are over. When both ends dial at once, both use the link that the peer with the smaller id dialled. A
-    link opened later than `SIMULTANEOUS_S` replaces the old one, which no longer worked for the peer.
+    link opened later than `_SIMULTANEOUS_S` replaces the old one, which no longer worked for the peer.
     """
 
     def __init__(self, own: PeerId) -> None:
@@ -554,7 +554,7 @@ class LinkTable:
         unrelayed = [link for link in usable if link.remote.path.way is not LinkType.RELAYED]
         rivals = unrelayed or usable
         newest_at = max(link.opened_at for link in rivals)
-        simultaneous = [link for link in rivals if newest_at - link.opened_at < SIMULTANEOUS_S]
+        simultaneous = [link for link in rivals if newest_at - link.opened_at < _SIMULTANEOUS_S]
         smaller_id_is_ours = self._own < peer
 
         def preference(link: Link) -> tuple[bool, float]:

@@ -2,7 +2,7 @@
 
 Swarm time is the own clock moved by the median offset of the linked peers, with an own offset of
 zero among them. So two peers whose clocks differ meet in the middle, and one liar among honest
-peers moves nothing. The own clock is never moved by more than `MAX_OFFSET_S`: otherwise a late
+peers moves nothing. The own clock is never moved by more than `_MAX_OFFSET_S`: otherwise a late
 joiner's only peer could make expired records valid again.
 """
 
@@ -52,17 +52,17 @@ from colab_swarm.net.peers import (
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, dial
 
 logger = logging.getLogger(__name__)
-MAX_OFFSET_S = 600.0
-CLOSE_TIMEOUT_S = 1.0
-# An address that did not answer is dialled again after REDIAL_S, then after twice as long, up to MAX_REDIAL_S.
+_MAX_OFFSET_S = 600.0
+_CLOSE_TIMEOUT_S = 1.0
+# An address that did not answer is dialled again after REDIAL_S, then after twice as long, up to _MAX_REDIAL_S.
 REDIAL_S = 1.0
-MAX_REDIAL_S = 30.0
+_MAX_REDIAL_S = 30.0
 # A link that is silent for this many keep-alives is dead.
-SILENT_KEEP_ALIVES = 3
+_SILENT_KEEP_ALIVES = 3
 # A peer that accepts links and drops them at once is dialled this often for one call.
-DIALS = 3
+_DIALS = 3
 # The type of link by the scheme of its address; every other one is direct.
-WAYS = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
+_WAYS = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
 
 
 class SwarmClock:
@@ -89,7 +89,7 @@ class SwarmClock:
     def _compare(self) -> None:
         offsets_s = self._offsets_s.values()
         agreed_s = median([0.0, *offsets_s])
-        self.offset_s = max(-MAX_OFFSET_S, min(MAX_OFFSET_S, agreed_s))
+        self.offset_s = max(-_MAX_OFFSET_S, min(_MAX_OFFSET_S, agreed_s))
         self.behind_s = median(offsets_s or [0.0])
 
 
@@ -138,7 +138,7 @@ class Linker:
         self.book = AddressBook()
         self.clock = SwarmClock()
         self.metering = Metering(settings, self._loop.time)
-        self._unanswered = LeftOut[str](REDIAL_S, MAX_REDIAL_S)
+        self._unanswered = LeftOut[str](REDIAL_S, _MAX_REDIAL_S)
         self.addresses: tuple[str, ...] = ()
         self.pinned: set[PeerId] = set()
         # The vouchers of linked peers, and of peers that have left.
@@ -160,7 +160,7 @@ class Linker:
             return self._own_link()
         try:
             async with asyncio.timeout(timeout_s):
-                for _ in range(DIALS):
+                for _ in range(_DIALS):
                     self._require_open()
                     if peer not in self._awaited:
                         awaited = self._loop.create_future()
@@ -211,7 +211,7 @@ class Linker:
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
         """Dial an address, but not at once again where no peer answered: any member may name a victim's."""
         scheme = address.partition(":")[0]
-        way = WAYS.get(scheme, LinkType.DIRECT)
+        way = _WAYS.get(scheme, LinkType.DIRECT)
         path = Path(way, address=address)
         # Where another peer answers, others may still dial: only this peer's dialling waits then.
         address_of_peer = f"{peer.hex()} {address}"
@@ -399,7 +399,7 @@ class Linker:
     def _keep(self, link: Link) -> None:
         now = self._loop.time()
         silent_s = now - link.carrier.read_at
-        if silent_s > SILENT_KEEP_ALIVES * self._settings.keep_alive_s:
+        if silent_s > _SILENT_KEEP_ALIVES * self._settings.keep_alive_s:
             link.abort(f"silent for {silent_s:.0f} s")
             return
         unused_s = now - link.used_at if link.mux.quiet else 0.0
@@ -459,7 +459,7 @@ class Linker:
         await asyncio.gather(*tasks, return_exceptions=True)
         for link in links:
             link.close("the peer left")
-        await asyncio.gather(*(link.wait_closed(timeout_s=CLOSE_TIMEOUT_S) for link in links))
+        await asyncio.gather(*(link.wait_closed(timeout_s=_CLOSE_TIMEOUT_S) for link in links))
         await self.listener.close()
         await self.iroh.close()
         if self._session is not None:

@@ -33,12 +33,12 @@ MAX_REVOKED = 900
 MAX_MEMBERSHIP_BYTES = 2048
 MAX_GUESTS = 64
 # Members by invitation that are remembered.
-MAX_MET = 10_000
+_MAX_MET = 10_000
 # A peer without a membership has this time to request one from the authority.
 GUEST_S = 60.0
 MAX_ANSWER_BYTES = 1 << 20
-ANSWER_TIMEOUT_S = 10.0
-AGAIN = "join again with an invitation"
+_ANSWER_TIMEOUT_S = 10.0
+_AGAIN = "join again with an invitation"
 _TOKEN = re.compile(r"[!-~]{1,512}")
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
@@ -110,7 +110,7 @@ class Membership(Signed, frozen=True):
     def decode(cls, data: bytes) -> "Membership":
         """Decode a membership that a peer showed; raise `NotAdmitted` if it is empty or garbled."""
         _require(bool(data), "no membership: join with an invitation")
-        _require(len(data) <= MAX_MEMBERSHIP_BYTES, f"the membership is too long: {AGAIN}")
+        _require(len(data) <= MAX_MEMBERSHIP_BYTES, f"the membership is too long: {_AGAIN}")
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
@@ -138,17 +138,17 @@ def _sound_membership(data: bytes, run_id: str, authority: bytes, key: bytes) ->
     membership = Membership.decode(data)
     grant = membership.grant
     signer = authority
-    _require(membership.key == key, f"the membership is another peer's: {AGAIN}")
+    _require(membership.key == key, f"the membership is another peer's: {_AGAIN}")
     same_run = membership.run_id == run_id and (grant is None or grant.run_id == run_id)
-    _require(same_run, f"a membership of another run: {AGAIN}")
-    _require(Role.GUEST < membership.role < Role.AUTHORITY, f"its role cannot be granted: {AGAIN}")
+    _require(same_run, f"a membership of another run: {_AGAIN}")
+    _require(Role.GUEST < membership.role < Role.AUTHORITY, f"its role cannot be granted: {_AGAIN}")
     if grant is not None:
         signer = grant.key
         _require(grant.is_signed_by(authority), "not signed by this run's authority: ask for another")
         in_time = membership.issued_at <= grant.join_until and membership.expires_at <= grant.member_until
         allowed = in_time and membership.role <= grant.role
         _require(allowed, "more than its invitation allows: ask for another")
-    _require(membership.is_signed_by(signer), f"the membership's signature is wrong: {AGAIN}")
+    _require(membership.is_signed_by(signer), f"the membership's signature is wrong: {_AGAIN}")
     return membership
 
 
@@ -212,7 +212,7 @@ class MembershipAdmission:
             valid_offline = grant.offline and grant.uses == 0
             _require(valid_offline, "this invitation is only good at the authority: ask it for a membership")
         late_s = now - sound.expires_at
-        _require(late_s <= SLACK_S, f"membership ended {in_words(late_s)} ago: {AGAIN}")
+        _require(late_s <= SLACK_S, f"membership ended {in_words(late_s)} ago: {_AGAIN}")
         early_s = sound.issued_at - now
         _require(early_s <= SLACK_S, f"membership starts in {in_words(early_s)}: set the clock that is off")
         return sound
@@ -224,7 +224,7 @@ class MembershipAdmission:
         late_s = now - membership.grant.join_until
         met = membership.key in self._met
         _require(met or late_s <= SLACK_S, f"its invitation ended {in_words(late_s)} ago: ask for another")
-        remember(self._met, membership.key, True, MAX_MET)
+        remember(self._met, membership.key, True, _MAX_MET)
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
         """Return the peer's membership, ended or not; raise `NotAdmitted` if it is unsound or revoked."""
@@ -256,7 +256,7 @@ class MembershipAdmission:
         # The guest left and came back.
         if abs(now - last_at) > GUEST_S:
             first_at = now
-        _require(abs(now - first_at) <= GUEST_S, f"no membership was requested in a minute: {AGAIN}")
+        _require(abs(now - first_at) <= GUEST_S, f"no membership was requested in a minute: {_AGAIN}")
         if len(self._guests) >= MAX_GUESTS:
             self._guests = {
                 key: (first_at, last_at)
@@ -322,7 +322,7 @@ async def whoami(token: str) -> Account | None:
         return None
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     url = endpoint.rstrip("/") + "/api/whoami-v2"
-    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {token}"}
     try:
         async with (

@@ -35,17 +35,17 @@ from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, UNDECODA
 
 MAX_PACKET_BYTES = 124 << 10
 HEADER = struct.Struct("<QII")
-ALIGNMENT = 16
+_ALIGNMENT = 16
 
 
 class FrameKind(enum.IntEnum):
     """Kind of a frame; its id is the number of the call or the stream."""
 
-    CALL = 1  # message: `OPENING`
+    CALL = 1  # message: `_OPENING`
     REPLY = 2  # message: the reply
     ERROR = 3  # message: `FAILURE`; the call failed
     CANCEL = 4  # the caller no longer wants the reply
-    OPEN = 5  # message: `OPENING`
+    OPEN = 5  # message: `_OPENING`
     ITEM = 6  # message and payload
     END = 7  # the sender ended its side of the stream
     RESET = 8  # message: `FAILURE`; the stream is dropped both ways
@@ -78,7 +78,7 @@ def to_packets(frames: Iterable[bytes]) -> list[bytes]:
     gathered: list[bytes] = []
     size = 0
     for frame in frames:
-        padding = -size % ALIGNMENT
+        padding = -size % _ALIGNMENT
         if gathered and size + padding + len(frame) > MAX_PACKET_BYTES:
             packets.append(b"".join(gathered))
             gathered = []
@@ -124,7 +124,7 @@ class FrameReader:
                 self._frame_bytes = frame_bytes
                 break
             frames.append(Frame(kind, id, view[message_at:at], view[content_at:message_at]))
-            at += -at % ALIGNMENT
+            at += -at % _ALIGNMENT
         return frames
 
     def _continue(self, packet: Buffer) -> list[Frame]:
@@ -157,15 +157,15 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
 STREAM_WINDOW_BYTES = 1 << 21
 # The Python objects of an item in memory.
 ITEM_OVERHEAD_BYTES = 768
-MAX_CREDIT_BYTES = 1 << 31
-MAX_PING_BYTES = 32
+_MAX_CREDIT_BYTES = 1 << 31
+_MAX_PING_BYTES = 32
 # An error text is cut to this length.
-MAX_TEXT_CHARS = 1000
+_MAX_TEXT_CHARS = 1000
 _U32 = struct.Struct("<I")
 ENCODER = msgspec.msgpack.Encoder()
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 # The name of a message's type, and the message.
-OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 # A code, of `CallRefused` or ``reset``, and a text.
 FAILURE = msgspec.msgpack.Decoder(tuple[str, str])
 
@@ -193,7 +193,7 @@ class ServiceTable:
     def find(self, encoded: Buffer, role: Role) -> tuple[Handler, Any]:
         """Return the handler of an encoded opening and its message; `CallRefused` if none takes it."""
         try:
-            name, body = OPENING.decode(encoded)
+            name, body = _OPENING.decode(encoded)
             if name not in self._by_name:
                 raise CallRefused("unknown", f"{name[:100]} is not served here")
             decoder, handler, least = self._by_name[name]
@@ -361,7 +361,7 @@ class Mux:
         if kind is FrameKind.CANCEL:
             return self._remove(self._serving, frame.id)
         if kind is FrameKind.PING:
-            fits = len(frame.message) <= MAX_PING_BYTES
+            fits = len(frame.message) <= _MAX_PING_BYTES
             require(fits, f"a ping of {len(frame.message)} bytes", ProtocolError)
             self.queue.append(encode(FrameKind.PONG, 0, frame.message))
             return False
@@ -416,7 +416,7 @@ class Mux:
             (more_bytes,) = _U32.unpack(frame.message)
             flow.credit += more_bytes
             fault = f"stream {frame.id} got credit for {flow.credit} bytes"
-            require(flow.credit <= MAX_CREDIT_BYTES, fault, ProtocolError)
+            require(flow.credit <= _MAX_CREDIT_BYTES, fault, ProtocolError)
         return True
 
     def _flow(self, frame: Frame) -> Flow | None:
@@ -464,5 +464,5 @@ def encode_opening(message: Message) -> bytes:
 
 def _failure(code: str, text: str) -> bytes:
     # The text of an exception may hold surrogates, which UTF-8 cannot encode.
-    encodable = text[:MAX_TEXT_CHARS].encode(errors="replace").decode()
+    encodable = text[:_MAX_TEXT_CHARS].encode(errors="replace").decode()
     return ENCODER.encode((code, encodable))

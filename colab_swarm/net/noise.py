@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from colab_swarm.errors import ProtocolError, require
 from colab_swarm.net.peers import Buffer
 
-KEY_BYTES = 32
+_KEY_BYTES = 32
 TAG_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8192
-NAME = b"Noise_XX_25519_AESGCM_SHA256"
-PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
+_NAME = b"Noise_XX_25519_AESGCM_SHA256"
+_PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 
 
 class CipherState:
@@ -76,14 +76,14 @@ class Handshake:
         self._keys = {"s": static, "e": ephemeral or X25519PrivateKey.generate()}
         self._remote: dict[str, X25519PublicKey] = {}
         self._turn = 0
-        self.hash = NAME.ljust(KEY_BYTES, b"\0")
+        self.hash = _NAME.ljust(_KEY_BYTES, b"\0")
         self._ck = self.hash
         self._cipher: CipherState | None = None
         self._mix_hash(prologue)
 
     @property
     def finished(self) -> bool:
-        return self._turn == len(PATTERN)
+        return self._turn == len(_PATTERN)
 
     @property
     def remote_static(self) -> bytes:
@@ -111,7 +111,7 @@ class Handshake:
         require(len(message) <= MAX_HANDSHAKE_BYTES, fault, ProtocolError)
         for token in self._next_tokens(writing=False):
             if token in ("e", "s"):
-                size = KEY_BYTES
+                size = _KEY_BYTES
                 # The key "s" is encrypted as soon as there is a cipher.
                 if token == "s" and self._cipher:
                     size += TAG_BYTES
@@ -139,7 +139,7 @@ class Handshake:
         we_write = self._initiator == initiator_writes
         assert writing == we_write and not self.finished, "not this end's turn"
         self._turn += 1
-        return PATTERN[self._turn - 1]
+        return _PATTERN[self._turn - 1]
 
     def _mix_shared(self, token: str) -> None:
         """Token "es" is the initiator's e with the responder's s, "se" the other way round."""

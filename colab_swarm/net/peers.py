@@ -40,12 +40,12 @@ _encoder = msgspec.msgpack.Encoder()
 # What msgspec may raise when it decodes a stranger's bytes.
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 # Usual times that `Patience` remembers.
-REMEMBERED_TIMES = 32
-MOST_ALLOWANCE_S = 5.0
+_REMEMBERED_TIMES = 32
+_MOST_ALLOWANCE_S = 5.0
 # Entries of a `LeftOut`; beyond that the oldest failure is forgotten.
 MAX_LEFT_OUT = 4096
 # Failures in a row are counted up to this number, so that a power of it does not overflow.
-MAX_FAILURES = 64
+_MAX_FAILURES = 64
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -365,14 +365,14 @@ def remember(entries: MutableMapping[K, V], key: K, value: V, most: int) -> None
 class Patience:
     """The time to wait for a usual event: the median of its last times and five median deviations, within bounds.
 
-    A few liars or stalls among the last `REMEMBERED_TIMES` change neither. ``seconds`` is ``first_s``
+    A few liars or stalls among the last `_REMEMBERED_TIMES` change neither. ``seconds`` is ``first_s``
     until a time is learned, or ``most_s`` if that is None.
     """
 
     def __init__(self, least_s: float, most_s: float, first_s: float | None = None) -> None:
         self._least_s = least_s
         self._most_s = most_s
-        self._times_s: deque[float] = deque(maxlen=REMEMBERED_TIMES)
+        self._times_s: deque[float] = deque(maxlen=_REMEMBERED_TIMES)
         self.seconds = most_s if first_s is None else first_s
 
     def learn(self, seconds: float) -> None:
@@ -387,7 +387,7 @@ class Patience:
 def allowance_s(peers: Peers, peer: PeerId) -> float:
     """Return how much longer to wait for a peer on a slow line: a few round trips, bounded."""
     rtt_s = peers.statistics(peer).rtt_s or 0.0
-    return min(4 * rtt_s, MOST_ALLOWANCE_S)
+    return min(4 * rtt_s, _MOST_ALLOWANCE_S)
 
 
 class LeftOut(Generic[K]):
@@ -417,7 +417,7 @@ class LeftOut(Generic[K]):
         if now < until:
             return None
         left_out_s = min(self._longest_s, self._first_s * 2.0**failures)
-        record = (min(failures + 1, MAX_FAILURES), now + left_out_s)
+        record = (min(failures + 1, _MAX_FAILURES), now + left_out_s)
         remember(self._records, key, record, MAX_LEFT_OUT)
         self.version += 1
         return left_out_s

@@ -31,14 +31,14 @@ from colab_swarm.net.upgrade import Upgrades
 logger = logging.getLogger(__name__)
 # An open port answers within three round trips, so one address takes no longer.
 PROBE_TIMEOUT_S = 1.5
-CALL_TIMEOUT_S = 5.0
+_CALL_TIMEOUT_S = 5.0
 VERIFIERS = 3
 CHECK_EVERY_S = 5.0
-VERIFY_EVERY_S = 300.0
+_VERIFY_EVERY_S = 300.0
 # The least time between two dial-backs for the same peer.
 DIAL_BACK_GAP_S = 1.0
 # Dial-backs within a gap: for one host, however many peers it runs, and for all hosts together.
-DIAL_BACKS = 8
+_DIAL_BACKS = 8
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -267,7 +267,7 @@ class ReachabilityWatch:
         self._loop = asyncio.get_running_loop()
         self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
         self._dial_backs = VisitLimit(1, DIAL_BACK_GAP_S)
-        self._targets = VisitLimit(DIAL_BACKS, DIAL_BACK_GAP_S)
+        self._targets = VisitLimit(_DIAL_BACKS, DIAL_BACK_GAP_S)
         self._verified_at = float("-inf")
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
@@ -301,7 +301,7 @@ class ReachabilityWatch:
         await self.verify()
         if not self._policy.dialable and self._circuits is not None:
             self._circuits.start()
-            await self._circuits.wait_looked(CALL_TIMEOUT_S / 2)
+            await self._circuits.wait_looked(_CALL_TIMEOUT_S / 2)
         self._node.linker.spawn(self._keep())
 
     async def close(self) -> None:
@@ -325,7 +325,7 @@ class ReachabilityWatch:
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
         try:
-            report = await self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
+            report = await self._node.call(peer, ask, DialledBack, timeout_s=_CALL_TIMEOUT_S)
         except PeerError as error:
             logger.info("no dial-back: %s", error)
             return
@@ -383,7 +383,7 @@ class ReachabilityWatch:
 
     async def _send_moved(self) -> None:
         moved = Moved(self._node.contact.addresses)
-        calls = [self._node.call(peer, moved, Ack, timeout_s=CALL_TIMEOUT_S) for peer in self._node.linked()]
+        calls = [self._node.call(peer, moved, Ack, timeout_s=_CALL_TIMEOUT_S) for peer in self._node.linked()]
         # Ignore lost peers: they get the addresses when they link again.
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -402,7 +402,7 @@ class ReachabilityWatch:
                 self._verified_at = float("-inf")
             verifiers = self._policy.reports.keys()
             more_can_verify = len(verifiers) < VERIFIERS and self._node.linked() - verifiers
-            if more_can_verify or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
+            if more_can_verify or self._loop.time() - self._verified_at > _VERIFY_EVERY_S:
                 await self.verify()
             # The addresses at iroh change without an event.
             self._update()

@@ -6,7 +6,7 @@
    the caller, `CircuitOffer` to the called peer. A peer that can be dialled needs no place: the
    relay links to it for callers that cannot, such as those whose firewall only allows https's port.
 3. Both ends connect to the relay's ordinary port and show their ticket as the first message. The
-   relay then sends `GO` to the caller, and from then on copies messages unread.
+   relay then sends `_GO` to the caller, and from then on copies messages unread.
 
 The ends shake hands and encrypt through the circuit as over any connection: the relay sees sizes,
 times and the two peers, but no key and no content, and spends no time on cryptography.
@@ -34,35 +34,35 @@ from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocke
 from colab_swarm.runtime import wait_until
 
 logger = logging.getLogger(__name__)
-TOKEN_BYTES = 16
-GO = b"go"
+_TOKEN_BYTES = 16
+_GO = b"go"
 # A batch holds the messages of one read, and fragments received before it.
-BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
+_BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
 # One caller cannot use up all circuits of another peer.
 CIRCUITS_PER_PAIR = 4
 # Links ping, so a circuit without traffic for this time is dead.
-IDLE_S = 120.0
+_IDLE_S = 120.0
 # An end that has not shown its ticket by then will not connect.
-CONNECT_S = 15.0
-PLACES = 2
+_CONNECT_S = 15.0
+_PLACES = 2
 # Times between two looks for relays: without a place, with one, and with all.
 RETRY_S = 1.0
-SECOND_PLACE_S = 5.0
-LOOK_EVERY_S = 30.0
+_SECOND_PLACE_S = 5.0
+_LOOK_EVERY_S = 30.0
 CALL_TIMEOUT_S = 5.0
-OFFER_TIMEOUT_S = 10.0
-CANDIDATES = 8
+_OFFER_TIMEOUT_S = 10.0
+_CANDIDATES = 8
 # A place expires after this time unless it is reserved again.
-PLACE_S = 300.0
+_PLACE_S = 300.0
 # Others learn this many addresses of one relay.
-ENTRIES = 2
+_ENTRIES = 2
 # Offers of one relay that this peer accepts at once: each costs a connection.
 OFFERS_AT_ONCE = 32
 # The round trip to a relay with a place counts by this factor, to avoid needless changes.
-HELD_BONUS = 0.7
-Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-Seen = tuple[Annotated[str, msgspec.Meta(max_length=64)], int]
+_HELD_BONUS = 0.7
+_Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Token = Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
+_Seen = tuple[Annotated[str, msgspec.Meta(max_length=64)], int]
 
 
 class Reserve(Message, frozen=True):
@@ -72,26 +72,26 @@ class Reserve(Message, frozen=True):
 class Reserved(Message, frozen=True):
     """A place for 5 minutes, at most while the link is open; the relay sees the peer at ``seen``."""
 
-    seen: Seen
+    seen: _Seen
 
 
 class OpenCircuit(Message, frozen=True):
     """Requests a circuit to ``peer``, which has a place at the relay."""
 
-    peer: Id
+    peer: _Id
 
 
 class CircuitTicket(Message, frozen=True):
     """The caller shows ``token`` at the relay's port; ``seen`` as in `Reserved`."""
 
     token: Token
-    seen: Seen
+    seen: _Seen
 
 
 class CircuitOffer(Message, frozen=True):
     """``peer`` calls: show ``token`` at the relay's port."""
 
-    peer: Id
+    peer: _Id
     token: Token
 
 
@@ -169,7 +169,7 @@ class RelayState:
         if quota.circuit_bps is not None:
             buckets.insert(0, TokenBucket(quota.circuit_bps, now))
         circuit = Circuit((caller, called), opened_at=now, used_at=now, traffic=Traffic((), buckets))
-        circuit.tokens = {random(TOKEN_BYTES): 0, random(TOKEN_BYTES): 1}
+        circuit.tokens = {random(_TOKEN_BYTES): 0, random(_TOKEN_BYTES): 1}
         self.circuits.add(circuit)
         return circuit
 
@@ -199,9 +199,9 @@ class RelayState:
         reasons: dict[Circuit, str] = {}
         for circuit in self.circuits:
             age_s = now - circuit.opened_at
-            if now - circuit.used_at > IDLE_S:
+            if now - circuit.used_at > _IDLE_S:
                 reasons[circuit] = "the circuit was silent"
-            if len(circuit.pumps) < 2 and age_s > CONNECT_S:
+            if len(circuit.pumps) < 2 and age_s > _CONNECT_S:
                 reasons[circuit] = "the other end did not connect"
             if limit_s is not None and age_s > limit_s:
                 reasons[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
@@ -215,7 +215,7 @@ class Relay:
         self._node = node
         self._loop = asyncio.get_running_loop()
         self.state = RelayState(quota, self._loop.time())
-        self._batch = memoryview(bytearray(BATCH_BYTES))
+        self._batch = memoryview(bytearray(_BATCH_BYTES))
         self._batched_bytes = 0
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
@@ -258,7 +258,7 @@ class Relay:
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
             # The call dials a peer that has no place here.
-            await self._node.call(called, offer, Ack, timeout_s=OFFER_TIMEOUT_S)
+            await self._node.call(called, offer, Ack, timeout_s=_OFFER_TIMEOUT_S)
         except PeerError as error:
             self.end(circuit, str(error))
 
@@ -276,7 +276,7 @@ class Relay:
             called = circuit.pumps[1]
             caller.other = called
             called.other = caller
-            caller.socket.send_bytes(GO)
+            caller.socket.send_bytes(_GO)
 
     def add(self, data: memoryview) -> None:
         """Add a message to those of this read; unmasked, it takes no more room than before."""
@@ -288,7 +288,7 @@ class Relay:
         self._batched_bytes = 0
         if size and not socket.send_framed(self._batch[:size]):
             # The socket still sends from the old memory.
-            self._batch = memoryview(bytearray(BATCH_BYTES))
+            self._batch = memoryview(bytearray(_BATCH_BYTES))
 
     def end(self, circuit: Circuit, reason: str) -> None:
         if circuit in self.state.circuits:
@@ -301,7 +301,7 @@ class Relay:
             await asyncio.sleep(1.0)
             now = self._loop.time()
             for peer, reserved_at in list(self.state.places.items()):
-                if now - reserved_at > PLACE_S:
+                if now - reserved_at > _PLACE_S:
                     self._on_lost(peer)
             for circuit, reason in self.state.overdue(now).items():
                 self.end(circuit, reason)
@@ -361,11 +361,11 @@ class _Pump:
             self.socket.resume_reading()
 
 
-def choose(rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int = PLACES) -> list[PeerId]:
+def choose(rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int = _PLACES) -> list[PeerId]:
     """Return the nearest relays; those where this peer has a place get a bonus."""
 
     def distance(relay: PeerId) -> tuple[float, PeerId]:
-        bonus = HELD_BONUS if relay in reserved else 1.0
+        bonus = _HELD_BONUS if relay in reserved else 1.0
         return rtts_s[relay] * bonus, relay
 
     return sorted(rtts_s, key=distance)[:places]
@@ -472,14 +472,14 @@ class Circuits:
             for relay in nearest:
                 await self._reserve(relay)
             self._looked.set()
-            if len(self.places) > PLACES:
+            if len(self.places) > _PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
             if not self.places:
                 wait_s = RETRY_S
-            elif len(self.places) < PLACES:
-                wait_s = SECOND_PLACE_S
+            elif len(self.places) < _PLACES:
+                wait_s = _SECOND_PLACE_S
             else:
-                wait_s = LOOK_EVERY_S
+                wait_s = _LOOK_EVERY_S
             await wait_until(began_at + wait_s * self._rng.uniform(0.8, 1.2), self._look)
             # Wait a second in any case: a relay may give places and hang up, again and again.
             await asyncio.sleep(began_at + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
@@ -490,7 +490,7 @@ class Circuits:
         for contact in contacts.values():
             self._node.learn(contact)
         others = [relay for relay in contacts if relay not in self.places and relay != self._node.id]
-        sample = self._rng.sample(others, min(CANDIDATES, len(others)))
+        sample = self._rng.sample(others, min(_CANDIDATES, len(others)))
         relays = [*self.places, *sample]
         rtts_s = await asyncio.gather(*map(self._rtt, relays))
         return {relay: rtt_s for relay, rtt_s in zip(relays, rtts_s, strict=True) if rtt_s is not None}
@@ -515,7 +515,7 @@ class Circuits:
         self._node.linker.pinned.add(relay)
         # Others may have to dial it elsewhere than we do: public addresses come first.
         entries.sort(key=_nearness)
-        circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
+        circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:_ENTRIES])
         self.seen_at[relay] = reserved.seen
         if self.places.get(relay) != circuits:
             self.places[relay] = circuits

@@ -35,19 +35,19 @@ from colab_swarm.project import install
 
 logger = logging.getLogger(__name__)
 # The ngrok agent has 10 MB, which are downloaded the first time it is used.
-DOWNLOAD_TIMEOUT_S = 60.0
+_DOWNLOAD_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 45.0
 # A tunnel is lost if so many requests in a row fail, one after another in this time.
-PROBES = 3
-PROBE_AGAIN_S = 10.0
+_PROBES = 3
+_PROBE_AGAIN_S = 10.0
 PROBE_TIMEOUT_S = 15.0
-BACK_OFF_S = 0.5
-MAX_BACK_OFF_S = 60.0
-LOG_LINES = 3
+_BACK_OFF_S = 0.5
+_MAX_BACK_OFF_S = 60.0
+_LOG_LINES = 3
 # The shares of the monthly data volume at which you are warned.
-WARNED_SHARES = (0.5, 0.8, 0.95)
-NO_INTERNET = "ngrok cannot be reached: check the internet connection (on Kaggle: Settings, Internet on)"
-INSTALL = (
+_WARNED_SHARES = (0.5, 0.8, 0.95)
+_NO_INTERNET = "ngrok cannot be reached: check the internet connection (on Kaggle: Settings, Internet on)"
+_INSTALL = (
     "tunnel='cloudflared' needs the program cloudflared: download it from "
     "https://github.com/cloudflare/cloudflared/releases/latest, make it executable and put it on the PATH; "
     "on Colab and Kaggle: !wget -qO /usr/local/bin/cloudflared https://github.com/cloudflare/cloudflared/"
@@ -144,7 +144,7 @@ def explain(text: str) -> str:
     if code is not None:
         return f"ngrok: {text[:300]}; see https://ngrok.com/docs/errors/{code[0].lower()}"
     if _OFFLINE.search(text):
-        return f"{NO_INTERNET} ({text[:300]})"
+        return f"{_NO_INTERNET} ({text[:300]})"
     return f"ngrok: {text[:300]}"
 
 
@@ -169,14 +169,14 @@ async def probe(address: str) -> str | None:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-class AgentLog:
+class _AgentLog:
     """The log of an agent: its ``address`` once it is connected, and a ``fault``."""
 
     def __init__(self) -> None:
         self.address = ""
         self.fault = ""
         self._url = ""
-        self.last_lines: deque[str] = deque(maxlen=LOG_LINES)
+        self.last_lines: deque[str] = deque(maxlen=_LOG_LINES)
 
     def read(self, line: str) -> None:
         self.last_lines.append(line.strip()[:200])
@@ -215,13 +215,13 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
     )
     config = conf.PyngrokConfig(ngrok_path=settings.agent)
     try:
-        async with asyncio.timeout(DOWNLOAD_TIMEOUT_S):
+        async with asyncio.timeout(_DOWNLOAD_TIMEOUT_S):
             if not os.path.exists(config.ngrok_path):
                 await asyncio.to_thread(
                     installer.install_ngrok, config.ngrok_path, ngrok_version=config.ngrok_version
                 )
     except TimeoutError:
-        raise TunnelError(f"no ngrok agent after {DOWNLOAD_TIMEOUT_S:.0f} s; {NO_INTERNET}") from None
+        raise TunnelError(f"no ngrok agent after {_DOWNLOAD_TIMEOUT_S:.0f} s; {_NO_INTERNET}") from None
     except (PyngrokError, OSError) as error:
         raise TunnelError(explain(str(error))) from None
     return config.ngrok_path, config.config_version
@@ -251,7 +251,7 @@ class Tunnel:
         self._events = events
         self._sent_bytes = sent_bytes
         self._sent_before_bytes = sent_bytes()
-        # How many of the `WARNED_SHARES` have been passed.
+        # How many of the `_WARNED_SHARES` have been passed.
         self._shares_passed = 0
         self._loop = asyncio.get_running_loop()
         self._guardian: asyncio.subprocess.Process | None = None
@@ -296,7 +296,7 @@ class Tunnel:
         if program is None and agent:
             raise TunnelError(f"no cloudflared is at {agent}: leave it out to use that of the PATH")
         if program is None:
-            raise TunnelError(INSTALL)
+            raise TunnelError(_INSTALL)
         # Read no configuration file: a quick tunnel conflicts with the user's own.
         options = ["--config", os.devnull, "--no-autoupdate", "--url", self._url]
         address, fault = await self._run(program, "tunnel", *options)
@@ -333,7 +333,7 @@ class Tunnel:
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
         starting = asyncio.create_task(start)
-        log = AgentLog()
+        log = _AgentLog()
         ending = "it ended"
         try:
             self._guardian = await asyncio.shield(starting)
@@ -392,23 +392,23 @@ class Tunnel:
                 probe_at = self._loop.time() + probe_s
                 continue
             failures += 1
-            if failures == PROBES:
+            if failures == _PROBES:
                 return f"its public address does not lead here: {fault}"
-            probe_at = self._loop.time() + min(PROBE_AGAIN_S, probe_s)
+            probe_at = self._loop.time() + min(_PROBE_AGAIN_S, probe_s)
 
     def _check_quota(self) -> None:
         quota_bytes = self._settings.quota_bytes
         if self._settings.kind != "ngrok" or quota_bytes is None:
             return
         used_bytes = self._sent_bytes() - self._sent_before_bytes
-        passed = sum(used_bytes >= share * quota_bytes for share in WARNED_SHARES)
+        passed = sum(used_bytes >= share * quota_bytes for share in _WARNED_SHARES)
         if passed > self._shares_passed:
             self._shares_passed = passed
             share = f"{used_bytes / quota_bytes:.0%} of the plan's {quota_bytes / 1e6:.0f} MB a month"
             self._notice(f"tunnel: {used_bytes / 1e6:.0f} MB sent, {share}")
 
     async def _reconnect(self) -> None:
-        back_off_s = BACK_OFF_S
+        back_off_s = _BACK_OFF_S
         while self.address is None:
             try:
                 self._set_address(await self._connect())
@@ -416,7 +416,7 @@ class Tunnel:
                 logger.info("no tunnel yet: %s", error)
                 self._notice(f"tunnel lost: {error}")
                 await asyncio.sleep(back_off_s)
-                back_off_s = min(2 * back_off_s, MAX_BACK_OFF_S)
+                back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
 
     def _set_address(self, address: str | None, lost: str = "") -> None:
         self.address = address

@@ -50,7 +50,7 @@ from colab_swarm.runtime import wait_until
 
 logger = logging.getLogger(__name__)
 # The address at which the relay sees the other end, and the one in its own network.
-MAX_TARGETS = 2
+_MAX_TARGETS = 2
 # One attempt takes this time at most.
 PUNCH_S = 4.0
 TALK_TIMEOUT_S = 10.0
@@ -62,14 +62,14 @@ AGAIN_S = 180.0
 # The least and the longest pause between two tries.
 PAUSE_S = (0.5, 3.0)
 # A peer whose attempts fail is answered `TRIES` times in this time.
-FORGIVEN_S = 60.0
+_FORGIVEN_S = 60.0
 # The timers of an event loop are late by up to this time.
-TIMER_S = 0.002
-Host: TypeAlias = Annotated[str, msgspec.Meta(max_length=45)]
+_TIMER_S = 0.002
+_Host: TypeAlias = Annotated[str, msgspec.Meta(max_length=45)]
 # An address and a port to punch.
-Endpoint: TypeAlias = tuple[Host, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
-Endpoints: TypeAlias = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
-Take: TypeAlias = Callable[[socket.socket], object]
+Endpoint: TypeAlias = tuple[_Host, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
+_Endpoints: TypeAlias = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=_MAX_TARGETS)]
+_Take: TypeAlias = Callable[[socket.socket], object]
 
 
 def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
@@ -110,7 +110,7 @@ def plan_tries(
     beat_s = max(0.15, 2 * rtt_s)
     begin_at = now if answering else now + rtt_s / 2
     count = max(0, math.ceil((until - begin_at) / beat_s))
-    spread_s = rtt_s / 2 + TIMER_S
+    spread_s = rtt_s / 2 + _TIMER_S
     tries: list[float] = []
     for beat in range(count):
         try_at = begin_at + beat * beat_s
@@ -120,7 +120,7 @@ def plan_tries(
     return tuple(tries)
 
 
-async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], take: Take) -> None:
+async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], take: _Take) -> None:
     """Give ``take`` every connection that opens from or to local ``port``, until this is cancelled.
 
     The two ends need not see the same one first, and a stranger may connect: shake hands on all, use
@@ -128,7 +128,7 @@ async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], 
     with `bound_socket` to the relay; of the other end's ``targets`` 8 at most are tried, at ``tries``.
     """
     families: dict[Endpoint, socket.AddressFamily] = {}
-    for target in targets[:MAX_TARGETS]:
+    for target in targets[:_MAX_TARGETS]:
         family = family_of(target)
         if family is not None:
             families[target] = family
@@ -139,7 +139,7 @@ async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], 
             tasks.create_task(_connect_often(target, target_family, port, tries, take))
 
 
-async def _accept_all(family: socket.AddressFamily, port: int, take: Take) -> None:
+async def _accept_all(family: socket.AddressFamily, port: int, take: _Take) -> None:
     with suppress(OSError), bound_socket(family, port) as listener:
         listener.listen()
         while True:
@@ -148,7 +148,7 @@ async def _accept_all(family: socket.AddressFamily, port: int, take: Take) -> No
 
 
 async def _connect_often(
-    target: Endpoint, family: socket.AddressFamily, port: int, tries: Sequence[float], take: Take
+    target: Endpoint, family: socket.AddressFamily, port: int, tries: Sequence[float], take: _Take
 ) -> None:
     loop = asyncio.get_running_loop()
     for try_at, next_try_at in pairwise((*tries, math.inf)):
@@ -169,7 +169,7 @@ async def _connect_often(
 class Upgrade(Message, frozen=True):
     """Opens the stream, and each further turn: its sender's endpoints, or that it is busy; the round trip."""
 
-    endpoints: Endpoints = ()
+    endpoints: _Endpoints = ()
     busy: bool = False
     rtt_s: Annotated[float, msgspec.Meta(ge=0.0, le=PUNCH_S)] = 0.0
 
@@ -196,7 +196,7 @@ class Upgrades:
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._busy: set[PeerId] = set()
-        self._failures = VisitLimit(TRIES, FORGIVEN_S)
+        self._failures = VisitLimit(TRIES, _FORGIVEN_S)
         self._punching = asyncio.Lock()
         node.linker.on_relayed = self._on_relayed
         node.serve_stream(Upgrade, self._on_upgrade)

@@ -26,11 +26,11 @@ from colab_swarm.net.carrier import HostPort, Receiver
 
 SCRATCH_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 126 << 10
-MAX_CONTROL_BYTES = 125
+_MAX_CONTROL_BYTES = 125
 HIGH_WATER_BYTES = 1 << 18
 # A closed connection has this time to send its queued bytes.
 LINGER_S = 10.0
-NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
+_NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
 # Windows has only SO_REUSEADDR, which lets any process take a port.
 CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
@@ -42,7 +42,7 @@ _PING = 9
 _PONG = 10
 _NO_MASKS = (b"", b"\0\0\0\0")
 # The status code of a close frame (RFC 6455, section 7.4.1) that may stand for any reason.
-POLICY_VIOLATION = 1008
+_POLICY_VIOLATION = 1008
 
 
 class Head(NamedTuple):
@@ -71,7 +71,7 @@ def read_head(data: memoryview, at: int) -> Head | None:
             return None
         length = int.from_bytes(data[at + 2 : begin], "big")
     opcode = first & 0x0F
-    max_bytes = MAX_CONTROL_BYTES if opcode & 8 else MAX_MESSAGE_BYTES
+    max_bytes = _MAX_CONTROL_BYTES if opcode & 8 else MAX_MESSAGE_BYTES
     # The bits of 0x70 belong to extensions, and none is agreed.
     if first & 0x70 or length > max_bytes:
         raise ProtocolError(f"WebSocket frame {first:#x} of {length} bytes")
@@ -190,8 +190,8 @@ class WebSocket(asyncio.BufferedProtocol):
     def close(self, reason: str = "") -> None:
         """Send the queued bytes and ``reason`` (123 bytes of it, in clear), then close."""
         if not self._transport.is_closing():
-            code = POLICY_VIOLATION.to_bytes(2, "big")
-            self._control(_CLOSE, code + reason.encode()[: MAX_CONTROL_BYTES - len(code)])
+            code = _POLICY_VIOLATION.to_bytes(2, "big")
+            self._control(_CLOSE, code + reason.encode()[: _MAX_CONTROL_BYTES - len(code)])
             self._transport.close()
             self._linger = self._loop.call_later(LINGER_S, self._transport.abort)
 
@@ -275,7 +275,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self._linger.cancel()
         if not self._closed.done():
             self._closed.set_result(None)
-        self.receiver.on_lost(self._reason or str(exc or "") or NO_FAREWELL)
+        self.receiver.on_lost(self._reason or str(exc or "") or _NO_FAREWELL)
 
 
 def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
