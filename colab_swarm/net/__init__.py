@@ -50,7 +50,7 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 
 | level | how others reach the peer | module |
 |---|---|---|
-| direct | they dial a public address | `colab_swarm.net.node` |
+| direct | they dial a public address | `colab_swarm.net.linker` |
 | LAN | peers in the same network dial it | `colab_swarm.net.lan` |
 | iroh | QUIC between keys, with hole punching and relays of its own; no account | `colab_swarm.net.iroh` |
 | punched | links start at a relay and continue directly, through both NATs | `colab_swarm.net.upgrade` |

@@ -70,7 +70,7 @@ def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
 
 
 class Unread:
-    """Bounds what all streams of a node hold unread: `PEER_UNREAD_BYTES` of a peer, `UNREAD_BYTES` in all.
+    """Bounds the unread bytes of all streams of a node: `PEER_UNREAD_BYTES` of a peer, `UNREAD_BYTES` in all.
 
     Beyond it the fullest stream of that peer, or of the voucher that holds the most, is reset as
     busy. So peers of other vouchers keep theirs. It counts again after each `RECOUNT_BYTES`, when
@@ -124,7 +124,7 @@ class Link:
     """One link, from the end of the handshake until ``on_lost``; ``dialled`` if this end opened it.
 
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost`
-    instead. The two ``services`` are of calls and of streams; ``traffic`` counts what is sent and
+    instead. The two ``services`` are of calls and of streams; ``traffic`` counts the bytes sent and
     received. The ``events`` get a `Fault` when a handler fails. ``unread`` is the node's.
     """
 
@@ -362,7 +362,7 @@ class Link:
             self._close_if_done()
 
     def close(self, reason: str) -> None:
-        """Send what is queued, then close; calls and streams fail with `PeerLost`."""
+        """Send the queued frames, then close; calls and streams fail with `PeerLost`."""
         if self.lost is None:
             self._flush()
             self.carrier.close(reason)

@@ -3,8 +3,8 @@
 Rules:
 - The end that dialled numbers its calls and streams 1, 3, 5 …, the other end 2, 4, 6 …; numbers only grow.
 - A stream's receiver grants credit in bytes. An item may be sent while credit is above zero and may
-  overdraw it by itself, so what one stream can pile up at the receiver is `STREAM_WINDOW_BYTES` and
-  one item. `Unread` bounds the sum over streams.
+  overdraw it by itself, so at most `STREAM_WINDOW_BYTES` and one item of one stream pile
+  up at the receiver. `Unread` bounds the sum over streams.
 - Both ends may send on a stream until they sent END; it is over after both ENDs or one RESET.
 - A frame for a call or stream that is over is dropped; one that names a number never used breaks the protocol.
 

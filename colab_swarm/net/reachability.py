@@ -122,7 +122,7 @@ class Reachability:
 
 
 class ReachabilityPolicy:
-    """Evidence of how a peer can be reached, and what follows; ``trusted`` addresses need no check.
+    """Evidence of how a peer can be reached, and the level that follows; ``trusted`` addresses need no check.
 
     Attributes:
         listening: the addresses at which the peer listens.
