@@ -57,8 +57,11 @@ class SubsetCache:
     """Subsets of a job's data on disk, by SHA-256 in ``digests``, ``max_bytes`` together; other digests are deleted."""
 
     def __init__(self, folder: Path, digests: Collection[str], max_bytes: int) -> None:
-        self._folder, self._digests, self._max_bytes = folder, digests, max_bytes
-        for name in {path.name for path in folder.glob("[0-9a-f]" * 64)}.difference(digests):
+        self._folder = folder
+        self._digests = digests
+        self._max_bytes = max_bytes
+        names = {path.name for path in folder.glob("[0-9a-f]" * 64)}
+        for name in names.difference(digests):
             with suppress(OSError):
                 (folder / name).unlink()
 
@@ -77,7 +80,8 @@ class SubsetCache:
         """Save ``data`` if there is room. A failing disk only causes a warning."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if len(data) + sum(path.stat().st_size for path in self._folder.iterdir()) <= self._max_bytes:
+            size_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
+            if size_bytes + len(data) <= self._max_bytes:
                 (self._folder / digest).write_bytes(data)
         except OSError as error:
             logger.warning("cannot save %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
@@ -85,15 +89,20 @@ class SubsetCache:
     def held(self) -> tuple[str, ...]:
         """Return the digests of the files, as many as fit in a message."""
         names = {path.name for path in self._folder.glob("*")}
-        return tuple(digest for digest in self._digests if digest in names)[:MAX_HELD]
+        held = [digest for digest in self._digests if digest in names]
+        return tuple(held[:MAX_HELD])
 
 
 T = TypeVar("T")
 READ_BYTES = 64 << 10
-MAX_ANSWER_BYTES, MAX_CARD_BYTES = 64 << 10, 16 << 20
+MAX_ANSWER_BYTES = 64 << 10
+MAX_CARD_BYTES = 16 << 20
+LONGEST_WAIT_S = 900.0
+"""Of what the other side asks for."""
 # ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
-TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
+TROUBLE = (aiohttp.ClientError, OSError)
+"""Errors worth a retry. Timeouts and `RetryableError` are OSErrors."""
 GOOD = (200, 206)
 
 
@@ -117,11 +126,18 @@ class CoordinatorClient:
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.url, self.token = url.rstrip("/"), token
-        self.trouble, self.sent_bytes, self.received_bytes = "", 0, 0
-        self._run_id, self._authority = run_id, authority
-        self._retry_s, self._rng, self._clock = retry_s, rng or random.Random(), clock
-        self._ahead_s = 0.0  # of the coordinator's clock
+        self.url = url.rstrip("/")
+        self.token = token
+        self.trouble = ""
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._run_id = run_id
+        self._authority = authority
+        self._retry_s = retry_s
+        self._rng = rng or random.Random()
+        self._clock = clock
+        # how far the coordinator's clock is ahead of this one
+        self._ahead_s = 0.0
         self._session: aiohttp.ClientSession | None = None
 
     async def card(self) -> JobCard:
@@ -155,7 +171,8 @@ class CoordinatorClient:
 
     async def upload(self, assignment: str, data: bytes) -> None:
         """Send a result; return once the coordinator has accepted it."""
-        target, lost = f"/api/results/{assignment}", False
+        target = f"/api/results/{assignment}"
+        lost = False
 
         async def attempt() -> None:
             nonlocal lost
@@ -163,7 +180,8 @@ class CoordinatorClient:
                 async with self._request("PUT", target, data) as answer:
                     taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
             except CallRefused as error:
-                if lost and error.code == "stale":  # an earlier one arrived, and its answer was lost
+                # an earlier one arrived, and its answer was lost
+                if lost and error.code == "stale":
                     return
                 raise
             except TROUBLE:
@@ -189,27 +207,22 @@ class CoordinatorClient:
 
     async def _download(self, target: str, size_bytes: int, decode: Callable[[bytes], T]) -> T:
         """Fetch a file, across broken connections."""
-        data, etag = bytearray(), ""
+        data = bytearray()
+        etag = ""
 
         async def attempt() -> T:
             nonlocal data, etag
-            headers = {"Range": f"bytes={len(data)}-", "If-Range": etag} if data and etag else {}
+            headers = {}
+            if data and etag:
+                headers = {"Range": f"bytes={len(data)}-", "If-Range": etag}
             async with self._request("GET", target, headers=headers) as answer:
                 if answer.status != 206:
-                    data, etag = bytearray(), answer.headers.get("ETag", "")
+                    data = bytearray()
+                    etag = answer.headers.get("ETag", "")
                 elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(data)}-"):
                     data = bytearray()
                     raise RetryableError(f"{target} came in another range than requested")
-                async for piece in answer.content.iter_chunked(READ_BYTES):
-                    data += piece
-                    self.received_bytes += len(piece)
-                    if len(data) > size_bytes:
-                        break
-            require(
-                len(data) >= size_bytes,
-                f"{target} ended after {len(data):,} of {size_bytes:,} bytes",
-                RetryableError,
-            )
+                await self._receive(answer, data, size_bytes)
             try:
                 return await asyncio.to_thread(decode, bytes(data))
             except ValueError as error:
@@ -218,58 +231,90 @@ class CoordinatorClient:
 
         return await self._until_done(attempt)
 
+    async def _receive(self, answer: aiohttp.ClientResponse, data: bytearray, size_bytes: int) -> None:
+        """Append the answer's body to ``data``, a file of ``size_bytes``; raise RetryableError if it ends early."""
+        async for piece in answer.content.iter_chunked(READ_BYTES):
+            data += piece
+            self.received_bytes += len(piece)
+            if len(data) > size_bytes:
+                return
+        if len(data) < size_bytes:
+            raise RetryableError(f"{answer.url.path} ended after {len(data):,} of {size_bytes:,} bytes")
+
     async def _until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:
         waits_s = backoff(self._rng, *self._retry_s)
         while True:
             try:
-                result = await attempt()
-                self.trouble = ""
-                return result
+                answer = await attempt()
             except CallRefused:
                 raise
             except TROUBLE as error:
-                wait_s = max(next(waits_s), min(getattr(error, "asked_s", 0.0), 900.0))
-                said = str(error) or type(error).__name__
-                self.trouble = f"coordinator unreachable ({said}), trying again in {wait_s:.0f} s"
+                asked_s = min(getattr(error, "asked_s", 0.0), LONGEST_WAIT_S)
+                wait_s = max(next(waits_s), asked_s)
+                reason = str(error) or type(error).__name__
+                self.trouble = f"coordinator unreachable ({reason}), trying again in {wait_s:.0f} s"
                 await asyncio.sleep(wait_s)
+            else:
+                self.trouble = ""
+                return answer
 
     @asynccontextmanager
     async def _request(
         self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] = {}
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one signed request; raise RetryableError if it may succeed later."""
-        if self._session is None:  # needs a running loop
-            moving = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)  # however large
-            self._session = aiohttp.ClientSession(
-                timeout=moving, headers=HEADERS, trust_env=True, middlewares=(_once,)
-            )
-        token = {"Authorization": self.token.header(method, target, body, now=self._now())}
+        # a session needs a running loop
+        if self._session is None:
+            self._session = _session()
+        token = self.token.header(method, target, body, now=self._now())
         async with self._session.request(
-            method, self.url + target, data=body or None, headers={**token, **headers}, allow_redirects=False
+            method,
+            self.url + target,
+            data=body or None,
+            headers={"Authorization": token, **headers},
+            allow_redirects=False,
         ) as answer:
             if answer.status not in GOOD:
                 await self._refused(answer)
             yield answer
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> NoReturn:
-        body, asked = await _body(answer, MAX_ANSWER_BYTES), answer.headers.get("Retry-After", "")
-        asked_s = float(asked) if re.fullmatch(r"[0-9]{1,6}", asked) else 0.0
+        """Raise what a refusal means: CallRefused, or RetryableError if it may pass."""
+        body = await _body(answer, MAX_ANSWER_BYTES)
+        retry_after = answer.headers.get("Retry-After", "")
+        asked_s = 0.0
+        if re.fullmatch(r"[0-9]{1,6}", retry_after):
+            asked_s = float(retry_after)
         try:
             problem = msgspec.msgpack.decode(body, type=Problem)
-        except UNDECODABLE as error:  # something else answered
+        except UNDECODABLE as error:
+            # something else answered, such as a proxy
             raise RetryableError(f"answer {answer.status} {answer.reason}", asked_s) from error
-        if problem.code == "token":
-            with suppress(ValueError):
-                ahead_s = parsedate_to_datetime(answer.headers.get("Date", "")).timestamp() - self._clock()
-                if abs(ahead_s - self._ahead_s) > FRESH_S / 2:
-                    self._ahead_s = ahead_s
-                    raise RetryableError("your clock is wrong: the coordinator's is used")
+        if problem.code == "token" and self._adopt_clock(answer.headers.get("Date", "")):
+            raise RetryableError("your clock is wrong: the coordinator's is used")
         if problem.code == "busy" or answer.status >= 500:
             raise RetryableError(problem.text, asked_s)
         raise CallRefused(problem.code, problem.text)
 
+    def _adopt_clock(self, date: str) -> bool:
+        """Follow the coordinator's clock; return True if it is another than before."""
+        try:
+            ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
+        except ValueError:
+            return False
+        if abs(ahead_s - self._ahead_s) <= FRESH_S / 2:
+            return False
+        self._ahead_s = ahead_s
+        return True
+
     def _now(self) -> float:
         return self._clock() + self._ahead_s
+
+
+def _session() -> aiohttp.ClientSession:
+    # however large a file is, it may take its time while it moves
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)
+    return aiohttp.ClientSession(timeout=timeout, headers=HEADERS, trust_env=True, middlewares=(_once,))
 
 
 async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
@@ -297,64 +342,107 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 @dataclass(frozen=True)
 class UnitProgress:
-    """One slot of a volunteer."""
+    """One slot of a volunteer.
 
-    unit: str = ""  # empty: none
-    phase: str = "waiting"  # or downloading, training, uploading
-    done: int = 0  # batches
+    Attributes:
+        unit: for people; empty: none.
+        phase: waiting, downloading, training or uploading.
+        done: number of batches.
+        batches: number of batches of the unit.
+        loss: of the latest batch.
+        seconds: since the unit's arrival.
+    """
+
+    unit: str = ""
+    phase: str = "waiting"
+    done: int = 0
     batches: int = 0
     loss: float | None = None
-    seconds: float = 0.0  # since the unit's arrival
+    seconds: float = 0.0
 
 
 @dataclass
 class VolunteerSnapshot:
-    """Progress of one volunteer in a job."""
+    """Progress of one volunteer in a job.
+
+    Attributes:
+        job: its name.
+        state: the volunteer's activity, or why it ended, for people.
+        over: True if it has ended.
+        fault: traceback of the job's own code, if that ended it.
+        epoch: of the job, as last reported.
+        accuracy: of the epoch before.
+        units: its slots.
+        accepted, refused, given_back: numbers of units.
+        refusal: why the last result was refused.
+        samples: number trained in accepted units.
+        sent_bytes: of results.
+        received_bytes: of data and parameters.
+        seconds: since its start, until its end.
+    """
 
     job: str
-    state: str = ""  # its activity, or why it ended, for people
+    state: str = ""
     over: bool = False
-    fault: str = ""  # traceback of the job's own code, if that ended it
-    epoch: int = 0  # of the job, as last reported
-    accuracy: float | None = None  # of the epoch before
+    fault: str = ""
+    epoch: int = 0
+    accuracy: float | None = None
     units: tuple[UnitProgress, ...] = ()
-    accepted: int = 0  # units, like the next two
+    accepted: int = 0
     refused: int = 0
     given_back: int = 0
-    refusal: str = ""  # why the last result was refused
-    samples: int = 0  # trained in accepted units
-    sent_bytes: int = 0  # of results
-    received_bytes: int = 0  # of data and parameters
+    refusal: str = ""
+    samples: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
     seconds: float = 0.0
 
 
 @dataclass
 class UnitInHand:
-    """A unit from its arrival until its result is uploaded or refused; monotonic times."""
+    """A unit from its arrival until its result is uploaded or refused.
+
+    Attributes:
+        unit: as the coordinator gave it.
+        deadline: seconds since the epoch.
+        state: of `UnitTraining`, saved by a killed process.
+        training: None until its files are here.
+        phase: downloading, training or uploading.
+        loss: of the latest batch.
+        began, saved: monotonic times of its arrival and its latest save.
+    """
 
     unit: GivenUnit
-    deadline: float  # seconds since the epoch
-    state: dict[str, Any] | None = None  # of `UnitTraining`, saved by a killed process
+    deadline: float
+    state: dict[str, Any] | None = None
     training: UnitTraining | None = None
-    phase: str = "downloading"  # then training, uploading
+    phase: str = "downloading"
     loss: float | None = None
     began: float = field(default_factory=time.monotonic)
     saved: float = field(default_factory=time.monotonic)
 
     def progress(self) -> UnitProgress:
-        training = self.training  # which a thread may set meanwhile
-        done, batches = (training.done, training.batches) if training else (0, 0)
-        name = f"epoch {self.unit.epoch}, subset {self.unit.subset}"
-        return UnitProgress(name, self.phase, done, batches, self.loss, time.monotonic() - self.began)
+        # a thread may set it meanwhile
+        training = self.training
+        return UnitProgress(
+            unit=f"epoch {self.unit.epoch}, subset {self.unit.subset}",
+            phase=self.phase,
+            done=training.done if training else 0,
+            batches=training.batches if training else 0,
+            loss=self.loss,
+            seconds=time.monotonic() - self.began,
+        )
 
 
 class UnitSaves:
     """Files of units in hand, from which a killed volunteer resumes; ``owner``: volunteer and job."""
 
     def __init__(self, folder: Path, owner: str) -> None:
-        self._folder, self._owner = folder, owner
+        self._folder = folder
+        self._owner = owner
 
     def save(self, held: UnitInHand) -> None:
+        """Save a unit. A full disk, or an odd optimizer's state, only causes a warning."""
         state = {
             "owner": self._owner,
             "unit": msgspec.msgpack.encode(held.unit),
@@ -363,31 +451,36 @@ class UnitSaves:
         }
         try:
             save_checkpoint(self._file(held.unit), state)
-        except (StateError, OSError, TypeError, ValueError) as error:  # full disk, odd optimizer state
+        except (StateError, OSError, TypeError, ValueError) as error:
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
     def drop(self, unit: GivenUnit) -> None:
-        with suppress(OSError):  # it is deleted once its deadline has passed
+        # a file that stays is deleted once its deadline has passed
+        with suppress(OSError):
             self._file(unit).unlink()
 
     def left_behind(self, *, now: float) -> list[UnitInHand]:
         """Return units that a killed process had in hand, before their deadlines; delete the others."""
-        found = []
+        units = []
         for path in sorted(self._folder.glob("*.unit")):
             try:
-                state = load_checkpoint(path)
-                unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
-                held = UnitInHand(unit, float(state["deadline"]), state["training"])
-                mine = state["owner"] == self._owner
+                owner, held = _load(path)
             except (StateError, LookupError, TypeError, *UNDECODABLE) as error:
                 logger.warning("a saved unit cannot be resumed: %s", error)
                 path.unlink(missing_ok=True)
                 continue
             if held.deadline <= now:
                 path.unlink(missing_ok=True)
-            elif mine:
-                found.append(held)
-        return found
+            elif owner == self._owner:
+                units.append(held)
+        return units
 
     def _file(self, unit: GivenUnit) -> Path:
         return self._folder / (unit.assignment + ".unit")
+
+
+def _load(path: Path) -> tuple[str, UnitInHand]:
+    """Return the owner of a saved unit, and the unit."""
+    state = load_checkpoint(path)
+    unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
+    return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])

@@ -37,7 +37,9 @@ from colab_swarm.workunits.state import (
     Rejected,
     Returned,
     ServerEntry,
+    Unit,
     UnitState,
+    VolunteerState,
     encode_entry,
 )
 from colab_swarm.workunits.store import Blobs, ParameterStore
@@ -45,22 +47,39 @@ from colab_swarm.workunits.store import Blobs, ParameterStore
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PRESENT_S = 600.0  # a volunteer that has been silent for longer counts as gone
+PRESENT_S = 600.0
+"""A volunteer that has been silent for longer counts as gone."""
 FIRST_DEADLINE_S = 600.0
+LONGEST_DEADLINE_S = 86_400.0
 SLACK_S = 30.0
-FEW = 2  # units in flight of a volunteer that is new or unreliable
-MORE_REPLICAS = 3  # than `plan.replication` without a majority: then the unit starts over
-MEASURE_S = 30.0  # an epoch waits this long for its accuracies: after that their server has died
-SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
+FEW = 2
+"""Units in flight of a volunteer that is new or unreliable."""
+MORE_REPLICAS = 3
+"""Than `plan.replication` without a majority: then the unit starts over."""
+MEASURE_S = 30.0
+"""An epoch waits this long for its accuracies: after that their server has died."""
+SHORTEST_WAIT_S = 0.2
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 30.0
+STALE = {
+    "rejected": "its result was refused before",
+    "given back": "you gave it back",
+    "superseded": "enough other results agree",
+}
+"""Why a result is not awaited, by the fate of its assignment."""
 
 
 class Dispatcher:
-    """Decide for one job, without I/O; ``now`` is seconds since the epoch. ``subsets`` are the
-    SHA-256 of the data; ``rng`` draws names of assignments, which must not be guessed.
+    """Decide for one job, without I/O; ``now`` is seconds since the epoch.
+
+    ``subsets`` are the SHA-256 of the data. ``rng`` draws names of assignments, which must not be
+    guessed.
     """
 
     def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
-        self._plan, self._subsets, self._rng = plan, tuple(subsets), rng
+        self._plan = plan
+        self._subsets = tuple(subsets)
+        self._rng = rng
         self.state = JobState(len(self._subsets))
 
     @property
@@ -71,22 +90,11 @@ class Dispatcher:
         self, volunteer: str, count: int, held: Collection[str], *, now: float, name: str = ""
     ) -> list[Assigned]:
         """Assign up to ``count`` units to a volunteer that has the subsets of SHA-256 ``held``."""
-        record, most = self.state.volunteer(volunteer), self._plan.in_flight
-        proven = record.proven  # gets units that failed before first, others last
-        room = min(count, (most if proven else min(most, FEW)) - record.in_flight)
+        record = self.state.volunteer(volunteer)
+        room = min(count, self._most_in_flight(record) - record.in_flight)
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
         if done or room <= 0 or record.idle_until > now:
             return []
-        others = any(
-            name != volunteer and other.last_seen > now - PRESENT_S and other.banned_until <= now
-            for name, other in self.state.volunteers.items()
-        )
-        free = [pair for pair in self.state.open.items() if self._is_free(pair[1], volunteer, others, now)]
-        first, replicated = self._rng.randrange(len(free) or 1), self._plan.replication > 1
-        chosen = sorted(
-            free[first:] + free[:first],
-            key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
-        )
         return [
             Assigned(
                 at=now,
@@ -94,39 +102,83 @@ class Dispatcher:
                 assignment=f"{self._rng.getrandbits(128):032x}",
                 volunteer=volunteer,
                 name=name,
-                deadline=now + self._deadline_s(state),
-                # replicas of a unit start from the same parameters
-                version=state.replicas[0].given.version
-                if replicated and state.replicas
-                else self.state.version,
+                deadline=now + self._deadline_s(self.state.open[unit]),
+                version=self._first_version(self.state.open[unit]),
             )
-            for unit, state in chosen[:room]
+            for unit in self._choices(record, volunteer, held, now)[:room]
         ]
+
+    def _most_in_flight(self, record: VolunteerState) -> int:
+        if record.proven:
+            return self._plan.in_flight
+        return min(self._plan.in_flight, FEW)
+
+    def _choices(
+        self, record: VolunteerState, volunteer: str, held: Collection[str], now: float
+    ) -> list[Unit]:
+        """Return the units that a volunteer may train, the best for it first.
+
+        A proven one gets units that failed before first, any other gets them last. Then those of
+        data that it has. Volunteers start at different places.
+        """
+        others = self._has_others(volunteer, now)
+        open_units = self.state.open
+        free = [unit for unit in open_units if self._is_free(open_units[unit], volunteer, others, now)]
+        if not free:
+            return []
+        first = self._rng.randrange(len(free))
+
+        def rank(unit: Unit) -> tuple[bool, bool]:
+            has_failed = bool(open_units[unit].failed_by)
+            return has_failed != record.proven, self._subsets[unit.subset] not in held
+
+        return sorted(free[first:] + free[:first], key=rank)
+
+    def _has_others(self, volunteer: str, now: float) -> bool:
+        """Return True if another volunteer is present, and not banned."""
+        for name, record in self.state.volunteers.items():
+            present = record.last_seen > now - PRESENT_S
+            if name != volunteer and present and record.banned_until <= now:
+                return True
+        return False
+
+    def _first_version(self, unit: UnitState) -> int:
+        """Return the version to train from: replicas of a unit start from the same parameters."""
+        if self._plan.replication > 1 and unit.replicas:
+            return unit.replicas[0].given.version
+        return self.state.version
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
         """Return assignments that a volunteer does not have ``in_hand``: their answer was lost."""
-        return [
-            replica.given
-            for name, replica in self.state.out.items()
-            if replica.given.volunteer == volunteer and replica.given.deadline > now and name not in in_hand
-        ]
+        lost = []
+        for name, replica in self.state.out.items():
+            assigned = replica.given
+            if assigned.volunteer == volunteer and assigned.deadline > now and name not in in_hand:
+                lost.append(assigned)
+        return lost
 
     def _missing(self, unit: UnitState) -> int:
+        """Return how many more replicas of a unit are needed."""
+        if unit.accepted:
+            return 0
         wanted = max(self._plan.replication, len(unit.returned()) + 1)
-        return 0 if unit.accepted else wanted - len(unit.live())
+        return wanted - len(unit.live())
 
     def _is_free(self, unit: UnitState, volunteer: str, others: bool, now: float) -> bool:
         """The volunteer that failed a unit leaves it to the ``others`` for a while."""
-        own = others and now < unit.failed_by.get(volunteer, -math.inf) + 2 * self._poll_s()
-        return self._missing(unit) > 0 and not unit.is_with(volunteer) and not own
+        failed_at = unit.failed_by.get(volunteer, -math.inf)
+        left_to_others = others and now < failed_at + 2 * self._poll_s()
+        return self._missing(unit) > 0 and not unit.is_with(volunteer) and not left_to_others
 
     def _deadline_s(self, unit: UnitState) -> float:
         if self._plan.deadline_s is not None:
             return self._plan.deadline_s
+        usual_s = FIRST_DEADLINE_S
         times = sorted(self.state.unit_s)
-        usual_s = 4 * times[len(times) * 9 // 10] + SLACK_S if times else FIRST_DEADLINE_S
+        if times:
+            usual_s = 4 * times[len(times) * 9 // 10] + SLACK_S
         expired = sum(replica.fate == "expired" for replica in unit.replicas)
-        return min(86_400.0, usual_s * 2.0 ** min(expired, 16))
+        return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
 
     def _poll_s(self) -> float:
         usual_s = statistics.median(self.state.unit_s or [10 * FIRST_WAIT_S])
@@ -137,18 +189,22 @@ class Dispatcher:
         record = self.state.volunteer(volunteer)
         if record.idle_until > now:
             return record.idle_until - now
-        expiry_s = min((one.given.deadline - now for one in self.state.out.values()), default=math.inf)
-        return max(SHORTEST_WAIT_S, min(self._poll_s() * self._rng.uniform(0.75, 1.25), expiry_s))
+        poll_s = self._poll_s() * self._rng.uniform(0.75, 1.25)
+        deadlines = [replica.given.deadline for replica in self.state.out.values()]
+        if deadlines:
+            poll_s = min(poll_s, min(deadlines) - now)
+        return max(SHORTEST_WAIT_S, poll_s)
 
     def ban_of(self, volunteer: str, *, now: float) -> tuple[str, str] | None:
         """Return why and how long a volunteer is banned, as code and text; None if it is not."""
-        standing = self.state.volunteer(volunteer)
-        if standing.banned_until <= now:
+        record = self.state.volunteer(volunteer)
+        if record.banned_until <= now:
             return None
+        minutes = math.ceil((record.banned_until - now) / 60)
         return (
             "banned",
-            f"{standing.rejected} of your results were refused: no units for you in the next "
-            f"{math.ceil((standing.banned_until - now) / 60)} minutes; restart your notebook, then try again",
+            f"{record.rejected} of your results were refused: no units for you in the next "
+            f"{minutes} minutes; restart your notebook, then try again",
         )
 
     def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
@@ -156,71 +212,78 @@ class Dispatcher:
         replica = self.state.replicas.get(assignment)
         if replica is None or replica.given.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
-        if (ban := self.ban_of(volunteer, now=now)) is not None:
+        ban = self.ban_of(volunteer, now=now)
+        if ban is not None:
             return ban
         if self.state.finished:
             return "stale", f"the job is finished: {self.state.finished}"
         unit = self.state.units[replica.given.unit]
-        late = replica.fate == "expired" and self._missing(unit) > 0 and not unit.is_with(volunteer)
-        if replica.fate == "out" or late:
+        still_wanted = self._missing(unit) > 0 and not unit.is_with(volunteer)
+        if replica.fate == "out" or (replica.fate == "expired" and still_wanted):
             return None
-        reasons = {
-            "rejected": "its result was refused before",
-            "given back": "you gave it back",
-            "superseded": "enough other results agree",
-            "expired": f"its deadline passed {now - replica.given.deadline:.0f} s ago and another volunteer has it",
-        }
-        why = reasons.get(replica.fate, "its result is here already")
+        if replica.fate == "expired":
+            late_s = now - replica.given.deadline
+            why = f"its deadline passed {late_s:.0f} s ago and another volunteer has it"
+        else:
+            why = STALE.get(replica.fate, "its result is here already")
         return "stale", f"unit {replica.given.unit} is not awaited from you: {why}; ask for other units"
-
-    def awaits(self, assignment: str, *, now: float) -> bool:
-        replica = self.state.replicas.get(assignment)
-        return replica is not None and self.refusal(assignment, replica.given.volunteer, now=now) is None
 
     def expired(self, *, now: float) -> list[Expired]:
         """Expire assignments whose deadline has passed, and those of banned volunteers."""
-        return [
-            Expired(at=now, assignment=name)
-            for name, replica in self.state.out.items()
-            if replica.given.deadline <= now
-            or self.state.volunteers[replica.given.volunteer].banned_until > now
-        ]
+        expired = []
+        for name, replica in self.state.out.items():
+            volunteer = self.state.volunteers[replica.given.volunteer]
+            if replica.given.deadline <= now or volunteer.banned_until > now:
+                expired.append(Expired(at=now, assignment=name))
+        return expired
 
     def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
         """Take back assignments of a volunteer; ignore those of others, or not out."""
-        out = self.state.out
-        return [
-            GaveBack(at=now, assignment=name)
-            for name in dict.fromkeys(assignments)
-            if name in out and out[name].given.volunteer == volunteer
-        ]
+        entries = []
+        for name in dict.fromkeys(assignments):
+            replica = self.state.out.get(name)
+            if replica is not None and replica.given.volunteer == volunteer:
+                entries.append(GaveBack(at=now, assignment=name))
+        return entries
 
     def on_result(
         self, assignment: str, change: float, distance: Callable[[str, str], float], *, now: float
     ) -> list[AnyEntry]:
-        """Decide on a valid result that is wanted. ``change`` is the L2 norm of its change of the
-        parameters, ``distance`` that of two results, as a share of it.
+        """Decide on a valid result that is wanted.
+
+        ``change`` is the L2 norm of its change of the parameters, ``distance`` that of two results,
+        as a share of it.
         """
-        unit, quorum = self.state.replicas[assignment].given.unit, self._plan.replication // 2 + 1
+        unit = self.state.replicas[assignment].given.unit
         alpha = self._plan.alpha_of(unit.epoch)
         accepted = Accepted(at=now, unit=unit, assignment=assignment, alpha=alpha, change=change)
         if self._plan.replication == 1:
             return [accepted]
-        returned: list[AnyEntry] = [Returned(at=now, assignment=assignment)]
-        results = [assignment, *(one.given.assignment for one in self.state.units[unit].returned())]
-
-        def agreeing(mine: str) -> list[str]:
-            return [one for one in results if one == mine or distance(mine, one) <= self._plan.tolerance]
-
-        majority = max(map(agreeing, agreeing(assignment)), key=len)
+        returned = Returned(at=now, assignment=assignment)
+        results = [assignment]
+        results += [replica.given.assignment for replica in self.state.units[unit].returned()]
+        majority = self._majority(assignment, results, distance)
+        quorum = self._plan.replication // 2 + 1
         if len(majority) >= quorum:
+            odd = [name for name in results if name not in majority]
             reason = f"it differs from the {len(majority)} results that agree"
-            odd = [one for one in results if one not in majority]
-            return [*returned, *(Rejected(at=now, assignment=one, reason=reason) for one in odd), accepted]
+            return [returned, *_rejections(odd, reason, now), accepted]
         if len(results) < self._plan.replication + MORE_REPLICAS:
-            return returned
+            return [returned]
         reason = f"no {quorum} of {len(results)} results agree: raise plan.tolerance if they are honest"
-        return [*returned, *(Rejected(at=now, assignment=one, reason=reason) for one in results)]
+        return [returned, *_rejections(results, reason, now)]
+
+    def _majority(
+        self, assignment: str, results: list[str], distance: Callable[[str, str], float]
+    ) -> list[str]:
+        """Return the most results that agree with one of those that agree with ``assignment``."""
+
+        def agreeing(name: str) -> list[str]:
+            return [
+                other for other in results if other == name or distance(name, other) <= self._plan.tolerance
+            ]
+
+        return max(map(agreeing, agreeing(assignment)), key=len)
 
     def obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
         """Return the blobs that are no longer needed once ``entries`` are in the log."""
@@ -232,32 +295,50 @@ class Dispatcher:
         return names
 
     def advance(self, *, now: float) -> list[AnyEntry]:
-        ended, last = len(self.state.epochs) + 1, self._plan.max_epochs
+        """End the job, or its epoch, if it is time."""
         if self.state.finished:
             return []
-        target, newest = self._plan.target_accuracy, self.state.epochs[-1:]
-        if target is not None and newest and newest[0].accuracy >= target:
-            return [
-                Finished(at=now, reason=f"accuracy {newest[0].accuracy:.3f} reached the target {target:g}")
-            ]
-        if ended > last:
-            return [Finished(at=now, reason=f"all {last} epochs are done")]
-        measured = self.state.measured.get(ended, {})
-        if len(measured) < len(self._subsets) and now < self.state.done_at.get(ended, math.inf) + MEASURE_S:
+        reason = self._end_of_job()
+        if reason:
+            return [Finished(at=now, reason=reason)]
+        epoch = len(self.state.epochs) + 1
+        measured = self.state.measured.get(epoch, {})
+        patience_until = self.state.done_at.get(epoch, math.inf) + MEASURE_S
+        if len(measured) < len(self._subsets) and now < patience_until:
             return []
-        found = [*measured.values()] or [math.nan]
-        mean = statistics.fmean(found)
-        return [EpochEnded(at=now, epoch=ended, accuracy=mean, low=min(found), high=max(found))]
+        accuracies = list(measured.values()) or [math.nan]
+        mean = statistics.fmean(accuracies)
+        ended = EpochEnded(at=now, epoch=epoch, accuracy=mean, low=min(accuracies), high=max(accuracies))
+        return [ended]
+
+    def _end_of_job(self) -> str:
+        """Return why the job ends after the epochs so far; empty if it goes on."""
+        epochs = self.state.epochs
+        target = self._plan.target_accuracy
+        if target is not None and epochs and epochs[-1].accuracy >= target:
+            return f"accuracy {epochs[-1].accuracy:.3f} reached the target {target:g}"
+        if len(epochs) >= self._plan.max_epochs:
+            return f"all {self._plan.max_epochs} epochs are done"
+        return ""
+
+
+def _rejections(assignments: Sequence[str], reason: str, now: float) -> list[AnyEntry]:
+    return [Rejected(at=now, assignment=name, reason=reason) for name in assignments]
 
 
 class JobLog:
     """The log of a job in its store, from which the state follows; ``fault``: the store's error."""
 
     def __init__(self, dispatcher: Dispatcher, store: ParameterStore) -> None:
-        self.dispatcher, self.store = dispatcher, store
-        self.fault, self.finished = "", asyncio.Event()
-        self._lock, self._position, self._up_to_date = asyncio.Lock(), 0, False
-        self._mine: set[bytes] = set()  # entries written here and not read back yet
+        self.dispatcher = dispatcher
+        self.store = store
+        self.fault = ""
+        self.finished = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._position = 0
+        self._up_to_date = False
+        # entries written here and not read back yet
+        self._mine: set[bytes] = set()
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[float]:
@@ -284,7 +365,8 @@ class JobLog:
         for position, entry in await self._call(lambda: self.store.entries(self._position)):
             if not isinstance(entry, ServerEntry):
                 written = encode_entry(entry)
-                if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
+                # the coordinator that began later wins
+                if self._up_to_date and written not in self._mine:
                     self.fault = "another coordinator has taken over this job: stop this one"
                     raise StoreError(self.fault)
                 self._mine.discard(written)
@@ -299,12 +381,12 @@ class JobLog:
         except (StoreError, msgspec.DecodeError) as error:
             if not self.fault:
                 logger.warning("the store fails, volunteers wait: %s", error)
-            self.fault = (
-                str(error)
-                if isinstance(error, StoreError)
-                else f"another version of colab-swarm wrote this job's log ({error}): resume the job with that "
-                "version, or give another folder and store"
-            )
+            self.fault = str(error)
+            if isinstance(error, msgspec.DecodeError):
+                self.fault = (
+                    f"another version of colab-swarm wrote this job's log ({error}): resume the job with that "
+                    "version, or give another folder and store"
+                )
             raise StoreError(self.fault) from error
         self.fault = ""
         return answer

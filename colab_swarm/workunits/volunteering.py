@@ -13,7 +13,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -39,16 +39,34 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import AskForUnits, JobCard, backoff, parse_link, token_by, waited
+from colab_swarm.workunits.messages import (
+    AskForUnits,
+    JobCard,
+    Subset,
+    backoff,
+    parse_link,
+    token_by,
+    waited,
+)
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
-MAX_FOLDERS = 64  # volunteers of one name on one machine
-SAVE_S, MAX_CACHE_BYTES = 30.0, 2 << 30  # interval of the saves of a unit, and most data on disk
-FAREWELL_S = 5.0  # time limit for giving units back
-AFTER_REFUSAL_S = 0.5, 60.0
+FIRST_ANSWER_S = 30.0
+"""Time limit for the coordinator's first answer."""
+FINISH_S = 30.0
+FAREWELL_S = 5.0
+"""Time limit for giving units back."""
+AFTER_REFUSAL_S = (0.5, 60.0)
+"""Waits after refused results: the first, and the longest."""
+SHORTEST_WAIT_S = 0.05
+TURN_S = 0.1
+"""A unit trains for so long before it is another unit's turn."""
+SAVE_S = 30.0
+MAX_CACHE_BYTES = 2 << 30
+MAX_FOLDERS = 64
+"""Volunteers of one name on one machine."""
+BUSY_PHASES = ("training", "uploading", "downloading")
 THREAD = DeviceThread()
 _volunteers: "set[Volunteer]" = set()
 
@@ -58,13 +76,15 @@ class _Over(Exception):
 
     def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
         super().__init__(text)
-        self.fault, self.finished = fault, finished
+        self.fault = fault
+        self.finished = finished
 
     @classmethod
     def failed(cls, what: str, error: BaseException) -> "_Over":
         fault = "".join(traceback.format_exception(error))
         logger.error("%s failed:\n%s", what, fault)
-        return cls(f"{what} failed: {traceback.format_exception_only(error)[-1].strip()}", fault=fault)
+        reason = traceback.format_exception_only(error)[-1].strip()
+        return cls(f"{what} failed: {reason}", fault=fault)
 
 
 class Volunteer:
@@ -91,21 +111,29 @@ class Volunteer:
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
         if card.schema != self._schema.head():
             raise ValueError(f"model is not that of {card.name!r}: it {self._schema.difference(card.schema)}")
-        self.url, self.folder = client.url, folder
+        self.url = client.url
+        self.folder = folder
         self._job = job.with_plan(local_epochs=card.local_epochs, batch_size=card.batch_size)
-        self._client, self._name = client, name
-        self._device, self._gate = device, gate or PauseGate()
-        self._held, self._stopped = ExitStack(), False  # client, and lock of the folder, until `stop`
+        self._client = client
+        self._name = name
+        self._device = device
+        self._gate = gate or PauseGate()
+        # client, and lock of the folder, until `stop`
+        self._held = ExitStack()
+        self._stopped = False
         self._subsets = {subset.sha256: subset for subset in card.subsets}
         self._cache = SubsetCache(folder / "data", self._subsets, MAX_CACHE_BYTES)
-        same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
-        self._saves = UnitSaves(folder / "units", sha256(client.token.identity.id + same).hexdigest())
-        self._slots, self._in_hand = range(units), dict[int, UnitInHand]()  # by slot
+        self._saves = UnitSaves(folder / "units", _owner(client, card))
+        self._slots = range(units)
+        # by slot
+        self._in_hand: dict[int, UnitInHand] = {}
         self._left_behind: list[UnitInHand] = []
-        self._leaving, self._finish_s = asyncio.Event(), 0.0
+        self._leaving = asyncio.Event()
+        self._finish_s = 0.0
         self._asking = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
-        self._seen, self._began = VolunteerSnapshot(card.name), time.monotonic()
+        self._seen = VolunteerSnapshot(card.name)
+        self._began = time.monotonic()
 
     async def begin(self) -> None:
         self._work = asyncio.create_task(self._run(), name="volunteer")
@@ -150,18 +178,21 @@ class Volunteer:
 
     def snapshot(self) -> VolunteerSnapshot:
         """Return its progress. Thread-safe."""
-        held = dict(self._in_hand)
-        units = tuple(held[slot].progress() if slot in held else UnitProgress() for slot in self._slots)
+        in_hand = dict(self._in_hand)
+        units = []
+        for slot in self._slots:
+            unit = in_hand.get(slot)
+            units.append(unit.progress() if unit else UnitProgress())
         return replace(
             self._seen,
             state=self._state(units),
-            units=units,
+            units=tuple(units),
             sent_bytes=self._client.sent_bytes,
             received_bytes=self._client.received_bytes,
             seconds=self._seen.seconds or time.monotonic() - self._began,
         )
 
-    def _state(self, units: tuple[UnitProgress, ...]) -> str:
+    def _state(self, units: list[UnitProgress]) -> str:
         if self._seen.over:
             return self._seen.state
         if self._client.trouble:
@@ -171,8 +202,10 @@ class Volunteer:
         if self._gate.closed:
             return "paused"
         phases = {unit.phase for unit in units}
-        busy = (one for one in ("training", "uploading", "downloading") if one in phases)
-        return next(busy, "waiting for units")
+        for phase in BUSY_PHASES:
+            if phase in phases:
+                return phase
+        return "waiting for units"
 
     # -- from the first unit to the last
 
@@ -183,47 +216,57 @@ class Volunteer:
                 self._left_behind += await asyncio.to_thread(self._saves.left_behind, now=time.time())
                 tasks = [group.create_task(self._serve(slot)) for slot in self._slots]
                 await self._leaving.wait()
-                reached = not self._client.trouble  # else those without a unit would wait for nothing
-                last = [task for slot, task in enumerate(tasks) if reached or slot in self._in_hand]
-                if last:
-                    await asyncio.wait(last, timeout=self._finish_s)
+                await self._finish(tasks)
                 raise over
         except* Exception as ends:
-            reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
-            over = reasons[0] if reasons else _Over.failed("colab-swarm", ends.exceptions[0])
+            over = _reason_of(ends.exceptions)
         await self._farewell(over)
-        self._seen.state, self._seen.fault = str(over), over.fault
-        self._seen.over, self._seen.seconds = True, time.monotonic() - self._began
+        self._seen.state = str(over)
+        self._seen.fault = over.fault
+        self._seen.over = True
+        self._seen.seconds = time.monotonic() - self._began
+
+    async def _finish(self, tasks: "list[asyncio.Task[None]]") -> None:
+        """Wait for the slots, as long as `leave` allows."""
+        # while the coordinator is away, those without a unit would wait for nothing
+        if self._client.trouble:
+            tasks = [task for slot, task in enumerate(tasks) if slot in self._in_hand]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._finish_s)
 
     async def _farewell(self, over: _Over) -> None:
         """Give back the units in hand; where that fails they stay on disk for the next session."""
         # once the thread is idle, nothing is saved any more
         await waited(THREAD.run(lambda: None), FAREWELL_S)
-        if (last := [*self._in_hand.values(), *self._left_behind]) and not over.finished:
+        units = [*self._in_hand.values(), *self._left_behind]
+        if units and not over.finished:
+            names = tuple(held.unit.assignment for held in units)
             try:
                 async with asyncio.timeout(FAREWELL_S):
-                    names = tuple(held.unit.assignment for held in last)
                     await self._client.ask(AskForUnits(0, in_hand=names, given_back=names))
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
-            self._seen.given_back += len(last)
-        for held in last:
+            self._seen.given_back += len(units)
+        for held in units:
             self._saves.drop(held.unit)
-            held.training = None  # a thread that still works on it saves nothing more
+            # a thread that still works on it saves nothing more
+            held.training = None
         self._in_hand.clear()
 
     async def _serve(self, slot: int) -> None:
         waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
-            if (held := await self._next(slot)) is None:
+            held = await self._next(slot)
+            if held is None:
                 continue
             pause_s = 0.0
             try:
                 await self._train(held)
                 waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
             except CallRefused as error:
-                self._seen.refused, self._seen.refusal = self._seen.refused + 1, str(error)
+                self._seen.refused += 1
+                self._seen.refusal = str(error)
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
                 pause_s = next(waits_s)
             self._saves.drop(held.unit)
@@ -235,61 +278,81 @@ class Volunteer:
     async def _next(self, slot: int) -> UnitInHand | None:
         """Return a unit to train; or wait for a while and return None."""
         if self._left_behind:
-            held = self._in_hand[slot] = self._left_behind.pop()
+            held = self._left_behind.pop()
+            self._in_hand[slot] = held
             return held
         await self._gate.wait_open()
         try:
-            async with self._asking:  # one at a time: else a unit on its way to another slot seems lost
-                mine = (*self._in_hand.values(), *self._left_behind)
-                names = tuple(held.unit.assignment for held in mine)
-                answer = await self._client.ask(AskForUnits(1, self._cache.held(), self._name, names))
+            # one slot at a time: else a unit on its way to another slot seems lost
+            async with self._asking:
+                answer = await self._client.ask(self._request())
                 for unit in answer.units[:1]:
                     self._in_hand[slot] = UnitInHand(unit, time.time() + unit.deadline_s)
         except CallRefused as error:
             raise _Over(f"the coordinator refuses: {error}") from error
-        self._seen.epoch, self._seen.accuracy = answer.epoch, answer.accuracy
+        self._seen.epoch = answer.epoch
+        self._seen.accuracy = answer.accuracy
         if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot not in self._in_hand:
-            await waited(self._leaving.wait(), max(answer.wait_s, 0.05))
-        return None if self._leaving.is_set() else self._in_hand.get(slot)
+            await waited(self._leaving.wait(), max(answer.wait_s, SHORTEST_WAIT_S))
+        if self._leaving.is_set():
+            return None
+        return self._in_hand.get(slot)
+
+    def _request(self) -> AskForUnits:
+        units = [*self._in_hand.values(), *self._left_behind]
+        names = tuple(held.unit.assignment for held in units)
+        return AskForUnits(1, self._cache.held(), self._name, names)
 
     async def _train(self, held: UnitInHand) -> None:
+        """Train a unit and upload its result; raise CallRefused if that is refused."""
         unit = held.unit
         if held.state is None:
             await asyncio.to_thread(self._saves.save, held)
-        if (subset := self._subsets.get(unit.data)) is None:
+        subset = self._subsets.get(unit.data)
+        if subset is None:
             raise _Over("the coordinator's data have changed: call volunteer again")
-        if (data := await asyncio.to_thread(self._cache.get, unit.data)) is None:
-            data = await self._client.data(subset)
-            await asyncio.to_thread(self._cache.put, unit.data, data)
-        values = None if held.state else await self._client.parameters(unit.parameters, self._schema)
-        training = held.training = await self._compute(lambda: self._begin(held, data, values))
-        held.phase, schema = "training", self._schema
+        data = await self._data(subset)
+        values = None
+        if held.state is None:
+            values = await self._client.parameters(unit.parameters, self._schema)
+        training = await self._compute(lambda: self._begin(held, data, values))
+        held.training = training
+        held.phase = "training"
         while training.done < training.batches:
             await self._compute(lambda: self._some_batches(held, training))
+        schema = self._schema
         result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
         held.phase = "uploading"
         await self._client.upload(unit.assignment, result)
         self._seen.accepted += 1
         self._seen.samples += subset.rows * self._job.plan.local_epochs
 
+    async def _data(self, subset: Subset) -> bytes:
+        """Return a subset of the data from the cache, or from the coordinator."""
+        data = await asyncio.to_thread(self._cache.get, subset.sha256)
+        if data is None:
+            data = await self._client.data(subset)
+            await asyncio.to_thread(self._cache.put, subset.sha256, data)
+        return data
+
     def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
         model = self._job.first_model()
         if values is not None:
             self._schema.load(model, values)
-        training = UnitTraining(
-            self._job, Rows.decode(data), seed=held.unit.seed, model=model, device=self._device
-        )
+        rows = Rows.decode(data)
+        training = UnitTraining(self._job, rows, seed=held.unit.seed, model=model, device=self._device)
         if held.state is not None:
             training.load_state_dict(held.state)
         return training
 
     def _some_batches(self, held: UnitInHand, training: UnitTraining) -> None:
-        end = time.monotonic() + 0.1  # then it is another unit's turn
+        end = time.monotonic() + TURN_S
         while training.done < training.batches:
             held.loss = training.step()
             now = time.monotonic()
+            # a unit that was given back meanwhile is not saved again
             if held.training is training and now - held.saved >= SAVE_S:
                 held.saved = now
                 self._saves.save(held)
@@ -301,8 +364,23 @@ class Volunteer:
         await self._gate.wait_open()
         try:
             return await THREAD.run(work)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a retry would raise it again
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # a retry would raise it again
             raise _Over.failed("the job's code", error) from error
+
+
+def _owner(client: CoordinatorClient, card: JobCard) -> str:
+    """Return the name of a volunteer and a job, whoever coordinates it, for the saves of its units."""
+    job = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
+    return sha256(client.token.identity.id + job).hexdigest()
+
+
+def _reason_of(errors: Sequence[Exception]) -> _Over:
+    """Return why the work ended: its own reason, or else the first fault."""
+    for error in errors:
+        if isinstance(error, _Over):
+            return error
+    return _Over.failed("colab-swarm", errors[0])
 
 
 def volunteer(
@@ -334,12 +412,14 @@ def volunteer(
         device: to train on; by default a GPU if there is one.
         accept_terms: True if the platform's terms allow this; needed on Colab.
     """
-    (url, invite), name = parse_link(link), name or socket.gethostname()
+    url, invite = parse_link(link)
+    name = name or socket.gethostname()
     for other in list(_volunteers):
         if other.url == url.rstrip("/") and other.folder.name == _plain(name):
             if not other._seen.over:
                 return other
-            other.stop()  # which releases its folder
+            # this releases its folder
+            other.stop()
     require_terms(accept_terms)
 
     def client(own: Path) -> CoordinatorClient:
@@ -372,13 +452,20 @@ def open_volunteer(
         held.callback(lambda: runtime.call(client.aclose()))
         card = runtime.call(_card_of(client))
         job = job or _trusted(card, own, trust_code=trust_code)
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        volunteer = Volunteer(client, job, card, own, units=units, name=name, device=chosen, gate=gate)
+        volunteer = Volunteer(
+            client, job, card, own, units=units, name=name, device=_device(device), gate=gate
+        )
         runtime.call(volunteer.begin())
         volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
     atexit.register(volunteer.stop, finish_s=0.0)
     return volunteer
+
+
+def _device(name: str | torch.device | None) -> torch.device:
+    if not name:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 async def _card_of(client: CoordinatorClient) -> JobCard:
@@ -400,7 +487,8 @@ def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
         f"the job {card.name!r} was made in a notebook and has no file of code: run the cell that makes it here "
         "too, and give it as job=; or its organizer puts it into a file (%%writefile job.py, cs.workunits.Job.load)",
     )
-    path = folder / "jobs" / f"{card.name}-{sha256(card.code.encode()).hexdigest()[:12]}.py"
+    digest = sha256(card.code.encode()).hexdigest()
+    path = folder / "jobs" / f"{card.name}-{digest[:12]}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(card.code, encoding="utf-8")
     require(
@@ -413,7 +501,9 @@ def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
 
 def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
     """Lock the first free folder of ``name``, ``name-2`` …: two volunteers need two folders."""
-    base = Path.home() / ".cache" / "colab_swarm" / "volunteers" if folder is None else Path(folder)
+    if folder is None:
+        folder = Path.home() / ".cache" / "colab_swarm" / "volunteers"
+    base = Path(folder)
     for number in range(1, MAX_FOLDERS + 1):
         own = base / (_plain(name) if number == 1 else f"{_plain(name)}-{number}")
         own.mkdir(parents=True, exist_ok=True)

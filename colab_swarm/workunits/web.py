@@ -37,24 +37,37 @@ from colab_swarm.workunits.messages import (
     Taken,
 )
 from colab_swarm.workunits.state import Assigned, JobStatus, Rejected, Unit
+from colab_swarm.workunits.store import Blobs
 from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
 ASSIGNMENT = "[0-9a-f]{32}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
-MIN_UPLOADS, MAX_UPLOADS, MAX_UPLOADS_BYTES = (
-    4,
-    32,
-    1 << 30,
-)  # at once, which are in memory; then volunteers must retry
-MAX_DOWNLOADS, SHARE = 64, 4  # at once, and of those and of uploads a volunteer has one in `SHARE`
-READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10  # limits; a large file has longer
-IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
+
+# Transfers at once; beyond these a volunteer must retry. Uploads are in memory.
+MIN_UPLOADS = 4
+MAX_UPLOADS = 32
+MAX_UPLOADS_BYTES = 1 << 30
+MAX_DOWNLOADS = 64
+SHARE = 4
+"""A volunteer has one in `SHARE` of the transfers at most."""
+MAX_CHECKS = 4
+
+# A transfer may take so long, and longer if the file is large.
+READ_S = 300.0
+SEND_S = 60.0
+SLOWEST_BYTES_S = 32 << 10
+IDLE_S = 75.0
+"""Time limit for a silent connection, and for the head of a request."""
 SENT_BYTES = 64 << 10
-BUSY_S, BROKEN_S = 1, 5  # seconds after which to retry
-FAREWELL_S = 2.0  # for draining a refused body, and for transfers when the server closes
+BUSY_S = 1
+BROKEN_S = 5
+"""Seconds after which to retry, where the coordinator is busy, and where its store fails."""
+FAREWELL_S = 2.0
+"""For draining a refused body, and for transfers when the server closes."""
 STATUSES = dict(token=401, banned=403, unknown=404, stale=410, size=413, invalid=422, busy=503)
-VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)  # its id in hex
+VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)
+"""Its id in hex."""
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
@@ -79,15 +92,24 @@ class CoordinatorServer:
         gate: RequestGate,
         status: Callable[[], JobStatus],
     ) -> None:
-        self.url, self.running = "", {"upload": 0, "download": 0}
-        self._job, self._card, self._log, self._folder, self._gate = job, card, log, folder, gate
-        self._judge = partial(Schema.of(job.first_model()).judge, max_change=job.plan.max_change, most=most)
-        self._dispatcher, self._schema = log.dispatcher, Schema.of(job.first_model())
-        self._newest = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
+        self.url = ""
+        self.running = {"upload": 0, "download": 0}
+        self._job = job
+        self._card = card
+        self._log = log
+        self._folder = folder
+        self._gate = gate
+        self._dispatcher = log.dispatcher
+        self._schema = Schema.of(job.first_model())
+        self._judge = partial(self._schema.judge, max_change=job.plan.max_change, most=most)
+        # version and file of the newest parameters: many fetch them
+        self._newest = (-1, memoryview(b""))
         self._loading = asyncio.Lock()
-        self._checking = asyncio.Semaphore(4)
-        self._under_check: set[str] = set()  # assignments whose results are being checked
-        self._each: Counter[tuple[str, str]] = Counter()  # transfers under way by kind and volunteer
+        self._checking = asyncio.Semaphore(MAX_CHECKS)
+        # assignments whose results are being checked
+        self._under_check: set[str] = set()
+        # transfers under way by kind and volunteer
+        self._transfers: Counter[tuple[str, str]] = Counter()
         self._page = status_page(status)
         self._runner: web.AppRunner | None = None
 
@@ -110,7 +132,8 @@ class CoordinatorServer:
             host,
             port,
             keepalive_timeout=IDLE_S,
-            auto_decompress=False,  # a small body may unpack to a large one
+            # a small body may unpack to a large one
+            auto_decompress=False,
             lingering_time=FAREWELL_S,
             shutdown_timeout=FAREWELL_S,
         )
@@ -126,10 +149,7 @@ class CoordinatorServer:
         """Admit a request below /api, and turn every refusal there into a `Problem`."""
         try:
             if request.path not in PATHS:
-                header, now = request.headers.get("Authorization", ""), time.time()
-                peer, request[DIGEST] = self._gate.check(header, request.method, request.raw_path, now=now)
-                request[VOLUNTEER] = peer.hex()
-                _raise(self._dispatcher.ban_of(peer.hex(), now=now))
+                self._admit(request)
             return await handler(request)
         except NotAdmitted as error:
             code = "busy" if error.reason == "busy" else "token"
@@ -143,36 +163,50 @@ class CoordinatorServer:
             if not request.path.startswith("/api"):
                 raise
             problem = Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
-            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return _refusal(error.status, problem, allow)
+            headers = {}
+            if "Allow" in error.headers:
+                headers["Allow"] = error.headers["Allow"]
+            return _refusal(error.status, problem, headers)
+
+    def _admit(self, request: web.Request) -> None:
+        now = time.time()
+        header = request.headers.get("Authorization", "")
+        peer, digest = self._gate.check(header, request.method, request.raw_path, now=now)
+        request[DIGEST] = digest
+        request[VOLUNTEER] = peer.hex()
+        _raise(self._dispatcher.ban_of(peer.hex(), now=now))
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
-        if (size := request.content_length) is None and request.body_exists:
+        size = request.content_length
+        if size is None and request.body_exists:
             raise Refused("invalid", "the body's length is missing: send Content-Length")
-        if (size or 0) > most_bytes:
+        if size is not None and size > most_bytes:
             raise Refused("size", f"a body of {size:,} bytes: {most_bytes:,} at most")
         limit_s = READ_S + most_bytes / SLOWEST_BYTES_S
         try:
             async with asyncio.timeout(limit_s):
                 body = await request.content.read()
-        except OSError as error:  # the client hung up, or took too long
+        except OSError as error:
+            # the client hung up, or took too long
             raise Refused("busy", f"the body did not arrive within {limit_s:.0f} s: send it again") from error
         if sha256(body).digest() != request[DIGEST]:
             raise Refused("invalid", "the body is not the signed one")
         return body
 
     @asynccontextmanager
-    async def _one_of(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
-        mine = kind, request[VOLUNTEER]
-        if self.running[kind] >= most or self._each[mine] >= most // SHARE:
+    async def _transfer(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
+        """Count a transfer of a volunteer for the length of the block, ``most`` at once."""
+        transfer = (kind, request[VOLUNTEER])
+        if self.running[kind] >= most or self._transfers[transfer] >= most // SHARE:
             raise Refused("busy", f"too many {kind}s at once: try again in a second")
         self.running[kind] += 1
-        self._each[mine] += 1
+        self._transfers[transfer] += 1
         try:
             yield
         finally:
             self.running[kind] -= 1
-            self._each -= Counter([mine])  # which drops volunteers without any
+            # drops volunteers without any, which -= 1 on the key would keep
+            self._transfers -= Counter([transfer])
 
     # -- the job and its units
 
@@ -180,51 +214,67 @@ class CoordinatorServer:
         return _answer(self._card)
 
     async def _units(self, request: web.Request) -> web.Response:
-        body, me = await self._read(request, MAX_BODY_BYTES), request[VOLUNTEER]
+        body = await self._read(request, MAX_BODY_BYTES)
+        volunteer = request[VOLUNTEER]
         try:
-            asked = msgspec.msgpack.decode(body, type=AskForUnits)
+            ask = msgspec.msgpack.decode(body, type=AskForUnits)
         except UNDECODABLE as error:
             raise Refused("invalid", f"no AskForUnits: {error}") from error
+        core = self._dispatcher
         async with self._log.deciding() as now:
-            _raise(self._dispatcher.ban_of(me, now=now))
-            await self._log.write(self._dispatcher.give_back(me, asked.given_back, now=now))
-            old = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
-            units = self._dispatcher.assign(me, asked.count - len(old), asked.held, now=now, name=asked.name)
-            put, open_ = {}, self._dispatcher.state.open
-            first = [one.unit for one in units if not open_[one.unit].replicas]
-            if first and self._job.plan.replication > 1:  # replicas have the same initial parameters
-                newest = await asyncio.to_thread(self._log.store.parameters)
-                put = dict.fromkeys((f"base-{unit}" for unit in first), bytes(as_bytes(newest.values)))
-                version = newest.version  # another server may have stored parameters since this log was read
-                units = [
-                    msgspec.structs.replace(one, version=version) if one.unit in first else one
-                    for one in units
-                ]
-            await self._log.write(units, put=put)
-            return self._given(me, [*old, *units], now)
+            _raise(core.ban_of(volunteer, now=now))
+            await self._log.write(core.give_back(volunteer, ask.given_back, now=now))
+            lost = core.unacknowledged(volunteer, ask.in_hand, now=now)[: ask.count]
+            assigned = core.assign(volunteer, ask.count - len(lost), ask.held, now=now, name=ask.name)
+            assigned, bases = await self._with_bases(assigned)
+            await self._log.write(assigned, put=bases)
+            return self._given(volunteer, [*lost, *assigned], now)
 
-    def _given(self, volunteer: str, units: Sequence[Assigned], now: float) -> web.Response:
-        plan, state = self._job.plan, self._dispatcher.state
-        given = [
-            GivenUnit(
-                assignment=one.assignment,
-                epoch=one.unit.epoch,
-                subset=one.unit.subset,
-                data=self._card.subsets[one.unit.subset].sha256,
-                parameters="parameters" if plan.replication == 1 else f"parameters/{one.unit}",
-                deadline_s=one.deadline - now,
-                seed=unit_seed(plan.seed, one.unit.epoch, one.unit.subset),
-            )
-            for one in units
-        ]
-        return _answer(
-            GivenUnits(
-                tuple(given),
-                wait_s=0.0 if given else self._dispatcher.wait_s(volunteer, now=now),
-                finished=state.finished is not None,
-                epoch=self._dispatcher.epoch,
-                accuracy=state.epochs[-1].accuracy if state.epochs else None,
-            )
+    async def _with_bases(self, assigned: list[Assigned]) -> tuple[list[Assigned], Blobs]:
+        """Return assignments with the initial parameters that replicas of their units share, as blobs."""
+        open_units = self._dispatcher.state.open
+        first = {entry.unit for entry in assigned if not open_units[entry.unit].replicas}
+        if not first or self._job.plan.replication == 1:
+            return assigned, {}
+        newest = await asyncio.to_thread(self._log.store.parameters)
+        bases = dict.fromkeys((f"base-{unit}" for unit in first), bytes(as_bytes(newest.values)))
+        entries = []
+        for entry in assigned:
+            # a server may have stored parameters since the log was read
+            if entry.unit in first:
+                entry = msgspec.structs.replace(entry, version=newest.version)
+            entries.append(entry)
+        return entries, bases
+
+    def _given(self, volunteer: str, assigned: Sequence[Assigned], now: float) -> web.Response:
+        state = self._dispatcher.state
+        units = tuple(self._given_unit(entry, now) for entry in assigned)
+        wait_s = 0.0
+        if not units:
+            wait_s = self._dispatcher.wait_s(volunteer, now=now)
+        answer = GivenUnits(
+            units,
+            wait_s=wait_s,
+            finished=state.finished is not None,
+            epoch=self._dispatcher.epoch,
+            accuracy=state.epochs[-1].accuracy if state.epochs else None,
+        )
+        return _answer(answer)
+
+    def _given_unit(self, assigned: Assigned, now: float) -> GivenUnit:
+        plan = self._job.plan
+        unit = assigned.unit
+        path = "parameters"
+        if plan.replication > 1:
+            path = f"parameters/{unit}"
+        return GivenUnit(
+            assignment=assigned.assignment,
+            epoch=unit.epoch,
+            subset=unit.subset,
+            data=self._card.subsets[unit.subset].sha256,
+            parameters=path,
+            deadline_s=assigned.deadline - now,
+            seed=unit_seed(plan.seed, unit.epoch, unit.subset),
         )
 
     # -- results
@@ -233,11 +283,12 @@ class CoordinatorServer:
         """Take a result, which is in memory until it is checked. If that fails for now, it may be sent again."""
         assignment = request.match_info["assignment"]
         _raise(self._dispatcher.refusal(assignment, request[VOLUNTEER], now=time.time()))
-        size, whole = request.content_length, self._schema.size_bytes
-        if size is not None and size != whole:
-            raise Refused("size", f"a result of {size:,} bytes: those of this job have {whole:,}")
-        async with self._one_of(request, "upload", most_uploads(whole)):
-            data = await self._read(request, whole)
+        size = request.content_length
+        expected = self._schema.size_bytes
+        if size is not None and size != expected:
+            raise Refused("size", f"a result of {size:,} bytes: those of this job have {expected:,}")
+        async with self._transfer(request, "upload", most_uploads(expected)):
+            data = await self._read(request, expected)
             if assignment in self._under_check:
                 raise Refused("busy", "this result is here and is being checked: ask again in a second")
             self._under_check.add(assignment)
@@ -249,37 +300,49 @@ class CoordinatorServer:
         return _answer(Taken(assignment))
 
     async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
-        """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
-        core, plan = self._dispatcher, self._job.plan
-        _raise(core.refusal(assignment, volunteer, now=time.time()))  # it waited for its check
-        _, file = await self._file(
-            core.state.replicas[assignment].given.unit if plan.replication > 1 else None
-        )
-        base, changes = self._schema.decode(file), tuple(core.state.changes)
-        values, change, fault = base, 0.0, None
+        """Check a result and write what follows from it; raise Refused if it is invalid or not wanted."""
+        core = self._dispatcher
+        # it waited for its check, and may not be wanted any more
+        _raise(core.refusal(assignment, volunteer, now=time.time()))
+        unit = None
+        if self._job.plan.replication > 1:
+            unit = core.state.replicas[assignment].given.unit
+        _, file = await self._file(unit)
+        base = self._schema.decode(file)
         try:
-            values, change = await asyncio.to_thread(self._judge, data, base, changes)
+            values, change = await asyncio.to_thread(self._judge, data, base, tuple(core.state.changes))
         except ValueError as error:
-            fault = str(error)
+            await self._reject(volunteer, assignment, str(error))
+            raise Refused("invalid", str(error)) from error
         async with self._log.deciding() as now:
             _raise(core.refusal(assignment, volunteer, now=now))
-            if fault is not None:
-                await self._log.write([Rejected(at=now, assignment=assignment, reason=fault)])
-                raise Refused("invalid", fault)
             distance = partial(self._distance, {assignment: values}, base)
             entries = await asyncio.to_thread(core.on_result, assignment, change, distance, now=now)
-            odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
-            put = {} if odd else {f"result-{assignment}": bytes(as_bytes(values))}
-            await self._log.write(entries, put=put, drop=core.obsolete(entries))
-            if odd:
-                raise Refused("invalid", odd[0].reason)
+            rejected = [entry for entry in entries if isinstance(entry, Rejected)]
+            reasons = [entry.reason for entry in rejected if entry.assignment == assignment]
+            blobs = {}
+            if not reasons:
+                blobs[f"result-{assignment}"] = bytes(as_bytes(values))
+            await self._log.write(entries, put=blobs, drop=core.obsolete(entries))
+            if reasons:
+                raise Refused("invalid", reasons[0])
 
-    def _distance(self, known: dict[str, Floats], base: Floats, one: str, other: str) -> float:
-        """Distance of two results, ``known`` or stored, as a share of the change from ``base``."""
-        for name in {one, other} - known.keys():
-            known[name] = np.frombuffer(self._log.store.blob(f"result-{name}"), "<f4")
-        a, b = known[one], known[other]
-        return moved(a, b) / (max(moved(a, base), moved(b, base)) or 1.0)
+    async def _reject(self, volunteer: str, assignment: str, reason: str) -> None:
+        async with self._log.deciding() as now:
+            _raise(self._dispatcher.refusal(assignment, volunteer, now=now))
+            await self._log.write([Rejected(at=now, assignment=assignment, reason=reason)])
+
+    def _distance(self, results: dict[str, Floats], base: Floats, assignment: str, other: str) -> float:
+        """Return the distance of two results as a share of the change from ``base``.
+
+        Those that are not among ``results`` are read from the store.
+        """
+        for name in {assignment, other} - results.keys():
+            results[name] = np.frombuffer(self._log.store.blob(f"result-{name}"), "<f4")
+        values = results[assignment]
+        other_values = results[other]
+        change = max(moved(values, base), moved(other_values, base))
+        return moved(values, other_values) / (change or 1.0)
 
     # -- files
 
@@ -293,18 +356,14 @@ class CoordinatorServer:
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
         numbers = [int(number) for number in request.match_info.values()]
-        version, data = await self._file(Unit(*numbers) if numbers else None)
+        unit = Unit(*numbers) if numbers else None
+        version, data = await self._file(unit)
         return await self._send(request, data, f'"{version}"')
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
         """Return version and file of a unit's initial parameters; None: the newest ones."""
         if unit is None:
-            async with self._loading:
-                if self._newest[0] < self._dispatcher.state.version:
-                    found = await asyncio.to_thread(self._log.store.parameters)
-                    file = await asyncio.to_thread(self._schema.encode, found.values)
-                    self._newest = found.version, memoryview(file)
-                return self._newest
+            return await self._newest_file()
         try:
             values = await asyncio.to_thread(self._log.store.blob, f"base-{unit}")
             version = self._dispatcher.state.units[unit].replicas[0].given.version
@@ -312,31 +371,50 @@ class CoordinatorServer:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
         return version, memoryview(self._schema.head() + values)
 
+    async def _newest_file(self) -> tuple[int, memoryview]:
+        async with self._loading:
+            if self._newest[0] < self._dispatcher.state.version:
+                parameters = await asyncio.to_thread(self._log.store.parameters)
+                file = await asyncio.to_thread(self._schema.encode, parameters.values)
+                self._newest = (parameters.version, memoryview(file))
+            return self._newest
+
     async def _send(self, request: web.Request, data: memoryview, etag: str) -> web.StreamResponse:
+        """Send a file, or the requested range of it."""
         headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
-        status, start, end = 200, 0, len(data)
+        status = 200
+        start = 0
+        end = len(data)
+        # another version of the file is sent whole
         if request.headers.get("If-Range", etag) == etag and "Range" in request.headers:
             status = 206
             try:
                 start, end, _ = request.http_range.indices(len(data))
-            except ValueError:  # garbled, or several ranges
+            except ValueError:
+                # garbled, or several ranges
                 start = end
             if start >= end:
                 problem = Problem("size", f"no such range: the file has {len(data):,} bytes")
                 return _refusal(416, problem, {"Content-Range": f"bytes */{len(data)}"})
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
-        async with self._one_of(request, "download", MAX_DOWNLOADS):
-            response = web.StreamResponse(status=status, headers=headers)
-            response.content_type, response.content_length = "application/octet-stream", end - start
-            try:
-                async with asyncio.timeout(SEND_S + (end - start) / SLOWEST_BYTES_S):
-                    await response.prepare(request)
-                    for place in range(start, end, SENT_BYTES):
-                        await response.write(bytes(data[place : min(place + SENT_BYTES, end)]))
-            except OSError:  # the client hung up, or is too slow
-                if request.transport is not None:
-                    request.transport.abort()
+        response = web.StreamResponse(status=status, headers=headers)
+        response.content_type = "application/octet-stream"
+        response.content_length = end - start
+        async with self._transfer(request, "download", MAX_DOWNLOADS):
+            await _stream(request, response, data[start:end])
         return response
+
+
+async def _stream(request: web.Request, response: web.StreamResponse, data: memoryview) -> None:
+    try:
+        async with asyncio.timeout(SEND_S + len(data) / SLOWEST_BYTES_S):
+            await response.prepare(request)
+            for place in range(0, len(data), SENT_BYTES):
+                await response.write(bytes(data[place : place + SENT_BYTES]))
+    except OSError:
+        # the client hung up, or is too slow
+        if request.transport is not None:
+            request.transport.abort()
 
 
 def _raise(refusal: tuple[str, str] | None) -> None:
@@ -350,5 +428,9 @@ def _answer(message: Message, status: int = 200, headers: Mapping[str, str] = {}
 
 
 def _refusal(status: int, problem: Problem, headers: Mapping[str, str] = {}) -> web.Response:
-    always = {503: {"Retry-After": str(BUSY_S)}, 401: {"WWW-Authenticate": SCHEME}}.get(status, {})
-    return _answer(problem, status, {**always, **headers})
+    usual: dict[str, str] = {}
+    if status == 503:
+        usual = {"Retry-After": str(BUSY_S)}
+    if status == 401:
+        usual = {"WWW-Authenticate": SCHEME}
+    return _answer(problem, status, {**usual, **headers})
