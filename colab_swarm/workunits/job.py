@@ -10,7 +10,8 @@ import linecache
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -35,11 +36,16 @@ from colab_swarm.workunits.weights import Schema, moved
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
 Array: TypeAlias = npt.NDArray[Any]
 Indices: TypeAlias = npt.NDArray[np.int64]
-KINDS = "biuf"  # NumPy kinds of a column: bool, int, uint, float
-MAX_DECODED_BYTES, SMALL_BYTES = 1 << 30, 16 << 20
-MAX_RATIO = 1000  # of a subset's size to that of its file; of data that are alike, such as padding, 100
-MOST_NORMS = 10  # a unit may move the parameters this many times as far as the first ones are from 0 ...
-MOST_BATCHES = 2  # ... or this many times as far as one batch does, for each batch
+KINDS = "biuf"
+"""NumPy kinds of a column: bool, int, uint, float."""
+MAX_DECODED_BYTES = 1 << 30
+SMALL_BYTES = 16 << 20
+MAX_RATIO = 1000
+"""Of a subset's size to that of its file; of data that are alike, such as padding, it is 100."""
+MOST_NORMS = 10
+"""A unit may move the parameters so many times as far as the first ones are from 0 ..."""
+MOST_BATCHES = 2
+"""... or so many times as far as one batch does, for each batch."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,11 @@ class Rows:
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
             require(column.dtype.kind in KINDS, f"column {name} holds {column.dtype}: tokenize or drop it")
-        lengths = {name: column.shape[0] if column.ndim else "none" for name, column in columns.items()}
-        require(
-            len(set(lengths.values())) <= 1 and "none" not in lengths.values(),
-            f"the columns differ in length: {lengths}",
-        )
+        lengths: dict[str, int | str] = {}
+        for name, column in columns.items():
+            lengths[name] = column.shape[0] if column.ndim else "none"
+        equal = len(set(lengths.values())) <= 1 and "none" not in lengths.values()
+        require(equal, f"the columns differ in length: {lengths}")
         require(sum(map(len, columns.values())), "the data hold no sample or no column")
         return cls(columns, named)
 
@@ -74,8 +80,9 @@ class Rows:
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
     def sample(self, count: int, *, seed: int) -> "Rows":
-        rng, size = np.random.default_rng(seed), min(count, len(self))
-        return self.take(np.sort(rng.choice(len(self), size, replace=False)))
+        rng = np.random.default_rng(seed)
+        indices = rng.choice(len(self), min(count, len(self)), replace=False)
+        return self.take(np.sort(indices))
 
     def cut(self, subsets: int, *, seed: int) -> "list[Rows]":
         """Split all samples into ``subsets`` parts whose sizes differ by one at most."""
@@ -83,17 +90,22 @@ class Rows:
         return [self.take(part) for part in np.array_split(order, subsets)]
 
     def batch(self, indices: Indices, device: torch.device) -> Batch:
-        tensors = {name: torch.from_numpy(one[indices]).to(device) for name, one in self.columns.items()}
+        tensors = {}
+        for name, column in self.columns.items():
+            tensors[name] = torch.from_numpy(column[indices]).to(device)
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:
         """Return the samples as safetensors, compressed by zstd; raise ValueError if too large."""
         require(self.size_bytes <= MAX_DECODED_BYTES, f"{self.size_bytes:,} bytes: raise plan.subsets")
-        names = msgspec.json.encode((list(self.columns), self.named)).decode()  # one key: keys are unordered
+        # under one key, because keys are unordered
+        names = msgspec.json.encode((list(self.columns), self.named)).decode()
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
         data = zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
-        alike = f"{self.size_bytes:,} bytes become {len(data):,}: the samples are alike, check the data"
-        require(self.size_bytes <= most_decoded_bytes(data), alike)
+        require(
+            self.size_bytes <= _most_decoded_bytes(data),
+            f"{self.size_bytes:,} bytes become {len(data):,}: the samples are alike, check the data",
+        )
         return data
 
     @classmethod
@@ -101,9 +113,11 @@ class Rows:
         """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
-            require(0 <= size <= most_decoded_bytes(data), f"a subset of {size:,} bytes: too large")
-            plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most_decoded_bytes(data))
-            head_bytes = int.from_bytes(plain[:8], "little")  # safetensors.numpy.load leaves out the metadata
+            most = _most_decoded_bytes(data)
+            require(0 <= size <= most, f"a subset of {size:,} bytes: too large")
+            plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
+            # safetensors.numpy.load leaves out the metadata
+            head_bytes = int.from_bytes(plain[:8], "little")
             head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
             names, named = msgspec.json.decode(head["__metadata__"]["rows"], type=tuple[list[str], bool])
             columns = load(plain)
@@ -112,14 +126,16 @@ class Rows:
             raise ValueError(f"not a subset of data: {error}") from error
 
 
-def most_decoded_bytes(data: bytes) -> int:
+def _most_decoded_bytes(data: bytes) -> int:
     """Return how much the file of a subset may unpack to: a small one of a stranger must not fill the memory."""
     return min(MAX_DECODED_BYTES, max(SMALL_BYTES, MAX_RATIO * len(data)))
 
 
 def rows_of(data: Any) -> Rows:
-    """Return a user's data, of any kind that `Job` takes, as rows. Raises ValueError if columns are
-    unequal, empty or hold no numbers; TypeError for data that has no rows.
+    """Return a user's data, of any kind that `Job` takes, as rows.
+
+    Raises ValueError if columns are unequal, empty or hold no numbers; TypeError for data that has
+    no rows.
     """
     if callable(data):
         data = data()
@@ -129,26 +145,44 @@ def rows_of(data: Any) -> Rows:
         return Rows.of(data.items(), True)
     if isinstance(data, tuple | list) and data and hasattr(data[0], "shape"):
         return Rows.of(enumerate(data), False)
-    if hasattr(data, "with_format"):  # datasets.Dataset
+    # datasets.Dataset
+    if hasattr(data, "with_format"):
         numbers = data.with_format("numpy")
         return Rows.of(((name, numbers[name][:]) for name in data.column_names), True)
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):  # of torch's Dataset
-        raise TypeError(f"data of type {type(data).__name__} has no rows: give arrays or a Dataset")
-    if not (samples := [data[place] for place in range(len(data))]):
-        raise ValueError("the data hold no sample")
+    # torch's Dataset
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _rows_of_samples([data[place] for place in range(len(data))])
+    raise TypeError(f"data of type {type(data).__name__} has no rows: give arrays or a Dataset")
+
+
+def _rows_of_samples(samples: list[Any]) -> Rows:
+    require(samples, "the data hold no sample")
     named = isinstance(samples[0], Mapping)
     keys: Iterable[Any] = samples[0] if named else range(len(samples[0]))
-    return Rows.of(((key, np.stack([_array(one[key]) for one in samples])) for key in keys), named)
+    columns = []
+    for key in keys:
+        column = np.stack([_array(sample[key]) for sample in samples])
+        columns.append((key, column))
+    return Rows.of(columns, named)
 
 
 def _array(values: Any) -> Array:
-    array = np.asarray(values.detach().cpu()) if isinstance(values, Tensor) else np.asarray(values)
-    native = array.dtype.newbyteorder("=")  # torch knows no other
-    return array.astype(np.float32 if native == np.float64 else native, copy=False)
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+    array = np.asarray(values)
+    # torch knows no other order of bytes
+    kind = array.dtype.newbyteorder("=")
+    if kind == np.float64:
+        kind = np.dtype(np.float32)
+    return array.astype(kind, copy=False)
 
 
-OPTIONAL = "subsets", "deadline_s", "target_accuracy"  # in a plan, and limits of numbers that are not whole
+OPTIONAL = ("subsets", "deadline_s", "target_accuracy")
+"""Of a plan, which may be None."""
 LIMITS = {"tolerance": math.inf, "max_change": math.inf, "deadline_s": math.inf, "target_accuracy": 1.0}
+"""Of the numbers of a plan that need not be whole."""
+MAX_EPOCHS_CHECKED = 1000
+MOST_SUBSET_BYTES = 64 << 20
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
@@ -194,17 +228,19 @@ class WorkPlan:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name == "alpha" or (value is None and name in OPTIONAL):
+            left_out = value is None and name in OPTIONAL
+            if name == "alpha" or left_out:
                 continue
             if name in LIMITS:
-                valid, rule = 0 < value <= LIMITS[name], f"over 0, and at most {LIMITS[name]}"
+                rule = f"over 0, and at most {LIMITS[name]}"
+                valid = 0 < value <= LIMITS[name]
             else:
-                valid, rule = (
-                    isinstance(value, int) and value >= (name != "seed"),
-                    f"a whole number, {int(name != 'seed')} at least",
-                )
+                least = 0 if name == "seed" else 1
+                rule = f"a whole number, {least} at least"
+                valid = isinstance(value, int) and value >= least
             require(valid, f"{name}={value}: it must be {rule}")
-        for epoch in {*range(1, min(self.max_epochs, 1000)), self.max_epochs}:  # alpha may be a function
+        # alpha may be a function that fails in some epoch
+        for epoch in {*range(1, min(self.max_epochs, MAX_EPOCHS_CHECKED)), self.max_epochs}:
             self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:
@@ -220,12 +256,14 @@ class WorkPlan:
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
         """Return the number of subsets; raise ValueError if there are fewer samples."""
-        if self.subsets is None:
-            wanted = 4 * self.expected_volunteers  # so that a slow one does not delay the epoch
-            most = max(1, rows // (4 * self.batch_size))
-            return min(rows, max(min(wanted, most), -(-size_bytes // (64 << 20))))
-        require(rows >= self.subsets, f"subsets={self.subsets}, but there are only {rows} samples")
-        return self.subsets
+        if self.subsets is not None:
+            require(rows >= self.subsets, f"subsets={self.subsets}, but there are only {rows} samples")
+            return self.subsets
+        # several for each volunteer, so that a slow one does not delay the epoch
+        wanted = 4 * self.expected_volunteers
+        most = max(1, rows // (4 * self.batch_size))
+        least = math.ceil(size_bytes / MOST_SUBSET_BYTES)
+        return min(rows, max(min(wanted, most), least))
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -235,7 +273,8 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def share_correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     """Return the share of samples whose highest output is their label's, for (inputs, labels)."""
-    return float((model(batch[0]).argmax(-1) == batch[1]).float().mean())
+    correct = model(batch[0]).argmax(-1) == batch[1]
+    return float(correct.float().mean())
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -285,9 +324,11 @@ class Job:
             len(code) <= MAX_CODE_CHARACTERS,
             f"{origin}: {len(code):,} characters, {MAX_CODE_CHARACTERS:,} at most",
         )
-        module = ModuleType(f"colab_swarm_job_{hashlib.sha256(code.encode()).hexdigest()[:12]}")
+        digest = hashlib.sha256(code.encode()).hexdigest()
+        module = ModuleType(f"colab_swarm_job_{digest[:12]}")
         module.__file__ = origin
-        sys.modules[module.__name__] = module  # classes in it look themselves up there
+        # classes in it look themselves up there
+        sys.modules[module.__name__] = module
         linecache.cache[origin] = (len(code), None, code.splitlines(keepends=True), origin)
         exec(compile(code, origin, "exec"), module.__dict__)
         job = getattr(module, "job", None)
@@ -311,13 +352,15 @@ class Job:
         Return the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
         The plan's alpha and subsets play no part.
         """
-        plan, model = self.plan, self.first_model()
-        rows, validation = self.rows().cut(1, seed=plan.seed)[0], self.validation_rows()
-        optimizer, accuracies = self.optimizer(model.parameters()), list[float]()
+        plan = self.plan
+        model = self.first_model()
+        rows = self.rows().cut(1, seed=plan.seed)[0]
+        validation = self.validation_rows()
+        optimizer = self.optimizer(model.parameters())
+        accuracies: list[float] = []
         for epoch in range(1, plan.max_epochs + 1):
-            UnitTraining(
-                self, rows, seed=unit_seed(plan.seed, epoch, 0), model=model, optimizer=optimizer
-            ).finish()
+            seed = unit_seed(plan.seed, epoch, 0)
+            UnitTraining(self, rows, seed=seed, model=model, optimizer=optimizer).finish()
             accuracies.append(measure(self, model, validation))
             if plan.target_accuracy is not None and accuracies[-1] >= plan.target_accuracy:
                 break
@@ -332,9 +375,10 @@ class Job:
 
 
 class UnitTraining:
-    """Train ``model`` in place on one subset, a batch at a time, ``done`` of ``batches``; a save
-    resumes elsewhere. The ``seed`` orders samples and draws the model's random numbers: replicas
-    agree.
+    """Train ``model`` in place on one subset, a batch at a time, ``done`` of ``batches``.
+
+    A save resumes elsewhere. The ``seed`` orders samples and draws the model's random numbers:
+    replicas agree.
     """
 
     def __init__(
@@ -347,31 +391,42 @@ class UnitTraining:
         optimizer: Optimizer | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._job, self._rows, self._batch_size, self._seed = job, rows, job.plan.batch_size, seed
+        self._job = job
+        self._rows = rows
+        self._batch_size = job.plan.batch_size
+        self._seed = seed
         self._device = device or torch.device("cpu")
         self.model = model.to(self._device)
         self._optimizer = optimizer or job.optimizer(self.model.parameters())
         self._per_epoch = math.ceil(len(rows) / self._batch_size)
-        self.done, self.batches = 0, self._per_epoch * job.plan.local_epochs
-        self._order: tuple[int, Indices] | None = None  # of the samples in the local epoch
+        self.done = 0
+        self.batches = self._per_epoch * job.plan.local_epochs
+        # the local epoch, and the order of samples in it
+        self._order: tuple[int, Indices] | None = None
 
     def step(self) -> float:
         """Train on the next batch and return its loss; raise IndexError if the unit is done."""
         require(self.done < self.batches, "the unit is done", IndexError)
-        epoch, place = divmod(self.done, self._per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
-        indices = self._order[1][place * self._batch_size : (place + 1) * self._batch_size]
+        rows = self._next_indices()
         # leave the user's own random numbers alone
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
             torch.manual_seed((self._seed * 1_000_003 + self.done) % (1 << 63))
             self.model.train()
             self._optimizer.zero_grad(set_to_none=True)
-            loss = self._job.loss(self.model, self._rows.batch(indices, self._device))
+            loss = self._job.loss(self.model, self._rows.batch(rows, self._device))
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
         self.done += 1
         return float(loss.detach())
+
+    def _next_indices(self) -> Indices:
+        epoch, batch = divmod(self.done, self._per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            rng = np.random.default_rng((self._seed, epoch))
+            self._order = (epoch, rng.permutation(len(self._rows)))
+        start = batch * self._batch_size
+        return self._order[1][start : start + self._batch_size]
 
     def finish(self) -> None:
         while self.done < self.batches:
@@ -396,7 +451,8 @@ class UnitTraining:
 
 def unit_seed(seed: int, epoch: int, subset: int) -> int:
     """Return the seed of a unit: the same for its replicas and after a restart."""
-    return int(np.random.SeedSequence((seed, epoch, subset)).generate_state(1, np.uint32)[0])
+    sequence = np.random.SeedSequence((seed, epoch, subset))
+    return int(sequence.generate_state(1, np.uint32)[0])
 
 
 def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) -> float:
@@ -407,28 +463,37 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):
             indices = np.arange(start, min(start + batch_size, len(rows)))
-            total += float(job.accuracy(model, rows.batch(indices, device))) * len(indices)
+            accuracy = float(job.accuracy(model, rows.batch(indices, device)))
+            total += accuracy * len(indices)
     return total / len(rows)
 
 
 def lay_out(job: Job, folder: Path) -> tuple[tuple[Subset, ...], float]:
-    """Cut the data into files of ``folder``, the same ones for the same data; delete all others in
-    it. Return the files, and how far a unit may move the parameters (L2 norm). Raises ValueError or
+    """Cut the data into files of ``folder``, the same ones for the same data; delete all others in it.
+
+    Return the files, and how far a unit may move the parameters (L2 norm). Raises ValueError or
     TypeError if data cannot be cut, or the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()
     parts = rows.cut(job.plan.subsets_of(len(rows), rows.size_bytes), seed=job.plan.seed)
-    norm, change = _try_out(job, Rows.decode(parts[0].encode()))  # as volunteers get them
-    batches = job.plan.local_epochs * math.ceil(len(parts[0]) / job.plan.batch_size)
+    # as volunteers get them
+    first = Rows.decode(parts[0].encode())
+    norm, change = _try_out(job, first)
+    batches = job.plan.local_epochs * math.ceil(len(first) / job.plan.batch_size)
+    most = max(MOST_NORMS * norm, MOST_BATCHES * batches * change)
     subsets = []
     for part in parts:
         data = part.encode()
-        subsets.append(Subset(hashlib.sha256(data).hexdigest(), len(data), len(part)))
-        (folder / subsets[-1].sha256).write_bytes(data)  # also over what a crash left there
-    for name in {file.name for file in folder.iterdir()} - {subset.sha256 for subset in subsets}:
-        (folder / name).unlink()
-    return tuple(subsets), max(MOST_NORMS * norm, MOST_BATCHES * batches * change)
+        subset = Subset(hashlib.sha256(data).hexdigest(), len(data), len(part))
+        # also over what a crash left there
+        (folder / subset.sha256).write_bytes(data)
+        subsets.append(subset)
+    names = {subset.sha256 for subset in subsets}
+    for file in list(folder.iterdir()):
+        if file.name not in names:
+            file.unlink()
+    return tuple(subsets), most
 
 
 def _try_out(job: Job, rows: Rows) -> tuple[float, float]:
@@ -436,13 +501,23 @@ def _try_out(job: Job, rows: Rows) -> tuple[float, float]:
 
     Return the L2 norms of the first parameters and of the change by the batch.
     """
-    doing, plan, model = "one batch could not be trained", job.plan, job.first_model()
-    first = (schema := Schema.of(model)).flatten(model)
-    try:
+    model = job.first_model()
+    schema = Schema.of(model)
+    first = schema.flatten(model)
+    with _failing("one batch could not be trained"):
         UnitTraining(job, rows, seed=0, model=model).step()
-        doing = "the accuracy could not be measured"
-        accuracy = measure(job, job.first_model(), job.validation_rows().sample(plan.batch_size, seed=0))
-    except Exception as error:  # whatever it is, with its traceback
-        raise ValueError(f"{doing}: {traceback.format_exception_only(error)[-1].strip()}") from error
+    with _failing("the accuracy could not be measured"):
+        validation = job.validation_rows().sample(job.plan.batch_size, seed=0)
+        accuracy = measure(job, job.first_model(), validation)
     require(0 <= accuracy <= 1, f"the accuracy is {accuracy:g}: it must be between 0 and 1")
     return float(np.linalg.norm(first)), moved(schema.flatten(model), first)
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Turn any fault of the job's own code into a ValueError that says ``what`` failed."""
+    try:
+        yield
+    except Exception as error:
+        reason = traceback.format_exception_only(error)[-1].strip()
+        raise ValueError(f"{what}: {reason}") from error

@@ -36,7 +36,8 @@ from colab_swarm.project import update
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
-MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
+MAX_BODY_BYTES = 64 << 10
+"""Most bytes of a request other than an upload."""
 MAX_UNITS = 64
 MAX_HELD = 1024
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -52,27 +53,42 @@ class Subset(Message, frozen=True):
 
 
 class JobCard(Signed, frozen=True):
-    """A job as volunteers see it, signed by its coordinator, whose key and membership it has."""
+    """A job as volunteers see it, signed by its coordinator, whose key and membership it has.
+
+    Attributes:
+        run_id: of the coordinator's run.
+        name: part of a path.
+        key, membership: of the coordinator.
+        code: of the job's file; empty: none.
+        local_epochs, batch_size: of the plan.
+        schema: `Schema.head` of the model.
+        subsets: of the data.
+    """
 
     run_id: str
-    name: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
+    name: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]
     key: bytes
     membership: bytes
-    code: Annotated[str, msgspec.Meta(max_length=MAX_CODE_CHARACTERS)]  # of its file; empty: none
+    code: Annotated[str, msgspec.Meta(max_length=MAX_CODE_CHARACTERS)]
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
-    schema: bytes  # `Schema.head`
+    schema: bytes
     subsets: tuple[Subset, ...]
 
 
 class AskForUnits(Message, frozen=True):
-    """Request up to ``count`` units, preferably of data in the cache. Assignments that are not
-    ``in_hand`` are sent again: the reply with them was lost. The volunteer does not train those
-    ``given_back``.
+    """Request up to ``count`` units.
+
+    Attributes:
+        count: most units to give.
+        held: SHA-256 of the data in the cache, whose units are preferred.
+        name: of the volunteer, for people.
+        in_hand: assignments that it has. Others of its own are sent again: the reply with them was lost.
+        given_back: assignments that it will not train.
     """
 
     count: Annotated[int, msgspec.Meta(ge=0, le=MAX_UNITS)]
-    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()  # SHA-256
+    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
     given_back: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
@@ -91,13 +107,16 @@ class GivenUnit(Message, frozen=True):
 
 
 class GivenUnits(Message, frozen=True):
-    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``."""
+    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
+
+    ``epoch`` is the job's current one, ``accuracy`` that of the one before.
+    """
 
     units: tuple[GivenUnit, ...] = ()
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     finished: bool = False
-    epoch: int = 0  # the job's current one
-    accuracy: float | None = None  # of the one before
+    epoch: int = 0
+    accuracy: float | None = None
 
 
 class Taken(Message, frozen=True):
@@ -107,8 +126,9 @@ class Taken(Message, frozen=True):
 
 
 class Problem(Message, frozen=True):
-    """Why a request was refused: a text that says what to do, and a code: ``token``, ``banned``,
-    ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
+    """Why a request was refused: a text that says what to do, and a code.
+
+    The code is ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
     """
 
     code: str
@@ -119,11 +139,11 @@ class Refused(Exception):
     """A request is refused, with the arguments of its `Problem`."""
 
 
-async def waited(what: Awaitable[object], seconds: float | None) -> None:
-    """Wait for ``what``, ``seconds`` at most, which cancels it."""
+async def waited(event: Awaitable[object], seconds: float | None) -> None:
+    """Wait for ``event``, ``seconds`` at most, which cancels it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await what
+            await event
 
 
 def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:
@@ -137,33 +157,47 @@ VERSION = 2
 """Of the requests. 2: a result is uploaded whole. Version 1 had no number in its `SCHEME`."""
 SCHEME = f"Swarm{VERSION}"
 FRESH_S = 60.0
-MAX_NONCES = 200_000  # remembered; beyond this many requests in two minutes the rest are refused
+"""A request is valid for so long, and its nonce is remembered for twice as long."""
+MAX_NONCES = 200_000
+"""Beyond so many requests in two minutes the others are refused."""
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header: the peer's key, its membership (none in an open run), the signed text."""
+    """Content of the header: the peer's key, its membership (none in an open run), the signed text.
+
+    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since
+    the epoch.
+    """
 
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
     method: Annotated[str, msgspec.Meta(max_length=8)]
-    target: Annotated[str, msgspec.Meta(max_length=256)]  # the path with its query
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the body
+    target: Annotated[str, msgspec.Meta(max_length=256)]
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    at: Moment  # seconds since the epoch
+    at: Moment
 
 
 class Token:
     """Sign the requests of a peer with its key. ``membership`` returns its newest, empty in an open run."""
 
     def __init__(self, identity: Identity | Peers, membership: Callable[[], bytes] = bytes) -> None:
-        self.identity, self.membership = identity, membership
+        self.identity = identity
+        self.membership = membership
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
         """Return the header's value; ``now``: seconds since the epoch, by the coordinator's clock."""
-        digest, key = sha256(body).digest(), self.identity.public_key
-        unsigned = SignedRequest(key, self.membership(), method, target, digest, os.urandom(16), now)
-        encoded = base64.urlsafe_b64encode(unsigned.signed(self.identity.sign).encode())
-        return f"{SCHEME} {encoded.decode()}"
+        request = SignedRequest(
+            self.identity.public_key,
+            self.membership(),
+            method,
+            target,
+            sha256(body).digest(),
+            os.urandom(16),
+            now,
+        )
+        data = request.signed(self.identity.sign).encode()
+        return f"{SCHEME} {base64.urlsafe_b64encode(data).decode()}"
 
 
 class RequestGate:
@@ -171,7 +205,8 @@ class RequestGate:
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
-        self._seen: OrderedDict[bytes, float] = OrderedDict()  # times of nonces, oldest first
+        # times of nonces, oldest first
+        self._seen: OrderedDict[bytes, float] = OrderedDict()
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
         """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
@@ -182,33 +217,37 @@ class RequestGate:
             "the request was signed for another path or method",
             NotAdmitted,
         )
-        if abs(now - request.at) > FRESH_S:
-            raise NotAdmitted(f"your clock is {abs(now - request.at):.0f} s off: set your clock")
-        if self._admission is not None:
-            role = self._admission.verify(request.key, request.membership, now=now)
-            if role < Role.AUTHORITY:
-                self._admission.require_met(self._admission.inspect(request.key, request.membership), now=now)
-            if role < Role.WORKER:
-                raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
+        off_s = abs(now - request.at)
+        if off_s > FRESH_S:
+            raise NotAdmitted(f"your clock is {off_s:.0f} s off: set your clock")
+        self._check_membership(request, now)
+        self._remember(request.nonce, now)
+        return id_of(request.key), request.digest
+
+    def _check_membership(self, request: SignedRequest, now: float) -> None:
+        if self._admission is None:
+            return
+        role = self._admission.verify(request.key, request.membership, now=now)
+        if role < Role.AUTHORITY:
+            self._admission.require_met(self._admission.inspect(request.key, request.membership), now=now)
+        if role < Role.WORKER:
+            raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
+
+    def _remember(self, nonce: bytes, now: float) -> None:
+        """Note a nonce; raise NotAdmitted if it was used before, or there are too many."""
         while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
             self._seen.popitem(last=False)
-        require(request.nonce not in self._seen, "this request was sent before", NotAdmitted)
+        require(nonce not in self._seen, "this request was sent before", NotAdmitted)
         if len(self._seen) >= MAX_NONCES:
             raise NotAdmitted("too many requests in a minute: try again later", reason="busy")
-        self._seen[request.nonce] = now
-        return id_of(request.key), request.digest
+        self._seen[nonce] = now
 
 
 def _decoded(header: str) -> SignedRequest:
     scheme, _, token = header.partition(" ")
-    other = re.fullmatch("Swarm([0-9]{0,3})", scheme)
-    if other is not None and scheme != SCHEME:
-        older = int(other[1] or 1) < VERSION
-        raise NotAdmitted(
-            f"your colab-swarm is older than the coordinator's: {update()}, and restart"
-            if older
-            else "the coordinator's colab-swarm is older than yours: ask its organizer to update it"
-        )
+    version = re.fullmatch("Swarm([0-9]{0,3})", scheme)
+    if version is not None:
+        _require_version(int(version[1] or 1))
     require(
         scheme == SCHEME and len(header) <= 4 * MAX_MEMBERSHIP_BYTES,
         "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)",
@@ -219,6 +258,13 @@ def _decoded(header: str) -> SignedRequest:
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
     except (ValueError, *UNDECODABLE) as error:
         raise NotAdmitted(f"the token cannot be read: {update()}") from error
+
+
+def _require_version(version: int) -> None:
+    if version < VERSION:
+        raise NotAdmitted(f"your colab-swarm is older than the coordinator's: {update()}, and restart")
+    if version > VERSION:
+        raise NotAdmitted("the coordinator's colab-swarm is older than yours: ask its organizer to update it")
 
 
 def parse_link(text: str) -> tuple[str, Invite]:
@@ -236,12 +282,13 @@ def parse_link(text: str) -> tuple[str, Invite]:
 
 def token_by(invite: Invite, identity: Identity) -> Token:
     """Return this key's token; raise InviteError if the organizer must admit each peer."""
-    if (grant := invite.grant) is None:
+    grant = invite.grant
+    if grant is None:
         return Token(identity)
     require(
         grant.offline,
         "the organizer admits each peer: cs.join(invitation), then swarm.volunteer()",
         InviteError,
     )
-    mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
-    return Token(identity, mine.encode)
+    membership = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
+    return Token(identity, membership.encode)

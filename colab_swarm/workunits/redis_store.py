@@ -37,8 +37,10 @@ from colab_swarm.workunits.weights import Floats, as_bytes
 
 PIECE_BYTES = 128 << 10
 PIECES_PER_COMMAND = 16
-CONNECT_S, ANSWER_S = 10, 60.0
-NEW_S = 3600  # life of new parameters whose server died before they came into force
+CONNECT_S = 10
+ANSWER_S = 60.0
+NEW_S = 3600
+"""Life of new parameters whose server died before they came into force."""
 CLAIM = """
 for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
     if tonumber(redis.call('HGET', KEYS[2], assignment) or 0) <= tonumber(ARGV[1]) then
@@ -89,7 +91,8 @@ class RedisStore(ParameterStore):
         super().__init__(url, job)
         self._redis = Redis.from_url(
             url,
-            retry=Retry(NoBackoff(), 0),  # a command whose answer was lost may be in the log already
+            # a command whose answer was lost may be in the log already
+            retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=CONNECT_S,
             socket_timeout=ANSWER_S,
             socket_read_size=256 << 10,
@@ -134,8 +137,8 @@ class RedisStore(ParameterStore):
 
     @REDIS
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        found: Any = self._redis.lrange(self._key("log"), after, -1)
-        return [(position, decode_entry(data)) for position, data in enumerate(found, after + 1)]
+        records: Any = self._redis.lrange(self._key("log"), after, -1)
+        return [(position, decode_entry(data)) for position, data in enumerate(records, after + 1)]
 
     @REDIS
     def blob(self, name: str) -> bytes:
@@ -157,21 +160,28 @@ class RedisStore(ParameterStore):
     @REDIS
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
         keys = [self._key("queue"), self._key("held"), self._key("accepted")]
-        found: Any = self._claim(keys=keys, args=[now, now + lease_s])
-        return None if found is None else cast(Accepted, decode_entry(found))
+        entry: Any = self._claim(keys=keys, args=[now, now + lease_s])
+        if entry is None:
+            return None
+        return cast(Accepted, decode_entry(entry))
 
     @REDIS
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        began, old = time.perf_counter(), self.parameters()
+        began = time.perf_counter()
+        old = self.parameters()
         keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
         keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
-        version, found = old.version, 1
-        while found > 0:
+        version = old.version
+        # the entry has the version that it makes, so it is encoded again where another server was faster
+        while True:
             entry = assimilated(accepted, version + 1, server=server, now=now, began=began)
             args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
-            found = int(cast(int, self._assimilate(keys=keys, args=args)))
-            version = found or version + 1
-        return None if found < 0 else version
+            newest = int(cast(int, self._assimilate(keys=keys, args=args)))
+            if newest < 0:
+                return None
+            if newest == 0:
+                return version + 1
+            version = newest
 
     def close(self) -> None:
         self._redis.close()

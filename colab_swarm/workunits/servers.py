@@ -184,7 +184,8 @@ class ServerPool:
         self._start = start
         self.deaths = 0
         # one processor is the coordinator's
-        self._most = max(1, (os.cpu_count() or 1) - 1)
+        processors = os.cpu_count() or 1
+        self._most = max(1, processors - 1)
         self._running: list[ParameterServer | ServerProcess] = []
         self._stopping: list[ParameterServer | ServerProcess] = []
         self._started = 0

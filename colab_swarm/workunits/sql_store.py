@@ -139,7 +139,8 @@ class SqlStore(ParameterStore):
         began = time.perf_counter()
         leave = "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment"
         with self._transaction() as connection:
-            version = 1 + (self._version(connection) or 0)
+            version = self._version(connection) or 0
+            version += 1
             if not self._run(connection, leave, assignment=accepted.assignment).rowcount:
                 return None
             values = update(self._newest(connection).values)

@@ -37,7 +37,9 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    at: float  # seconds since the epoch, comparable after a restart
+    """Something that happened ``at`` a time, in seconds since the epoch: comparable after a restart."""
+
+    at: float
 
 
 class AssignmentEntry(Entry, frozen=True):
@@ -52,11 +54,14 @@ class AssignmentEntry(Entry, frozen=True):
 
 
 class Assigned(AssignmentEntry, frozen=True):
-    """A volunteer gets a unit to train, from the parameters of ``version``."""
+    """A volunteer gets a unit to train, from the parameters of ``version``.
+
+    ``volunteer`` is its peer id in hex, ``name`` its own choice.
+    """
 
     unit: Unit
-    volunteer: str  # its peer id in hex
-    name: str  # its own choice
+    volunteer: str
+    name: str
     deadline: float
     version: int
 
@@ -121,29 +126,47 @@ AnyEntry: TypeAlias = (
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
-BAN_RATE = 0.25  # share of bad results that leads to a ban: three in a row, or every fourth
-FIRST_BAN_S, LONGEST_BAN_S = 600.0, 86_400.0
-FREE_RETURNS = 3  # without a result in between; then a volunteer rests, as each fills the log
+"""How much of an error rate stays after a unit."""
+BAN_RATE = 0.25
+"""Share of bad results that leads to a ban: three in a row, or every fourth."""
+FIRST_BAN_S = 600.0
+LONGEST_BAN_S = 86_400.0
+FREE_RETURNS = 3
+"""Without a result in between; then a volunteer rests, as each return fills the log."""
 LONGEST_REST_S = 600.0
 
 
 @dataclass
 class VolunteerState:
-    """Record of one volunteer. Times are seconds since the epoch."""
+    """Record of one volunteer. Times are seconds since the epoch.
 
-    volunteer: str = ""  # its id in hex
-    name: str = ""  # its own choice
-    last_seen: float = -math.inf  # time of its latest entry
-    error_rate: float = 0.1  # share of latest units without an accepted result
-    bad_rate: float = 0.0  # share of latest results that were bad
-    in_flight: int = 0  # units, like the next three
+    Attributes:
+        volunteer: its peer id in hex.
+        name: its own choice.
+        last_seen: time of its latest entry.
+        error_rate: share of latest units without an accepted result.
+        bad_rate: share of latest results that were bad.
+        in_flight, accepted, rejected, expired: numbers of units.
+        bans: so far, each twice as long as the one before.
+        banned_until: it gets no units before.
+        returns: times it gave units back since its last good result.
+        returned_at: the latest of these times.
+        rests_until: it gets no units before.
+    """
+
+    volunteer: str = ""
+    name: str = ""
+    last_seen: float = -math.inf
+    error_rate: float = 0.1
+    bad_rate: float = 0.0
+    in_flight: int = 0
     accepted: int = 0
     rejected: int = 0
     expired: int = 0
-    bans: int = 0  # so far, each twice as long as the one before
+    bans: int = 0
     banned_until: float = -math.inf
-    returns: int = 0  # times it gave units back since its last good result
-    returned_at: float = -math.inf  # the last time
+    returns: int = 0
+    returned_at: float = -math.inf
     rests_until: float = -math.inf
 
     @property
@@ -157,7 +180,8 @@ class VolunteerState:
         return self.accepted > 0 and 1 - self.error_rate >= 0.5
 
     def on_accepted(self) -> None:
-        self.accepted, self.returns = self.accepted + 1, 0
+        self.accepted += 1
+        self.returns = 0
         self.error_rate *= MEMORY
         self.bad_rate *= MEMORY
 
@@ -171,7 +195,8 @@ class VolunteerState:
             self.returned_at = now
             self.returns += 1
         if self.returns > FREE_RETURNS:
-            self.rests_until = now + min(LONGEST_REST_S, 2.0 ** min(self.returns - FREE_RETURNS, 32))
+            doublings = min(self.returns - FREE_RETURNS, 32)
+            self.rests_until = now + min(LONGEST_REST_S, 2.0**doublings)
 
     def on_rejected(self, now: float) -> None:
         self.rejected += 1
@@ -182,27 +207,40 @@ class VolunteerState:
             self.bans += 1
 
 
-MARKS = {"expired": "late", "rejected": "rejected"}  # of units that wait again, by their last fate
-MAX_MARKS = 400  # units shown one by one
+MARKS = {"expired": "late", "rejected": "rejected"}
+"""Of units that wait again, by their last fate."""
+MAX_MARKS = 400
+"""Units shown one by one."""
 Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", "given back", "superseded"]
 
 
 @dataclass
 class UnitReplica:
-    """A unit ``given`` to a volunteer; ``superseded``: others' results were accepted without it."""
+    """A unit ``given`` to a volunteer.
+
+    It is ``accepted`` also where it agreed with the accepted one, and ``superseded`` where others'
+    results were accepted without it.
+    """
 
     given: Assigned
-    fate: Fate = "out"  # accepted: also one that agreed with the accepted one
+    fate: Fate = "out"
 
 
 @dataclass
 class UnitState:
-    """One unit of an epoch, ``accepted`` once one of its results is."""
+    """One unit of an epoch.
+
+    Attributes:
+        replicas: all of them, oldest first.
+        accepted: True once one of its results is.
+        staleness: number of results assimilated between its start and its own; None before.
+        failed_by: when each volunteer last failed it.
+    """
 
     replicas: list[UnitReplica] = field(default_factory=list)
     accepted: bool = False
-    staleness: int | None = None  # results assimilated between its start and its own
-    failed_by: dict[str, float] = field(default_factory=dict)  # when each volunteer last failed it
+    staleness: int | None = None
+    failed_by: dict[str, float] = field(default_factory=dict)
 
     def live(self) -> list[UnitReplica]:
         """Return replicas whose results are awaited, or wait for a majority."""
@@ -216,36 +254,61 @@ class UnitState:
 
     @property
     def mark(self) -> str:
+        if self.staleness is not None:
+            return "assimilated"
         if self.accepted:
-            return "queued" if self.staleness is None else "assimilated"
-        fate = self.replicas[-1].fate if self.replicas else ""
-        return "training" if self.live() else MARKS.get(fate, "waiting")
+            return "queued"
+        if self.live():
+            return "training"
+        if not self.replicas:
+            return "waiting"
+        return MARKS.get(self.replicas[-1].fate, "waiting")
 
 
-latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
+_latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
 
 
 @dataclass
 class JobState:
-    """The state that a log adds up to, of a job with ``subsets`` units in an epoch."""
+    """The state that a log adds up to, of a job with ``subsets`` units in an epoch.
+
+    Attributes:
+        subsets: number of units in an epoch.
+        units: of this epoch and all before.
+        open: those without an accepted result.
+        replicas: by assignment.
+        out: those at volunteers, by assignment.
+        volunteers: by peer id.
+        version: of the newest parameters.
+        assimilated: number of units of ``epoch``.
+        done_at: when the last unit of an epoch was assimilated.
+        measured: accuracies by epoch.
+        epochs: those that ended.
+        finished: why the job ended; None before.
+        epoch: the first whose units are not all assimilated.
+        unit_s: times of the latest units, from assignment to result.
+        update_s: durations of the latest updates.
+        changes: of the latest accepted results (L2 norm).
+        assimilated_at: times of the latest assimilations.
+    """
 
     subsets: int
-    units: dict[Unit, UnitState] = field(default_factory=dict)  # of this epoch and all before
-    open: dict[Unit, UnitState] = field(default_factory=dict)  # those without an accepted result
+    units: dict[Unit, UnitState] = field(default_factory=dict)
+    open: dict[Unit, UnitState] = field(default_factory=dict)
     replicas: dict[str, UnitReplica] = field(default_factory=dict)
-    out: dict[str, UnitReplica] = field(default_factory=dict)  # those at volunteers, by assignment
+    out: dict[str, UnitReplica] = field(default_factory=dict)
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)
-    version: int = 0  # of the newest parameters
-    assimilated: int = 0  # units of `epoch`
-    done_at: dict[int, float] = field(default_factory=dict)  # when the last unit of an epoch was assimilated
-    measured: dict[int, dict[Unit, float]] = field(default_factory=dict)  # accuracies by epoch
+    version: int = 0
+    assimilated: int = 0
+    done_at: dict[int, float] = field(default_factory=dict)
+    measured: dict[int, dict[Unit, float]] = field(default_factory=dict)
     epochs: list[EpochEnded] = field(default_factory=list)
     finished: str | None = None
-    epoch: int = 0  # the first whose units are not all assimilated
-    unit_s: deque[float] = field(default_factory=latest)
-    update_s: deque[float] = field(default_factory=latest)
-    changes: deque[float] = field(default_factory=latest)  # of accepted results (L2 norm)
-    assimilated_at: deque[float] = field(default_factory=latest)
+    epoch: int = 0
+    unit_s: deque[float] = field(default_factory=_latest)
+    update_s: deque[float] = field(default_factory=_latest)
+    changes: deque[float] = field(default_factory=_latest)
+    assimilated_at: deque[float] = field(default_factory=_latest)
 
     def __post_init__(self) -> None:
         self._begin_epoch()
@@ -296,14 +359,17 @@ class JobState:
             "store; name another, or set plan.subsets as it was",
         )
         replica = UnitReplica(entry)
-        self.replicas[entry.assignment] = self.out[entry.assignment] = replica
+        self.replicas[entry.assignment] = replica
+        self.out[entry.assignment] = replica
         self.units[entry.unit].replicas.append(replica)
         volunteer = self._seen(entry.volunteer, entry.at)
-        volunteer.in_flight, volunteer.name = volunteer.in_flight + 1, entry.name
+        volunteer.in_flight += 1
+        volunteer.name = entry.name
 
     def _end(self, replica: UnitReplica, fate: Fate) -> VolunteerState:
         volunteer = self.volunteers[replica.given.volunteer]
-        volunteer.in_flight -= self.out.pop(replica.given.assignment, None) is not None
+        if self.out.pop(replica.given.assignment, None) is not None:
+            volunteer.in_flight -= 1
         replica.fate = fate
         return volunteer
 
@@ -329,7 +395,8 @@ class JobState:
     def _failed(self, entry: Rejected | Expired | GaveBack) -> None:
         replica = self.replicas[entry.assignment]
         self.units[replica.given.unit].failed_by[replica.given.volunteer] = entry.at
-        if isinstance(entry, Expired):  # the volunteer was silent: it is not seen
+        # the volunteer was silent: it is not seen
+        if isinstance(entry, Expired):
             self._end(replica, "expired").on_expired()
             return
         self._seen(replica.given.volunteer, entry.at)
@@ -341,7 +408,8 @@ class JobState:
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]
         require(unit.staleness is None, f"unit {entry.unit} was assimilated twice: a fault of the store")
-        unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].given.version)
+        start = self.replicas[entry.assignment].given.version
+        unit.staleness = max(0, entry.version - 1 - start)
         self.version = max(self.version, entry.version)
         self.update_s.append(entry.seconds)
         self.assimilated_at.append(entry.at)
@@ -353,32 +421,60 @@ class JobState:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job and its coordinator. Times are seconds since the epoch."""
+    """A job and its coordinator. Times are seconds since the epoch.
+
+    Attributes:
+        name: of the job.
+        at: time of this status.
+        since: start of this coordinator.
+        target_accuracy: of the plan.
+        rows: samples of each subset.
+        numel: values of the model.
+        version: results assimilated so far.
+        servers: parameter servers that run.
+        server_deaths: those that ended without being stopped.
+        backlog: accepted results that wait for a parameter server.
+        fault: the store's current error; empty while it works.
+        epoch: the current one, from 1.
+        max_epochs: of the plan.
+        finished: why the job ended; None before.
+        volunteers: copies of all records, by accepted units.
+        epochs: those that ended.
+        units: of the epoch, by mark; those that failed count as waiting.
+        marks: of the epoch's first `MAX_MARKS` units, by subset.
+        staleness: mean over the epoch's units; None if unknown.
+        update_s: durations of the latest updates, sorted.
+        units_per_s: rate of the latest assimilations; 0 if there were none.
+        samples_per_s: the same, each local epoch counted.
+    """
 
     name: str
     at: float
-    since: float  # start of this coordinator
+    since: float
     target_accuracy: float | None
-    rows: tuple[int, ...]  # samples of each subset
-    numel: int  # values of the model
-    version: int  # results assimilated so far
-    servers: int  # parameter servers that run
-    server_deaths: int  # those that ended without being stopped
-    backlog: int  # accepted results that wait for a parameter server
-    fault: str  # the store's current error; empty while it works
-    epoch: int  # from 1
+    rows: tuple[int, ...]
+    numel: int
+    version: int
+    servers: int
+    server_deaths: int
+    backlog: int
+    fault: str
+    epoch: int
     max_epochs: int
-    finished: str | None  # why the job ended; None before
-    volunteers: tuple[VolunteerState, ...]  # copies of all records, by accepted units
-    epochs: tuple[EpochEnded, ...]  # those that ended
-    units: dict[str, int]  # of the epoch, by mark; those that failed count as waiting
-    marks: tuple[str, ...]  # of the epoch's first `MAX_MARKS` units, by subset
-    staleness: float | None  # mean over the epoch's units; None if unknown
-    update_s: tuple[float, ...]  # durations of the latest updates, sorted
-    units_per_s: float  # rate of the latest assimilations; 0 if there were none
-    samples_per_s: float  # the same, each local epoch counted
+    finished: str | None
+    volunteers: tuple[VolunteerState, ...]
+    epochs: tuple[EpochEnded, ...]
+    units: dict[str, int]
+    marks: tuple[str, ...]
+    staleness: float | None
+    update_s: tuple[float, ...]
+    units_per_s: float
+    samples_per_s: float
 
     @property
     def accuracy(self) -> float | None:
         """Mean accuracy of the newest epoch that has one."""
-        return next((one.accuracy for one in reversed(self.epochs) if math.isfinite(one.accuracy)), None)
+        for epoch in reversed(self.epochs):
+            if math.isfinite(epoch.accuracy):
+                return epoch.accuracy
+        return None

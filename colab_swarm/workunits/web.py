@@ -341,8 +341,8 @@ class CoordinatorServer:
             results[name] = np.frombuffer(self._log.store.blob(f"result-{name}"), "<f4")
         values = results[assignment]
         other_values = results[other]
-        change = max(moved(values, base), moved(other_values, base))
-        return moved(values, other_values) / (change or 1.0)
+        change = max(moved(values, base), moved(other_values, base)) or 1.0
+        return moved(values, other_values) / change
 
     # -- files
 

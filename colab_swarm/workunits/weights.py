@@ -16,9 +16,12 @@ from colab_swarm.errors import require
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-MAX_WHOLE = 1 << 24  # integers up to here are exact in float32
-KNOWN = 5  # after this many accepted results the usual change of the parameters is known
-MOST = 1e18  # of a value: no mean of such values is infinite, and no square
+MAX_WHOLE = 1 << 24
+"""Integers up to here are exact in float32."""
+KNOWN = 5
+"""After so many accepted results the usual change of the parameters is known."""
+MOST = 1e18
+"""Of a value: no mean of such values is infinite, and no square."""
 
 
 def as_bytes(values: Floats) -> memoryview:
@@ -37,9 +40,11 @@ class Schema:
         """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
-            most = MOST if values.is_floating_point() else MAX_WHOLE  # results have these limits too
+            # results have these limits too
+            most = MOST if values.is_floating_point() else MAX_WHOLE
+            fits = not values.is_complex() and (values.cpu().double().abs() <= most).all()
             require(
-                not values.is_complex() and (values.cpu().double().abs() <= most).all(),
+                fits,
                 f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
                 f"{MAX_WHOLE:,} as integers: exclude a mask from the state, by register_buffer(…, persistent=False)",
             )
@@ -55,7 +60,8 @@ class Schema:
 
     def head(self) -> bytes:
         """Return the head of a safetensors file with these tensors, as float32 in order."""
-        head, offset = {}, 0
+        head = {}
+        offset = 0
         for name, shape in self.entries:
             end = offset + 4 * math.prod(shape)
             head[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
@@ -83,31 +89,38 @@ class Schema:
         """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
             end = 8 + int.from_bytes(data[:8], "little")
-            found = {(name, tuple(one["shape"])) for name, one in json.loads(bytes(data[8:end])).items()}
+            head = json.loads(bytes(data[8:end]))
+            entries = {(name, tuple(tensor["shape"])) for name, tensor in head.items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "not a safetensors file"
-        odd = {"lacks": set(self.entries) - found, "has": found.difference(self.entries)}
-        words = [f"{it} {name} {shape}" for it, ones in odd.items() for name, shape in sorted(ones)]
+        expected = set(self.entries)
+        words = [f"lacks {name} {shape}" for name, shape in sorted(expected - entries)]
+        words += [f"has {name} {shape}" for name, shape in sorted(entries - expected)]
         reason = ", ".join(words) or "other types or order than the model's"
-        return reason[:300].encode("ascii", "backslashreplace")[:300].decode()  # it goes into the log
+        # it goes into the log
+        return reason[:300].encode("ascii", "backslashreplace")[:300].decode()
 
     def judge(
         self, data: bytes, base: Floats, changes: Sequence[float], max_change: float, most: float
     ) -> tuple[Floats, float]:
-        """Return a result's values (numel,) and the L2 norm of its change from ``base``; raise
-        ValueError if that is over ``most``, or over ``max_change`` times the median of ``changes``,
-        or the file is unusable.
+        """Return a result's values (numel,) and the L2 norm of its change from ``base``.
+
+        Raises ValueError if that is over ``most``, or over ``max_change`` times the median of
+        ``changes``, or the file is unusable.
         """
         values = self.decode(data)
-        if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
+        bad = len(values) - int(np.count_nonzero(np.abs(values) <= MOST))
+        if bad:
             raise ValueError(
                 f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: a lower learning rate may help"
             )
-        change = moved(values, base)
         limit = f"over {most:.3g}"
-        if len(changes) >= KNOWN and (larger := max_change * statistics.median(changes)) < most:
-            most, usual = larger, f"usually it is {statistics.median(changes):.3g}"
-            limit = f"{usual} and {max_change:g} times as much is allowed (max_change)"
+        if len(changes) >= KNOWN:
+            usual = statistics.median(changes)
+            if max_change * usual < most:
+                most = max_change * usual
+                limit = f"usually it is {usual:.3g} and {max_change:g} times as much is allowed (max_change)"
+        change = moved(values, base)
         require(change <= most, f"training moved the parameters by {change:.3g}, {limit}")
         return values, change
 
@@ -115,30 +128,41 @@ class Schema:
         """Return all values of ``model`` (numel,), copied."""
         state = model.state_dict()
         parts = [state[name].detach().reshape(-1).to("cpu", torch.float32) for name, _ in self.entries]
-        return torch.cat(parts).numpy() if parts else np.zeros(0, np.float32)
+        if not parts:
+            return np.zeros(0, np.float32)
+        return torch.cat(parts).numpy()
 
     def load(self, model: nn.Module, values: Floats) -> None:
         state = model.state_dict()
-        parts = np.split(np.array(values), np.cumsum([math.prod(one) for _, one in self.entries])[:-1])
+        ends = np.cumsum([math.prod(shape) for _, shape in self.entries])
+        parts = np.split(np.array(values), ends[:-1])
         with torch.no_grad():
             for (name, shape), part in zip(self.entries, parts, strict=True):
                 target = state[name]
-                whole = part if target.is_floating_point() else part.round()
-                target.copy_(torch.from_numpy(whole).reshape(shape))
+                if not target.is_floating_point():
+                    part = part.round()
+                target.copy_(torch.from_numpy(part).reshape(shape))
 
 
-PIECE = 1 << 16  # values at a time, which stay in the processor's cache between the steps
+PIECE = 1 << 16
+"""Values at a time, which stay in the processor's cache between the steps."""
 
 
 def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
-    """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``, all
-    (numel,) in float32.
+    """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``.
 
-    "Distributed Deep Learning Using Volunteer Computing-Like Paradigm", equation 1. In any order, n
-    results leave ``alpha^n`` of the parameters before them; ``alpha`` is in [0, 1).
+    All are (numel,) in float32. "Distributed Deep Learning Using Volunteer Computing-Like
+    Paradigm", equation 1. In any order, n results leave ``alpha^n`` of the parameters before them;
+    ``alpha`` is in [0, 1).
     """
     # start from the heavier one: least rounding, and none where they agree or alpha is 0
-    near, far, weight = (result, server, alpha) if alpha < 0.5 else (server, result, 1 - alpha)
+    near = server
+    far = result
+    weight = 1 - alpha
+    if alpha < 0.5:
+        near = result
+        far = server
+        weight = alpha
     new = np.empty(server.shape, np.float32)
     for start in range(0, len(server), PIECE):
         piece = slice(start, start + PIECE)
@@ -151,7 +175,8 @@ def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
 def moved(values: Floats, base: Floats) -> float:
     """Return the L2 norm of ``values - base``, summed in float64; not finite if a value is not."""
     total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # a stranger's values may overflow
+    # a stranger's values may overflow
+    with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(values), PIECE):
             piece = slice(start, start + PIECE)
             change = np.subtract(values[piece], base[piece], dtype=np.float64)
