@@ -92,7 +92,7 @@ strong consistency (IV-D) in `redis_store`, `sql_store`; preemptible machines (I
 Two cores of a shared virtual machine, over loopback:
 
 - `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters (VC-ASGD: Redis
-  870 ms, MySQL 1,290 ms): **39 ms, 32 ms, 302 ms**
+  870 ms, MySQL 1,290 ms): **24 ms, 39 ms, 266 ms**
 - `workunits.p1c3t8_vs_p3c3t8`: time per epoch with 1 parameter server against 3, which are the bottleneck: **1.36**
 - `vc_asgd.serial_minus_best`: accuracy lost to work units after 40 epochs (VC-ASGD: 9 points): **2.0 points**
 - `work_ordeal.once`: units assimilated exactly once, 20 kills of the coordinator, 76 of volunteers: **360 of 360**
