@@ -441,7 +441,8 @@ class AllReduce:
             slept_at = loop_now()
             await asyncio.sleep(sleep_s)
             wake(self._paced)  # a stream may have stalled
-            now, sleep_s = loop_now(), _TICK_S
+            now = loop_now()
+            sleep_s = _TICK_S
             if now - slept_at > sleep_s + AWAKE_S:  # this process was stopped: the others are not late
                 self._since += now - slept_at
                 self._heard_at = dict.fromkeys(self._heard_at, now)

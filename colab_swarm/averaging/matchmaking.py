@@ -361,7 +361,8 @@ class Matchmaker:
         return None
 
     async def _serve_join(self, message: JoinRound, stream: Stream) -> None:
-        joining, wait_s = asyncio.create_task(self._join_here(stream.peer, message)), _HEARTBEAT_S / 10
+        joining = asyncio.create_task(self._join_here(stream.peer, message))
+        wait_s = _HEARTBEAT_S / 10
         try:
             async with stream:
                 while not (await asyncio.wait([joining], timeout=wait_s))[0]:

@@ -396,8 +396,8 @@ def _experts(options: Options) -> None:
         make = partial(TransformerBlock, options.dim, options.heads, options.hidden)
     rule = ExpertRule(partial(torch.optim.Adam, lr=options.lr), max_grad_norm=1.0)
     with _joined(options, "experts") as swarm:
-        given = _set_values(options, "grid", "count", "folder")
-        host = swarm.host_experts(options.prefix, make, rule=rule, **given)
+        settings = _set_values(options, "grid", "count", "folder")
+        host = swarm.host_experts(options.prefix, make, rule=rule, **settings)
         facts = {"hosting": " ".join(host.uids), "memory": host.arithmetic}
         _stay(swarm, options, facts, hours=options.hours)
 

@@ -71,7 +71,8 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
   read may be replaced after 60 s. Once the next round is built on one of both, that one stands, and peers that
   followed the other catch up. Where none was built, a peer without most members takes the later one.
 - **States.** The writer of every sixteenth manifest saves the state after it. Then it deletes what is older
-  than the state before that one. All members try: keys need not be able to delete, if the keys of one can.
+  than the state before that one. All members try, and a refusal is no error: it is enough that
+  the keys of one member can delete.
 
 ## Failures
 

@@ -126,8 +126,8 @@ def _is_inner(host: str) -> bool:
     if "." not in name or name.endswith(_INNER_NAMES):
         return True
     try:
-        found = socket.getaddrinfo(name, None)
+        rows = socket.getaddrinfo(name, None)
     except OSError:  # nobody can be reached by this name now
         return False
-    addresses = [ip_of(str(row[4][0])) for row in found]
+    addresses = [ip_of(str(row[4][0])) for row in rows]
     return any(address is None or not address.is_global for address in addresses)

@@ -221,8 +221,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `NoExpertsError` if no expert is live, `ValueError` if inputs do not fit or are not finite."""
-        sample_axes, leading = (2, "batch, length") if self.sequences else (1, "...")
-        least_axes = 3 if self.sequences else 1
+        sample_axes = 1
+        least_axes = 1
+        leading = "..."
+        if self.sequences:
+            sample_axes = 2
+            least_axes = 3
+            leading = "batch, length"
         require(
             inputs.ndim >= least_axes and inputs.shape[-1] == self.dim,
             f"inputs of {self.grid} must be of shape ({leading}, {self.dim}), not {tuple(inputs.shape)}",

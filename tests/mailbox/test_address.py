@@ -1,6 +1,6 @@
 """What an address of a mailbox may say, and what an invitation cannot make a guest's machine do."""
 
-import os
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,7 +61,7 @@ def test_keys_and_unknown_options_are_refused_before_anything_is_opened(address:
     for call in (checked_address, lambda text: Bucket(text, "run/model")):
         with pytest.raises(ValueError, match=problem) as caught:
             call(address)
-        assert "secret" not in str(caught.value).replace("as secrets", "").replace("are secrets", "")
+        assert not re.search("AKIA|:secret", str(caught.value)), "an error shows no key"
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,3 @@ def test_no_key_is_in_the_repr_or_an_error_of_a_bucket(monkeypatch: pytest.Monke
     with pytest.raises(BucketError, match="cannot be opened") as caught:
         Bucket("az://container", "run/model")
     assert "not-shown" not in str(caught.value)
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] == "not-shown"
