@@ -16,7 +16,8 @@ from colab_swarm.averaging.reducer import SpanLedger, SpanReducer, root_mean_squ
 from colab_swarm.averaging.standing import AWAKE_S, CHAINED, Standing
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.events import MemberTrace
-from colab_swarm.net.peers import Message, PeerId, Peers, Role, Stream, StreamEnded, allowance_s, short
+from colab_swarm.net.patience import allowance_s
+from colab_swarm.net.peers import Message, PeerId, Peers, Role, Stream, StreamEnded, short
 from colab_swarm.runtime import loop_now, wake
 from colab_swarm.tensors.codecs import Buffer, Codec, ErrorFeedback, Floats, Precision, codec_of
 from colab_swarm.tensors.sparse import SPARSE16, Sparse, drop_zeros, restore_zeros

@@ -35,7 +35,8 @@ from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.standing import AWAKE_S, BURST_S, CHAINED, PART, Standing
 from colab_swarm.averaging.strategy import adaptive_shares, follows
 from colab_swarm.errors import PeerError, require
-from colab_swarm.net.peers import Contact, Patience, PeerId, Role, Stream, allowance_s, remember, short
+from colab_swarm.net.patience import Patience, allowance_s
+from colab_swarm.net.peers import Contact, PeerId, Role, Stream, remember, short
 from colab_swarm.runtime import loop_now, wait_until, wake
 
 logger = logging.getLogger(__name__)

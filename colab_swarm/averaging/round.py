@@ -36,7 +36,8 @@ from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, MemberTrace, RoundFinished, stride
-from colab_swarm.net.peers import Buffer, Patience, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.patience import Patience
+from colab_swarm.net.peers import Buffer, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 

@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 from colab_swarm.averaging.group import MAX_TEXT
 from colab_swarm.errors import require
 from colab_swarm.events import EventLog
-from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Refusal, Role, Stream
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream
 
 _Handler: TypeAlias = Callable[..., Awaitable[Any]]
 SKIPPED_S = 1800.0  # how long an organizer of an invalid group is left out

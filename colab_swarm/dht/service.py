@@ -34,11 +34,11 @@ from colab_swarm.dht.routing import MIN_PATIENCE_S, Lookup, RoutingTable, distan
 from colab_swarm.errors import CallRefused, PeerError, require
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.membership import voucher_of
+from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import (
     MAX_ADDRESSES,
     Contact,
     Message,
-    Patience,
     PeerId,
     Peers,
     R,

@@ -36,7 +36,8 @@ from colab_swarm.moe.grid import (
     beam_search,
     short_addresses,
 )
-from colab_swarm.net.peers import LeftOut, PeerId, end_tasks, remember, short
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import PeerId, end_tasks, remember, short
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from colab_swarm.dht.service import Found, is_sound
 from colab_swarm.errors import require
-from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import Floats
 
 Index: TypeAlias = tuple[int, ...]  # A point of the grid, or its first coordinates

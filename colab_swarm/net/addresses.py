@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -20,8 +20,6 @@ from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId, remem
 
 MAX_BOOK_ENTRIES = 20_000
 _MAX_ADDRESS_CHARS = 256
-# Beyond this number the source that has been quiet for longest is dropped.
-MAX_SOURCES = 4096
 _BAD_REQUESTS_S = 60.0
 _ID = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
@@ -187,28 +185,6 @@ class AddressBook:
             return Contact(peer)
         contact, _ = self._entries[peer]
         return contact
-
-
-class VisitLimit:
-    """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s``. No I/O."""
-
-    def __init__(self, most: int, window_s: float = 1.0) -> None:
-        self._most = most
-        self._window_s = window_s
-        # For each source the beginning of its window, and its requests since.
-        self._visits: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
-
-    def admit(self, source: Hashable, now: float) -> bool:
-        """Count a request at ``now`` (monotonic seconds); return whether it is allowed."""
-        began_at, count = self._visits.get(source, (now, 0))
-        if now - began_at >= self._window_s:
-            began_at = now
-            count = 0
-        remember(self._visits, source, (began_at, count + 1), MAX_SOURCES)
-        return count < self._most
-
-    def forgive(self, source: Hashable) -> None:
-        self._visits.pop(source, None)
 
 
 class VisitorLogger(logging.LoggerAdapter[logging.Logger]):

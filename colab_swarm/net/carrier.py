@@ -23,8 +23,9 @@ from typing import Annotated, Protocol, Self, TypeAlias
 import msgspec
 
 from colab_swarm.errors import PeerTimeout, ProtocolError, require
-from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, VisitLimit, is_address
+from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, is_address
 from colab_swarm.net.noise import Keys
+from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import (
     MAX_ADDRESSES,
     MAX_RUN_ID_BYTES,

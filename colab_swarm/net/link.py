@@ -28,11 +28,11 @@ from colab_swarm.net.mux import (
     item_cost,
 )
 from colab_swarm.net.noise import TAG_BYTES
+from colab_swarm.net.patience import LeftOut
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     UNDECODABLE,
     Buffer,
-    LeftOut,
     M,
     Message,
     PeerId,

@@ -41,14 +41,8 @@ from colab_swarm.net.iroh import IrohEndpoint
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, Unread, fail
 from colab_swarm.net.membership import Admission
 from colab_swarm.net.mux import ServiceTable
-from colab_swarm.net.peers import (
-    Contact,
-    LeftOut,
-    PeerId,
-    Role,
-    remember,
-    short,
-)
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import Contact, PeerId, Role, remember, short
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, dial
 
 logger = logging.getLogger(__name__)

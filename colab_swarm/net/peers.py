@@ -12,14 +12,12 @@
 """
 
 import asyncio
-import math
-import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, Generic, NewType, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NewType, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -39,13 +37,6 @@ MAX_RUN_ID_BYTES = 64
 _encoder = msgspec.msgpack.Encoder()
 # What msgspec may raise when it decodes a stranger's bytes.
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-# Usual times that `Patience` remembers.
-_REMEMBERED_TIMES = 32
-_MOST_ALLOWANCE_S = 5.0
-# Entries of a `LeftOut`; beyond that the oldest failure is forgotten.
-MAX_LEFT_OUT = 4096
-# Failures in a row are counted up to this number, so that a power of it does not overflow.
-_MAX_FAILURES = 64
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -360,75 +351,3 @@ def remember(entries: MutableMapping[K, V], key: K, value: V, most: int) -> None
     if len(entries) > most:
         oldest = next(iter(entries))
         del entries[oldest]
-
-
-class Patience:
-    """The time to wait for a usual event: the median of its last times and five median deviations, within bounds.
-
-    A few liars or stalls among the last `_REMEMBERED_TIMES` change neither. ``seconds`` is ``first_s``
-    until a time is learned, or ``most_s`` if that is None.
-    """
-
-    def __init__(self, least_s: float, most_s: float, first_s: float | None = None) -> None:
-        self._least_s = least_s
-        self._most_s = most_s
-        self._times_s: deque[float] = deque(maxlen=_REMEMBERED_TIMES)
-        self.seconds = most_s if first_s is None else first_s
-
-    def learn(self, seconds: float) -> None:
-        self._times_s.append(seconds)
-        median_s = statistics.median(self._times_s)
-        deviation_s = statistics.median(abs(time_s - median_s) for time_s in self._times_s)
-        # Equal times have no deviation: allow a fifth of the median at least.
-        patience_s = median_s + 5 * max(deviation_s, median_s / 5)
-        self.seconds = min(max(self._least_s, patience_s), self._most_s)
-
-
-def allowance_s(peers: Peers, peer: PeerId) -> float:
-    """Return how much longer to wait for a peer on a slow line: a few round trips, bounded."""
-    rtt_s = peers.statistics(peer).rtt_s or 0.0
-    return min(4 * rtt_s, _MOST_ALLOWANCE_S)
-
-
-class LeftOut(Generic[K]):
-    """Exponential back-off per key: organizers, experts and claims of a state that failed this peer.
-
-    The first failure counts for ``first_s``, each further one in a row twice as long, at most
-    ``longest_s``. Failures while an entry is left out count once: calls that were open when a host
-    died all fail. After ``longest_s`` without a failure the count restarts. ``now`` is monotonic
-    seconds; ``version`` changes when an entry is left out or forgiven.
-    """
-
-    def __init__(self, first_s: float, longest_s: float) -> None:
-        self._first_s = first_s
-        self._longest_s = longest_s
-        # For each key its failures in a row, and the time until which it is left out.
-        self._records: dict[K, tuple[int, float]] = {}
-        self.version = 0
-
-    def fail(self, key: K, now: float) -> float | None:
-        """Count a failure; return for how long the entry is left out from now on, None if it is already."""
-        self._records = {
-            other: (failures, until)
-            for other, (failures, until) in self._records.items()
-            if now < until + self._longest_s
-        }
-        failures, until = self._records.get(key, (0, -math.inf))
-        if now < until:
-            return None
-        left_out_s = min(self._longest_s, self._first_s * 2.0**failures)
-        record = (min(failures + 1, _MAX_FAILURES), now + left_out_s)
-        remember(self._records, key, record, MAX_LEFT_OUT)
-        self.version += 1
-        return left_out_s
-
-    def forgive(self, key: K) -> None:
-        if self._records.pop(key, None) is not None:
-            self.version += 1
-
-    def holds(self, key: K, now: float) -> bool:
-        return key in self._records and now < self._records[key][1]
-
-    def ends(self, now: float) -> dict[K, float]:
-        """Return the keys that are left out now, and until when."""
-        return {key: until for key, (_, until) in self._records.items() if now < until}

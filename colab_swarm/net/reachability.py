@@ -19,10 +19,11 @@ import msgspec
 
 from colab_swarm.errors import PeerError, TunnelError, require
 from colab_swarm.events import EventLog, ReachabilityChanged
-from colab_swarm.net.addresses import VisitLimit, host_of, ip_of, is_local, may_dial_back
+from colab_swarm.net.addresses import host_of, ip_of, is_local, may_dial_back
 from colab_swarm.net.carrier import Path
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
+from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
 from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings

@@ -40,10 +40,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerUnreachable, require
-from colab_swarm.net.addresses import VisitLimit, ip_of, is_local
+from colab_swarm.net.addresses import ip_of, is_local
 from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
+from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
 from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 from colab_swarm.runtime import wait_until

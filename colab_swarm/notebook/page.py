@@ -15,7 +15,8 @@ import msgspec
 from aiohttp import web
 
 from colab_swarm.markup import text
-from colab_swarm.net.addresses import VisitLimit, VisitorLogger, listening, source_of
+from colab_swarm.net.addresses import VisitorLogger, listening, source_of
+from colab_swarm.net.patience import VisitLimit
 from colab_swarm.notebook.theme import Document
 from colab_swarm.project import COPY, install, notebook_links
 from colab_swarm.runtime import loop_now

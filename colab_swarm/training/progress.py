@@ -29,7 +29,8 @@ from blake3 import blake3
 from colab_swarm.averaging.group import MAX_STEP, MAX_TEXT
 from colab_swarm.dht.service import DHT, Found
 from colab_swarm.markup import plain
-from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers, Role
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import Message, PeerId, Peers, Role
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.sketch import StateSketch

@@ -26,11 +26,11 @@ from colab_swarm.invite import NAME, Access, Invite, SignedMailbox, creator_suff
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
+from colab_swarm.net.patience import LeftOut
 from colab_swarm.net.peers import (
     MAX_RUN_ID_BYTES,
     Ack,
     Contact,
-    LeftOut,
     PeerId,
     Peers,
     Refusal,

@@ -23,6 +23,7 @@ import msgspec
 
 from colab_swarm.errors import CallRefused, NotAdmitted, PeerError, StateError, require
 from colab_swarm.net.membership import MembershipAdmission
+from colab_swarm.net.patience import backoff
 from colab_swarm.net.peers import UNDECODABLE, Role
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
@@ -37,7 +38,6 @@ from colab_swarm.workunits.messages import (
     Subset,
     Taken,
     Token,
-    backoff,
 )
 from colab_swarm.workunits.weights import Floats, Schema
 

@@ -9,11 +9,10 @@ never reaches the server.
 import asyncio
 import base64
 import os
-import random
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
 from typing import Annotated, TypeAlias
@@ -144,13 +143,6 @@ async def waited(event: Awaitable[object], seconds: float | None) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event
-
-
-def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:
-    """Yield waits after failures: they double up to ``most_s``, each drawn between half and all of it."""
-    while True:
-        yield first_s * rng.uniform(0.5, 1.0)
-        first_s = min(2 * first_s, most_s)
 
 
 VERSION = 2

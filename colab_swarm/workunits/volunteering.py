@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 
 from colab_swarm.errors import CallRefused, JoinError, PeerError, require
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.patience import backoff
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.units_view import VOLUNTEER_VIEWS, draw_volunteer, volunteer_line
@@ -39,15 +40,7 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import (
-    AskForUnits,
-    JobCard,
-    Subset,
-    backoff,
-    parse_link,
-    token_by,
-    waited,
-)
+from colab_swarm.workunits.messages import AskForUnits, JobCard, Subset, parse_link, token_by, waited
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ import pytest
 from multidict import CIMultiDict
 
 from colab_swarm.net import addresses
-from colab_swarm.net.addresses import AddressBook, VisitLimit, may_dial_back, reachable_addresses, source_of
+from colab_swarm.net.addresses import AddressBook, may_dial_back, reachable_addresses, source_of
 from colab_swarm.net.carrier import LinkType, NodeSettings
+from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 from tests.net.swarm import peers
 
@@ -84,7 +85,7 @@ def test_a_source_has_its_own_limit_in_each_window() -> None:
 
 
 def test_the_table_is_bounded_and_forgets_the_quietest_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "MAX_SOURCES", 2)
+    monkeypatch.setattr("colab_swarm.net.patience.MAX_SOURCES", 2)
     limit = VisitLimit(1)
     assert limit.admit("alice", 0.0) and limit.admit("bob", 0.0) and not limit.admit("alice", 0.0)
     assert limit.admit("carol", 0.0) and not limit.admit("alice", 0.0) and limit.admit("bob", 0.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from colab_swarm.net.peers import MAX_LEFT_OUT, LeftOut
+from colab_swarm.net.patience import MAX_LEFT_OUT, LeftOut
 
 
 @pytest.mark.parametrize(

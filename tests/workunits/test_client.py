@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import CallRefused, NotAdmitted
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
+from colab_swarm.net.patience import backoff
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as module
 from colab_swarm.workunits import messages
@@ -43,7 +44,7 @@ async def talking(standin: StandIn | None = None) -> AsyncIterator[tuple[StandIn
 
 
 def test_waits_double_up_to_a_bound() -> None:
-    waits_s = messages.backoff(random.Random(0), first_s=1.0, most_s=5.0)
+    waits_s = backoff(random.Random(0), first_s=1.0, most_s=5.0)
     for whole_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         assert whole_s / 2 <= next(waits_s) <= whole_s
 

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from colab_swarm.errors import StoreError
-from colab_swarm.net.addresses import VisitLimit
+from colab_swarm.net.patience import VisitLimit
 from colab_swarm.notebook.page import ANSWERS_PER_S
 from colab_swarm.workunits.job import Rows
 from colab_swarm.workunits.messages import AskForUnits, GivenUnits, JobCard, Taken

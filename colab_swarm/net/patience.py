@@ -1,0 +1,125 @@
+"""Patience and back-off: how long to wait for others, whom to leave out and for how long, how often each may ask.
+
+Pure cores: the time is an argument. `colab_swarm.averaging.standing` bounds what a member's delays may cost a run.
+"""
+
+import math
+import random
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+from colab_swarm.net.peers import PeerId, Peers, remember
+
+K = TypeVar("K")
+# Usual times that `Patience` remembers.
+_REMEMBERED_TIMES = 32
+_MOST_ALLOWANCE_S = 5.0
+# Entries of a `LeftOut`; beyond that the oldest failure is forgotten.
+MAX_LEFT_OUT = 4096
+# Failures in a row are counted up to this number, so that a power of it does not overflow.
+_MAX_FAILURES = 64
+# Sources that a `VisitLimit` remembers; beyond that the one that has been quiet for longest is dropped.
+MAX_SOURCES = 4096
+
+
+class Patience:
+    """The time to wait for a usual event: the median of its last times and five median deviations, within bounds.
+
+    A few liars or stalls among the last `_REMEMBERED_TIMES` change neither. ``seconds`` is ``first_s``
+    until a time is learned, or ``most_s`` if that is None.
+    """
+
+    def __init__(self, least_s: float, most_s: float, first_s: float | None = None) -> None:
+        self._least_s = least_s
+        self._most_s = most_s
+        self._times_s: deque[float] = deque(maxlen=_REMEMBERED_TIMES)
+        self.seconds = most_s if first_s is None else first_s
+
+    def learn(self, seconds: float) -> None:
+        self._times_s.append(seconds)
+        median_s = statistics.median(self._times_s)
+        deviation_s = statistics.median(abs(time_s - median_s) for time_s in self._times_s)
+        # Equal times have no deviation: allow a fifth of the median at least.
+        patience_s = median_s + 5 * max(deviation_s, median_s / 5)
+        self.seconds = min(max(self._least_s, patience_s), self._most_s)
+
+
+def allowance_s(peers: Peers, peer: PeerId) -> float:
+    """Return how much longer to wait for a peer on a slow line: a few round trips, bounded."""
+    rtt_s = peers.statistics(peer).rtt_s or 0.0
+    return min(4 * rtt_s, _MOST_ALLOWANCE_S)
+
+
+def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:
+    """Yield waits after failures: they double up to ``most_s``, each drawn between half and all of it."""
+    while True:
+        yield first_s * rng.uniform(0.5, 1.0)
+        first_s = min(2 * first_s, most_s)
+
+
+class LeftOut(Generic[K]):
+    """Exponential back-off per key: organizers, experts and claims of a state that failed this peer.
+
+    The first failure counts for ``first_s``, each further one in a row twice as long, at most
+    ``longest_s``. Failures while an entry is left out count once: calls that were open when a host
+    died all fail. After ``longest_s`` without a failure the count restarts. ``now`` is monotonic
+    seconds; ``version`` changes when an entry is left out or forgiven.
+    """
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        # For each key its failures in a row, and the time until which it is left out.
+        self._records: dict[K, tuple[int, float]] = {}
+        self.version = 0
+
+    def fail(self, key: K, now: float) -> float | None:
+        """Count a failure; return for how long the entry is left out from now on, None if it is already."""
+        self._records = {
+            other: (failures, until)
+            for other, (failures, until) in self._records.items()
+            if now < until + self._longest_s
+        }
+        failures, until = self._records.get(key, (0, -math.inf))
+        if now < until:
+            return None
+        left_out_s = min(self._longest_s, self._first_s * 2.0**failures)
+        record = (min(failures + 1, _MAX_FAILURES), now + left_out_s)
+        remember(self._records, key, record, MAX_LEFT_OUT)
+        self.version += 1
+        return left_out_s
+
+    def forgive(self, key: K) -> None:
+        if self._records.pop(key, None) is not None:
+            self.version += 1
+
+    def holds(self, key: K, now: float) -> bool:
+        return key in self._records and now < self._records[key][1]
+
+    def ends(self, now: float) -> dict[K, float]:
+        """Return the keys that are left out now, and until when."""
+        return {key: until for key, (_, until) in self._records.items() if now < until}
+
+
+class VisitLimit:
+    """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s``. No I/O."""
+
+    def __init__(self, most: int, window_s: float = 1.0) -> None:
+        self._most = most
+        self._window_s = window_s
+        # For each source the beginning of its window, and its requests since.
+        self._visits: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+
+    def admit(self, source: Hashable, now: float) -> bool:
+        """Count a request at ``now`` (monotonic seconds); return whether it is allowed."""
+        began_at, count = self._visits.get(source, (now, 0))
+        if now - began_at >= self._window_s:
+            began_at = now
+            count = 0
+        remember(self._visits, source, (began_at, count + 1), MAX_SOURCES)
+        return count < self._most
+
+    def forgive(self, source: Hashable) -> None:
+        self._visits.pop(source, None)
