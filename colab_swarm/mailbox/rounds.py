@@ -261,17 +261,6 @@ class StateHead(Statement, frozen=True, kw_only=True):
     manifest: bytes  # the state's own, in chunks
 
 
-def kind_at(path: str) -> type[Statement] | None:
-    """Return what is written at a path; None if nothing is."""
-    if place := PLACE.fullmatch(path):
-        if place[2]:
-            return PseudoGradient
-        return Farewell if path.endswith(LEFT) else RoundManifest
-    if STATE_PLACE.fullmatch(path):
-        return StateHead
-    return Card if path == CARD else None
-
-
 def seal(statement: Statement, content: Buffer = b"") -> bytes:
     """Return an object: the statement's length in 4 bytes, the statement, and the content that it names."""
     head = statement.encode()
