@@ -57,7 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--{option} is for {' or '.join(allowed)}, not {options.name}")
     if (options.vs is None) != (options.python is None):
         parser.error("use: averaging --vs hivemind --python PATH")
-    more = {key: value for key in ("python", "faithful") if (value := getattr(options, key))}
+    more = {}
+    for key in ("python", "faithful"):
+        if getattr(options, key):
+            more[key] = getattr(options, key)
     merged = Report(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
         module_name, _, run = BENCHMARKS[name].partition(":")

@@ -39,7 +39,9 @@ from tests.benchmarks.harness import (
 from tests.benchmarks.link import contact, start_node, where
 
 PEERS = 4
-STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
+STEP_PEERS = (4, 8)
+CROWD = 16
+GROUP = 4
 
 
 @reports("averaging")
@@ -87,8 +89,10 @@ def pattern(numel: int) -> Floats:
 
 async def average_as_peer(parent: Channel, rank: int, numel: int) -> None:
     node = await start_node(run_id="bench")
-    averager, found = Averager(node), where(node)
-    values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
+    averager = Averager(node)
+    found = where(node)
+    values = np.empty(numel, np.float32)
+    others = np.empty(numel, np.float32)
     while True:
         group = msgspec.convert((await parent.wait_call(**found))["group"], Group)
         for member in group.members:
@@ -110,7 +114,8 @@ def average_with_gloo(parent: Channel, rank: int, numel: int, meeting: str, peer
     torch.set_num_threads(1)
     collectives: Any = torch.distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=peers)
-    values, found = torch.from_numpy(pattern(numel)), dict[str, float]()
+    values = torch.from_numpy(pattern(numel))
+    found = dict[str, float]()
     while True:
         parent.call(**found)
         parent.call()
@@ -187,7 +192,8 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
     groups = MoshpitAverager(
         swarm.services.router, swarm.services.dht, swarm.services.averager, "bench/groups"
     )
-    values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
+    values = np.empty(numel, np.float32)
+    others = np.empty(numel, np.float32)
     found: dict[str, Any] = {"contact": "" if invites else str(swarm.invite())}
     while True:
         values, others = others, values

@@ -31,7 +31,10 @@ from colab_swarm.sim.network import DIAL_ROUND_TRIPS, EPOCH
 from tests.benchmarks.harness import Channel, Crew, call_all, receive_all, timed
 from tests.benchmarks.link import contact, start_node, where
 
-DEAD_SHARE, PROCESSES, IN_FLIGHT, HEADER_BYTES = 0.2, 8, 8, 100
+DEAD_SHARE = 0.2
+PROCESSES = 8
+IN_FLIGHT = 8
+HEADER_BYTES = 100
 SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
 
 
@@ -39,7 +42,8 @@ class CallNetwork:
     """Peers that call each other in virtual time, without shared bandwidth; others must dial."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.rng = seed, random.Random(seed)
+        self.seed = seed
+        self.rng = random.Random(seed)
         self.by_id: dict[PeerId, CallPeer] = {}
         self.silent: set[str] = set()  # names of peers that never answer
         self.linked: Callable[[CallPeer, CallPeer], bool] = lambda one, other: False
@@ -62,8 +66,12 @@ class CallPeer:
 
     def __init__(self, network: CallNetwork, name: str) -> None:
         identity = Identity(hashlib.sha256(f"{network.seed} {name}".encode()).digest())
-        self.id, self.public_key, self.sign = identity.id, identity.public_key, identity.sign
-        self.name, self.contact, self._network = name, Contact(identity.id, (f"ws://peer-{name}:1",)), network
+        self.id = identity.id
+        self.public_key = identity.public_key
+        self.sign = identity.sign
+        self.name = name
+        self.contact = Contact(identity.id, (f"ws://peer-{name}:1",))
+        self._network = network
         self._links: dict[PeerId, float] = {self.id: 0.0}  # one-way latency
         self._handlers: dict[type[Message], Callable[[PeerId, Any], Awaitable[Any]]] = {}
 
@@ -85,7 +93,8 @@ class CallPeer:
         self._handlers[kind] = handler
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        network, other = self._network, self._network.by_id[peer]
+        network = self._network
+        other = self._network.by_id[peer]
         try:
             async with asyncio.timeout(timeout_s):
                 if {self.name, other.name} & network.silent:
@@ -111,7 +120,8 @@ def found_each_other(peers: Sequence[CallPeer], rng: random.Random) -> list[DHT]
     by_id = sorted((peer.contact for peer in peers), key=lambda contact: contact.id)
     ids = [int.from_bytes(contact.id, "big") for contact in by_id]
     for dht, own in zip(dhts, peers, strict=True):
-        me, size = int.from_bytes(own.id, "big"), dht.settings.bucket_size
+        me = int.from_bytes(own.id, "big")
+        size = dht.settings.bucket_size
         for bit in range(255, -1, -1):
             others, sharing = (
                 range(bisect.bisect_left(ids, at), bisect.bisect_left(ids, at + (1 << bit)))
@@ -126,7 +136,8 @@ def found_each_other(peers: Sequence[CallPeer], rng: random.Random) -> list[DHT]
 
 async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, tuple[float, ...]]:
     """Store records, silence a fifth of all peers, then read each elsewhere; per figure a value a read."""
-    network, rng = CallNetwork(seed), random.Random(seed)
+    network = CallNetwork(seed)
+    rng = random.Random(seed)
     dhts = found_each_other(network.peers(peers), rng)
     for i in range(records):
         await rng.choice(dhts).publish(f"record {i}", i, ttl_s=86_400)
@@ -154,7 +165,10 @@ async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
             key = f"{name} {which} {i}"
             stored = await dht.publish(key, i, ttl_s=600)
             found = next(iter((await dht.get(key)).values()), None)
-            good += (stored > 0) + (found is not None and found.value == i)
+            if stored > 0:
+                good += 1
+            if found is not None and found.value == i:
+                good += 1
         return good
 
     return sum(await asyncio.gather(*map(chain, range(IN_FLIGHT))))
@@ -162,7 +176,9 @@ async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
 
 async def take_part(parent: Channel) -> None:
     node = await start_node()
-    dht, name, found = DHT(node, DHTSettings(), random.Random()), node.id.hex(), where(node)
+    dht = DHT(node, DHTSettings(), random.Random())
+    name = node.id.hex()
+    found = where(node)
     while True:
         match await parent.wait_call(**found):
             case {"bootstrap": entry}:
@@ -203,7 +219,8 @@ def run(report: Report) -> None:
 
 GRID = Grid("ffn", (32, 32))
 HOSTS = 256
-BATCH, BEST = 64, 4
+BATCH = 64
+BEST = 4
 PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
 
 
@@ -212,7 +229,8 @@ async def _search(directory: Directory, seed: int) -> tuple[float, float]:
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
     began = loop_now()
     cold = await directory.best(GRID, scores, BEST)
-    cold_s, found_at = loop_now() - began, time.process_time()
+    cold_s = loop_now() - began
+    found_at = time.process_time()
     warm = await directory.best(GRID, scores, BEST)
     warm_s = time.process_time() - found_at
     assert cold == warm and all(len(sample) == BEST for sample in cold)
@@ -222,7 +240,8 @@ async def _search(directory: Directory, seed: int) -> tuple[float, float]:
 
 async def find_experts(size: int, searches: int) -> tuple[list[float], list[float]]:
     """Let peers search in turn, for the first time; cold ms are virtual, warm ones the processor's."""
-    network, rng = CallNetwork(0), random.Random(0)
+    network = CallNetwork(0)
+    rng = random.Random(0)
     peers = network.peers(size)
     dhts = found_each_other(peers, rng)
     known = {peer.id: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
@@ -232,7 +251,8 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
         for peer, dht in zip(peers, dhts, strict=True)
     ]
     directories = [Directory(one, DirectorySettings(ttl_s=3600.0)) for one in services]
-    uids, hosts = [GRID.uid(index) for index in GRID], min(HOSTS, size // 2)
+    uids = [GRID.uid(index) for index in GRID]
+    hosts = min(HOSTS, size // 2)
     share = -(-len(uids) // hosts)
     for_host = [dict.fromkeys(uids[i * share : (i + 1) * share], ((1024,), 0)) for i in range(hosts)]
     announced = zip(directories, for_host, strict=False)

@@ -38,7 +38,8 @@ from tests.benchmarks.harness import Channel, Crew, call_all, enter, python_comm
 
 __all__ = ["add_speed", "plot", "run"]
 
-DELAY_S, JITTER_S = 0.005, 0.0002
+DELAY_S = 0.005
+JITTER_S = 0.0002
 WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "synchronous": schedulers.Synchronous,
     "norm_0.5": partial(schedulers.NormBounded, 0.5),
@@ -48,9 +49,15 @@ WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "stale_1": partial(schedulers.BoundedStaleness, 1),
     "crash_1": partial(schedulers.CrashTolerant, 1, 0.001),
 }
-HEADLINE, PEERS = "norm_0", 2
-HIDDEN, LAYERS, ROWS, LR, MOMENTUM = 64, 10, 1024, 0.02, 0.9
-WARM_UP, WINDOW = 20, 10
+HEADLINE = "norm_0"
+PEERS = 2
+HIDDEN = 64
+LAYERS = 10
+ROWS = 1024
+LR = 0.02
+MOMENTUM = 0.9
+WARM_UP = 20
+WINDOW = 10
 
 
 @reports("elastic")
@@ -72,12 +79,14 @@ def add_speed(report: Report, seeds: int, steps: int) -> None:
             invites.append(crew.start(words).receive()["invite"])
         for seed, way in product(range(seeds), runs):
             runs[way].append(call_all(crew, way=way, seed=seed, steps=steps))
-    step_s, accuracy = dict[str, float](), dict[str, float]()
+    step_s = dict[str, float]()
+    accuracy = dict[str, float]()
     for way, found in runs.items():
         step_s[way] = statistics.median(max(one["step_s"] for one in peers) for peers in found)
         accuracy[way] = statistics.mean(one["accuracy"] for peers in found for one in peers)
         report.add(f"step_ms_{way}", 1e3 * step_s[way], "ms", f"accuracy {accuracy[way]:.1%}")
-    synchronous_s, lost = step_s["synchronous"], 100 * (accuracy["synchronous"] - accuracy[HEADLINE])
+    synchronous_s = step_s["synchronous"]
+    lost = 100 * (accuracy["synchronous"] - accuracy[HEADLINE])
     report.add_rows(
         ("step_time_vs_synchronous", step_s[HEADLINE] / synchronous_s, "", f"{HEADLINE}; <= 0.8 wanted"),
         ("speed_accuracy_drop", lost, "points", f"of it, mean of {seeds} seeds; <= 1 wanted"),
@@ -114,7 +123,8 @@ def _train_one(
     if way in WAYS:
         name = f"{way}-{seed}"
         optimizer = swarm.elastic_optimizer(optimizer, peers=PEERS, scheduler=WAYS[way](), name=name)
-    rng, (images, labels) = torch.Generator().manual_seed(PEERS * seed + rank), learned
+    rng = torch.Generator().manual_seed(PEERS * seed + rank)
+    (images, labels) = learned
     drawn = [torch.randint(0, len(labels), (ROWS,), generator=rng) for _ in range(steps)]
     ends = []
     for inputs, wanted in [(images[rows], labels[rows]) for rows in drawn]:
@@ -136,7 +146,9 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DEVICE = "slow"
 PREFIX = "swarmbench"
 MTU = 65_000
-_TUNSETIFF, _IFF_TUN_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x1001, 0x40000000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN_NO_PI = 0x1001
+_CLONE_NEWNET = 0x40000000
 
 
 def missing() -> str | None:
@@ -177,7 +189,8 @@ def _ip(line: str) -> None:
 
 def open_device(name: str, address: str) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{name}", os.O_RDONLY)
+    here = os.open("/proc/self/ns/net", os.O_RDONLY)
+    there = os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:
         if libc.setns(there, _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {name}")

@@ -75,7 +75,8 @@ async def _load(
     backward: bool = False,
 ) -> dict[str, Any]:
     """Call experts without a pause; return the calls per second."""
-    inputs, done = np.random.default_rng(0).standard_normal((batch, dim), np.float32), 0
+    inputs = np.random.default_rng(0).standard_normal((batch, dim), np.float32)
+    done = 0
     infos = [ExpertInfo(uid, host, (dim,), 0, 0.0) for uid in uids]
     began = time.perf_counter()
 
@@ -97,7 +98,8 @@ async def serve_experts(parent: Channel) -> None:
     """Worker: replace the hosted experts by those of each message; see `_serve`."""
     torch.set_num_threads(os.cpu_count() or 1)  # as a peer does
     node = await start_node()
-    found, server = where(node), ExpertServer(node, EventLog(), BatchLimits())
+    found = where(node)
+    server = ExpertServer(node, EventLog(), BatchLimits())
     while True:
         order = await parent.wait_call(**found)
         await server.close()
@@ -115,5 +117,11 @@ async def _serve(
         expert.forward(torch.zeros(2, dim))  # on this thread, as a host does before: OpenMP spins less then
         server.add(expert)
     forward = partial(expert.forward, torch.randn(alone, dim))
-    took_s = [(await timed(server.device.run(forward)))[0] for _ in range(4 if alone else 0)]
-    return server, {"samples_per_s": alone / min(took_s[1:], default=1.0)}  # the first warms up
+    if not alone:
+        return server, {}
+    took_s = []
+    for _ in range(4):
+        seconds, _ = await timed(server.device.run(forward))
+        took_s.append(seconds)
+    # the first warms up
+    return server, {"samples_per_s": alone / min(took_s[1:])}

@@ -74,7 +74,8 @@ def python_command(function: Callable[..., object], *arguments: object) -> list[
 
 class Channel:
     def __init__(self, source: IO[str], target: IO[str]) -> None:
-        self._source, self._target = source, target
+        self._source = source
+        self._target = target
 
     def send(self, **message: object) -> None:
         print(json.dumps(message), file=self._target, flush=True)

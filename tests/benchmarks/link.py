@@ -33,10 +33,12 @@ from colab_swarm.net.relay import Circuits, Relay, RelayQuota
 from colab_swarm.net.websocket import SCRATCH_BYTES
 from tests.benchmarks.harness import Channel, Crew, Worker
 
-PIECE, CHUNK = os.urandom(1 << 16), os.urandom(CHUNK_BYTES)
+PIECE = os.urandom(1 << 16)
+CHUNK = os.urandom(CHUNK_BYTES)
 """What is sent over a link; what is sent through a relay, as large as a chunk of averaging."""
 MIB = 1 << 20
-_COUNT, _SECONDS = struct.Struct("<Q"), struct.Struct("<d")
+_COUNT = struct.Struct("<Q")
+_SECONDS = struct.Struct("<d")
 IN_FLIGHT = 32
 IDLE_CIRCUITS = 100
 
@@ -90,7 +92,8 @@ def run(report: Report) -> None:
 
 async def _measure(child: dict[str, Any], report: Report) -> None:
     peer = contact(child)
-    ports, by_iroh = tuple(filterfalse(is_iroh, peer.addresses)), tuple(filter(is_iroh, peer.addresses))
+    ports = tuple(filterfalse(is_iroh, peer.addresses))
+    by_iroh = tuple(filter(is_iroh, peer.addresses))
     rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
     pieces = size_mib * MIB // len(PIECE)
     async with callers(2) as (node, other):
@@ -104,7 +107,8 @@ async def _measure(child: dict[str, Any], report: Report) -> None:
         if by_iroh:
             iroh_ms, _ = await _round_trips(other, peer.id, count=calls, in_flight=1)
             report.add("iroh_rtt_ms_p50", statistics.median(iroh_ms), "ms", "1 KiB call, 1 in flight")
-    gb, by_way = pieces * len(PIECE) / 1e9, dict(zip(ways, zip(*took[1:], strict=True), strict=True))
+    gb = pieces * len(PIECE) / 1e9
+    by_way = dict(zip(ways, zip(*took[1:], strict=True), strict=True))
     for prefix, found in by_way.items():
         if prefix != "raw_":
             ratios = [raw_s / own_s for (own_s, _), (raw_s, _) in zip(found, by_way["raw_"], strict=True)]
@@ -121,7 +125,8 @@ async def _measure(child: dict[str, Any], report: Report) -> None:
 async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> tuple[float, float]:
     """Return wall and CPU seconds of ``send(n)``, which moves n pieces and returns the child's CPU seconds."""
     child_s = await send(0)
-    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    cpu_s = time.process_time()
+    wall_s = time.perf_counter()
     child_s = await send(pieces) - child_s
     return time.perf_counter() - wall_s, time.process_time() - cpu_s + child_s
 
@@ -148,7 +153,8 @@ async def send_pieces(node: Node, peer: PeerId, piece: bytes, pieces: int) -> fl
 
 async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) -> tuple[list[float], float]:
     """Return the milliseconds of each 1 KiB call, sorted, and calls per second."""
-    message, took_ms = Ping(bytes(1024)), []
+    message = Ping(bytes(1024))
+    took_ms = []
 
     async def caller() -> None:
         for _ in range(count // in_flight):
@@ -166,7 +172,9 @@ class RawSink(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self._buffer, self._left = transport, memoryview(bytearray(SCRATCH_BYTES)), -1
+        self._transport = transport
+        self._buffer = memoryview(bytearray(SCRATCH_BYTES))
+        self._left = -1
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
@@ -235,7 +243,9 @@ async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
 async def _measure_relay(report: Report, process: Worker, relay: Contact, far: Contact) -> None:
     circuit = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
     rounds, size_mib = (3, 64) if report.quick else (9, 256)
-    pieces, mb, took = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6, []
+    pieces = size_mib * MIB // len(CHUNK)
+    mb = size_mib * MIB / 1e6
+    took = []
     async with callers(2) as (direct, relayed):
         direct.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" not in one)))
         _circuits(relayed, relay)
@@ -258,7 +268,8 @@ async def _measure_relay(report: Report, process: Worker, relay: Contact, far: C
 
 
 async def _idle(report: Report, process: Worker, relay: Contact, circuit: Contact) -> None:
-    before, seconds = await process.wait_call(), 5.0 if report.quick else 30.0
+    before = await process.wait_call()
+    seconds = 5.0 if report.quick else 30.0
     async with callers(IDLE_CIRCUITS) as nodes:
         for caller in nodes:
             _circuits(caller, relay)

@@ -18,7 +18,8 @@ from colab_swarm.experiments.report import Report, reports
 from colab_swarm.mailbox.collaboration import MailboxCollaboration
 from colab_swarm.swarm.swarm import Swarm
 
-PEERS, NUMEL = 4, 250_000
+PEERS = 4
+NUMEL = 250_000
 COMPUTES_S = 0.02  # a micro-batch
 
 
@@ -40,7 +41,8 @@ def local_s3() -> Iterator[str]:
 
 def rounds(address: str, count: int) -> tuple[list[float], float]:
     """Return the seconds of each round from the last member's contribution to the last mean, and requests a peer."""
-    begun, ended = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    begun = defaultdict[int, list[float]](list)
+    ended = defaultdict[int, list[float]](list)
     requests = list[float]()
 
     def train(swarm: Swarm) -> None:

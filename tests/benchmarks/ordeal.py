@@ -25,7 +25,10 @@ from colab_swarm.experiments.report import Report, reports
 from colab_swarm.recipes.classify import classification_job
 from tests.benchmarks.harness import Channel, Crew, Worker, enter
 
-GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
+GRID = (4, 4)
+DIM = 64
+HOSTS = 4
+PER_HOST = 3
 
 
 def host_experts(parent: Channel, folder: str, invite: str, name: str) -> None:
@@ -47,7 +50,9 @@ def host_experts(parent: Channel, folder: str, invite: str, name: str) -> None:
 
 def kill_in_turn(alive: dict[str, Worker], start: partial[Worker], every_s: float) -> Iterator[None]:
     """Kill a random host now and then, between two items; another one starts."""
-    rng, number, kill_at = random.Random(0), HOSTS, time.monotonic() + every_s
+    rng = random.Random(0)
+    number = HOSTS
+    kill_at = time.monotonic() + every_s
     for killed in itertools.count(1):
         while time.monotonic() < kill_at:
             yield
@@ -58,7 +63,8 @@ def kill_in_turn(alive: dict[str, Worker], start: partial[Worker], every_s: floa
         while time.monotonic() < kill_at + 2.0:
             yield
         if killed % 2 == 0:
-            victim, number = f"host-{number}", number + 1
+            victim = f"host-{number}"
+            number = number + 1
         alive[victim] = start(victim)
         kill_at += every_s
 
@@ -73,12 +79,14 @@ def run_experts(report: Report) -> None:
             while "ready" not in worker.receive():
                 pass
         images, labels = classification_job().data()
-        x, y = torch.from_numpy(images).flatten(1) / 255, torch.from_numpy(labels)
+        x = torch.from_numpy(images).flatten(1) / 255
+        y = torch.from_numpy(labels)
         torch.manual_seed(0)
         layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2, timeout_s=5.0)
         model = torch.nn.Sequential(layer, torch.nn.Linear(DIM, 10))
         optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        until, losses = time.monotonic() + 60 * minutes, list[float]()
+        until = time.monotonic() + 60 * minutes
+        losses = list[float]()
         for _ in kill_in_turn(alive, start, kill_every_s):
             if time.monotonic() > until:
                 break

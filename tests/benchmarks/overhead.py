@@ -48,7 +48,9 @@ class TrainingLoop:
 
         torch.set_num_threads(1)
         self._model, batches = cs.recipes.albert(size, batch_size=SAMPLES, sequence_length=128)
-        self._batch, self._average_every, self._batches = next(iter(batches)), average_every, 0
+        self._batch = next(iter(batches))
+        self._average_every = average_every
+        self._batches = 0
         self._bare = inner = cs.Lamb(self._model.parameters(), lr=1e-3)
         target = 2 * SAMPLES * average_every
         self._joined = None if swarm is None else swarm.optimizer(inner, target_batch_size=target)
@@ -70,16 +72,21 @@ class TrainingLoop:
         self, *, batches: float = math.inf, seconds: float = math.inf, after_each: Callable[[], object] = int
     ) -> float:
         """Return the speed over the given batches or seconds, without global steps."""
-        began, done, stepping_s, took_s = time.perf_counter(), 0, 0.0, 0.0
+        began = time.perf_counter()
+        done = 0
+        stepping_s = 0.0
+        took_s = 0.0
         while done < batches and took_s < seconds:
             stepping_s += self.batch()
             after_each()
-            done, took_s = done + 1, time.perf_counter() - began - stepping_s
+            done = done + 1
+            took_s = time.perf_counter() - began - stepping_s
         return SAMPLES * done / took_s
 
 
 def train(parent: Channel, size: str, batches: int, invite: str) -> None:
-    loop, found = TrainingLoop(cs.join(invite) if invite else None, size), dict[str, float]()
+    loop = TrainingLoop(cs.join(invite) if invite else None, size)
+    found = dict[str, float]()
     while True:
         parent.call(**found)
         found = {"samples_per_s": loop.samples_per_s(batches=batches)}
@@ -87,7 +94,8 @@ def train(parent: Channel, size: str, batches: int, invite: str) -> None:
 
 def _throughput(report: Report, crew: Crew, backbone: "cs.Swarm") -> None:
     size, batches, phases = ("tiny", 40, 2) if report.quick else ("base", 8, 5)
-    invite, ratios = str(backbone.invite()), []
+    invite = str(backbone.invite())
+    ratios = []
     for one in ("", "", invite, invite):
         crew.start(train, size, batches, one)
     receive_all(crew)
@@ -113,7 +121,9 @@ def idle(parent: Channel, invite: str) -> None:
     import torch
 
     torch.ones(256, 256) @ torch.ones(256, 256)
-    memory, children, began = memory_mib(), _children(), time.perf_counter()
+    memory = memory_mib()
+    children = _children()
+    began = time.perf_counter()
     cs.join(invite)
     took_s = time.perf_counter() - began
     time.sleep(3.0)
@@ -165,11 +175,14 @@ def _counted_s() -> float:
 
 @reports("join")
 def run_join(report: Report) -> None:
-    counted_s = statistics.median(_counted_s() for _ in range(1 if report.quick else 3))
+    times = 1 if report.quick else 3
+    counted_s = statistics.median(_counted_s() for _ in range(times))
     report.add("counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
 
 
-SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
+SAMPLES_PER_S = 1.0
+MICRO_BATCH = 20
+SEED = 1
 
 
 def _train(swarm: "cs.Swarm", target_batch_size: int) -> None:
@@ -191,12 +204,17 @@ def run_soak(report: Report) -> None:
     # step_s: with all peers online
     peers, hours, step_s = (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
     batch = int(peers * step_s * SAMPLES_PER_S)
-    churn, end_s = ChurnProfile(mean_session_s=4 * 3600.0, mean_absence_s=1800.0), hours * 3600
+    churn = ChurnProfile(mean_session_s=4 * 3600.0, mean_absence_s=1800.0)
+    end_s = hours * 3600
     with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:
-        online, since, peer_seconds = peers, 0.0, 0.0  # of peers that never wait, with the same churn
+        # of peers that never wait, with the same churn
+        online = peers
+        since = 0.0
+        peer_seconds = 0.0
         for event in churn.events(list(simulation.swarms), until_s=end_s, rng=random.Random(f"churn {SEED}")):
             peer_seconds += online * (event.at - since)
-            online, since = online + 2 * event.online - 1, event.at
+            online = online + 2 * event.online - 1
+            since = event.at
         ideal_steps = (peer_seconds + online * (end_s - since)) * SAMPLES_PER_S / batch
         simulation.run(partial(_train, target_batch_size=batch), seconds=end_s, churn=churn)
         steps = [swarm.snapshot().step for swarm in simulation.swarms.values()]
@@ -207,13 +225,15 @@ def run_soak(report: Report) -> None:
     report.add_all({"stuck_peers": stuck, "caught_up": caught_up}, "", "at the end; late joiners online")
 
 
-WARM_UP, PORTION = 1500, 100
+WARM_UP = 1500
+PORTION = 100
 WATCH = """
 from tests.benchmarks.overhead import Watched
 watched = Watched({invite!r})
 watched.panel
 """
-PANEL_AVERAGE_EVERY, MEMBERS = 8, 8
+PANEL_AVERAGE_EVERY = 8
+MEMBERS = 8
 OWN_MEMORY = "status", "RssAnon:"  # without libraries, whose share depends on what else runs
 
 
@@ -289,7 +309,8 @@ class Watched:
 
         self._swarm = cs.join(invite, peer_name="alice")
         self._loop = TrainingLoop(self._swarm, average_every=PANEL_AVERAGE_EVERY)
-        self._folder, self._step = TemporaryDirectory(), 0
+        self._folder = TemporaryDirectory()
+        self._step = 0
         # live without a front-end: nbclient keeps the widgets' state as a page does
         self.panel = Panel(self._swarm.snapshot, self._swarm.leave, pause=lambda on: None, live=True)
 
@@ -301,7 +322,8 @@ class Watched:
     def _speed(self, seconds: float, watched: int) -> float:
         from colab_swarm.notebook.recorder import Header, Recorder
 
-        swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
+        swarm = self._swarm
+        path = Path(self._folder.name) / "run.jsonl"
         header = Header(swarm.run, swarm.name, swarm.id.hex(), time.time(), time.monotonic())
         with closing(Recorder(swarm.events, path, header)) if watched else nullcontext():
             return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
@@ -311,11 +333,15 @@ class Watched:
         from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 
         gc.collect()
-        before, began, pretending_s = memory_mib(*OWN_MEMORY), time.process_time(), 0.0
+        before = memory_mib(*OWN_MEMORY)
+        began = time.process_time()
+        pretending_s = 0.0
         for _ in range(times):
             since = time.thread_time()
             self._step += 1
-            now, samples, part = time.monotonic(), 4.0 * MEMBERS, (0.1, 0.2)
+            now = time.monotonic()
+            samples = 4.0 * MEMBERS
+            part = (0.1, 0.2)
             peers = tuple(f"{member:02x}" * 32 for member in range(MEMBERS))
             members = tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers)
             received = peers, samples, 0, 0, 1000, 1000, 0.5

@@ -62,7 +62,10 @@ FULL = (
     Case(124, inner="Adam"),
     Case(350),
 )
-LAYERS, WIDTH, EMBEDDING = 12, 768, 0.3  # its share of the values
+# its share of the values
+LAYERS = 12
+WIDTH = 768
+EMBEDDING = 0.3
 
 
 @reports("scale")

@@ -132,9 +132,11 @@ def run_stores(report: Report) -> None:
 
 
 def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
-    store, rng = open_store(url, "bench"), np.random.default_rng(0)
+    store = open_store(url, "bench")
+    rng = np.random.default_rng(0)
     store.begin(rng.random(numel, np.float32))
-    result, took_s = rng.random(numel, np.float32).tobytes(), []
+    result = rng.random(numel, np.float32).tobytes()
+    took_s = []
     for subset in range(updates + 1):
         name = f"{subset:032x}"
         accepted = Accepted(at=0.0, unit=Unit(1, subset), assignment=name, alpha=0.95, change=1.0)
@@ -151,7 +153,9 @@ def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
 
 NAMES = ("alice", "bob", "carol")
 ORDEAL_SUBSETS = 12
-UP_S, ORDEAL_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
+# life of a coordinator, of all
+UP_S = (0.2, 4.0)
+ORDEAL_LIMIT_S = 600.0
 
 
 def ordeal_job(epochs: int) -> Job:
@@ -181,11 +185,14 @@ def run_ordeal(report: Report) -> None:
 
 def _kill_in_turn(crew: Crew, folder: str, epochs: int, kills: int) -> tuple[int, int]:
     """Restart what is killed until the job is done; return how often coordinator and volunteers were."""
-    rng, until = random.Random(0), time.monotonic() + ORDEAL_LIMIT_S
+    rng = random.Random(0)
+    until = time.monotonic() + ORDEAL_LIMIT_S
     coordinator = crew.start(coordinate_until_killed, epochs, folder)
     start = partial(crew.start, die_in_units, epochs, folder, coordinator.receive()["link"])
     volunteers = {name: start(name) for name in NAMES}
-    killed, volunteers_killed, die_at = 0, 0, time.monotonic() + rng.uniform(*UP_S)
+    killed = 0
+    volunteers_killed = 0
+    die_at = time.monotonic() + rng.uniform(*UP_S)
     while coordinator.process.poll() is None and time.monotonic() < until:
         for name, worker in volunteers.items():
             if worker.process.poll() is not None:
@@ -211,7 +218,9 @@ def coordinate_until_killed(parent: Channel, epochs: int, folder: str) -> None:
 
 
 def die_in_units(parent: Channel, epochs: int, folder: str, link: str, name: str) -> None:
-    rng, own, last = random.Random(f"{name} {os.getpid()}"), None, ""
+    rng = random.Random(f"{name} {os.getpid()}")
+    own = None
+    last = ""
     while own is None:
         with suppress(JoinError):  # the coordinator is being started again
             own = volunteer(link, job=ordeal_job(epochs), name=name, folder=Path(folder) / "volunteers")
