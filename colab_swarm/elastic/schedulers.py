@@ -132,10 +132,12 @@ class NormBounded(Scheduler):
         if self.measure == "l0":
             own = status.own_numel
             arrived = status.numels
-        return all(
-            numel == status.own_numel or (self.beta < 1 and one >= self.beta * own)
-            for one, numel in zip(arrived, status.numels, strict=True)
-        )
+        for measured, numel in zip(arrived, status.numels, strict=True):
+            is_whole = numel == status.own_numel
+            suffices = self.beta < 1 and measured >= self.beta * own
+            if not (is_whole or suffices):
+                return False
+        return True
 
     def _relaxed(self, facts: StepFacts) -> float:
         if self.beta == 1:

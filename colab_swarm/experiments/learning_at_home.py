@@ -357,14 +357,25 @@ class ConvergenceEmulation:
 @reports("moe")
 def run_convergence(report: Report, faithful: bool = False, data: str = "digits") -> None:
     """Report accuracies; ``data`` may be an ``.npz`` file of images, such as MNIST's: see `classification_job`."""
-    seeds, batches, evaluations = (1, 240, 6) if report.quick else (3, 1600, 20)
-    scenes = {
-        f"{model}_{delay}": ConvergenceScene(sides, *DELAYS[delay], batches, evaluations, faithful, data)
-        for delay in DELAYS
-        for model, sides in MODELS.items()
-        if (model != "e1024" or not report.quick) and (sides or delay != "failures")
-    }
-    torch.set_num_threads(1)  # tensors are tiny
+    seeds = 3
+    batches = 1600
+    evaluations = 20
+    models = dict(MODELS)
+    if report.quick:
+        seeds = 1
+        batches = 240
+        evaluations = 6
+        del models["e1024"]
+    scenes = {}
+    for delay, times in DELAYS.items():
+        for model, sides in models.items():
+            # a model without experts has none that fails
+            if sides or delay != "failures":
+                scenes[f"{model}_{delay}"] = ConvergenceScene(
+                    sides, *times, batches, evaluations, faithful, data
+                )
+    # tensors are tiny
+    torch.set_num_threads(1)
     for name, scene in scenes.items():
         curves = [run_virtual(ConvergenceEmulation(scene, seed).run()) for seed in range(seeds)]
         report.curves[name] = curves

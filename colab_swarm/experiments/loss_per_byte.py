@@ -20,6 +20,7 @@ rank 8 on q, k and v) on another text, Python's help pages in English.
 import math
 import os
 import statistics
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from pydoc_data import topics
@@ -89,7 +90,7 @@ def ways(local_steps: int) -> dict[str, dict[str, Any]]:
 def inner(way: str, net: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     if way == "muon":
         return cs.recipes.muon(net, lr=rate)
-    trained = [one for one in net.parameters() if one.requires_grad]
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=rate, weight_decay=0.1)
 
 
@@ -125,7 +126,10 @@ class GPT(torch.nn.Module):
 @cache
 def text() -> torch.Tensor:
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(one.read_bytes() for one in files)), dtype=torch.uint8)
+    data = bytearray()
+    for file in files:
+        data += file.read_bytes()
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 @cache
@@ -194,8 +198,8 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
     unseen = texts(0, VALIDATION, unseen=True, of=of).to(device)
 
     def work(swarm: Swarm) -> Outcome:
-        told = list[Event]()
-        swarm.events.listen(told.append)
+        events = list[Event]()
+        swarm.events.listen(events.append)
         net = (GPT if of is None else adapter)(size).to(device)
         optimizer = swarm.optimizer(
             inner(way, net, size.rate),
@@ -211,7 +215,7 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
         curve = list[tuple[int, float, float]]()
 
         def look() -> None:
-            sent = sum(one.sent_bytes for one in told if isinstance(one, RoundFinished))
+            sent = sent_bytes(events)
             with torch.no_grad():
                 curve.append((steps, sent, net.loss(unseen).item()))
 
@@ -223,14 +227,26 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             steps = optimizer.global_step * local_steps
             if steps >= (len(curve) + 1) * size.steps / POINTS:
                 look()
-        optimizer.close()  # without the own steps since the last round
+        # without the own steps since the last round
+        optimizer.close()
         look()
         return Outcome(curve[-1][2], curve[-1][1], curve)
 
     with cs.simulate(peers, network="lan", seed=seed, samples_per_s=micro / STEP_S) as simulation:
-        found = list(simulation.run(work).values())
-    loss = statistics.mean(one.loss for one in found)
-    return Outcome(loss, statistics.mean(one.sent_bytes for one in found), found[0].curve)
+        outcomes = list(simulation.run(work).values())
+    return mean_outcome(outcomes)
+
+
+def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return means, and the first one's curve."""
+    loss = statistics.mean(outcome.loss for outcome in outcomes)
+    sent = statistics.mean(outcome.sent_bytes for outcome in outcomes)
+    return Outcome(loss, sent, outcomes[0].curve)
+
+
+def sent_bytes(events: Iterable[Event]) -> int:
+    """Return the bytes that a peer sent in its rounds."""
+    return sum(event.sent_bytes for event in events if isinstance(event, RoundFinished))
 
 
 def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, float]:
@@ -240,7 +256,8 @@ def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, fl
 
     def work(swarm: Swarm) -> tuple[float, int]:
         net = torch.nn.Linear(numel // 8, 8, bias=False)
-        torch.nn.init.zeros_(net.weight)  # equal at all peers, so none loads the state of another
+        # equal at all peers, so none loads the state of another
+        torch.nn.init.zeros_(net.weight)
         sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
         noise = np.random.default_rng(swarm.id[0])
         optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, matchmaking_timeout_s=20, **options)
@@ -260,25 +277,35 @@ def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, fl
 
     with cs.simulate(PEERS, network="home", samples_per_s=1 / step_s) as simulation:
         computed = [share for share, _ in simulation.run(work).values()]
-        finished = [one.events.recent(RoundFinished)[1:] for one in simulation.swarms.values()]
-    sent = [one.sent_bytes for own in finished for one in own if isinstance(one, RoundFinished)]
+        sent = []
+        for swarm in simulation.swarms.values():
+            # without the first: it waits for all to come
+            for event in swarm.events.recent(RoundFinished)[1:]:
+                if isinstance(event, RoundFinished):
+                    sent.append(event.sent_bytes)
     return 1 - statistics.mean(computed), statistics.mean(sent)
 
 
 @reports("loss_per_byte")
 def run(report: Report) -> None:
-    size, counts, seeds = (QUICK, (4,), 1) if report.quick else (FULL, (4, 8), 3)
+    size = FULL
+    counts: tuple[int, ...] = (4, 8)
+    seeds = 3
+    if report.quick:
+        size = QUICK
+        counts = (4,)
+        seeds = 1
     for peers in counts:
         for name in ways(size.local_steps):
-            found = [train(name, size, peers, seed) for seed in range(seeds)]
-            losses = [one.loss for one in found]
+            outcomes = [train(name, size, peers, seed) for seed in range(seeds)]
+            mean = mean_outcome(outcomes)
+            spread = ""
             if seeds > 1:
+                losses = [outcome.loss for outcome in outcomes]
                 spread = f"{min(losses):.3f} to {max(losses):.3f}"
-            else:
-                spread = ""
-            report.add(f"{name}_{peers}_loss", statistics.mean(losses), "nats a byte", spread)
-            report.add(f"{name}_{peers}_mb", statistics.mean(one.sent_bytes for one in found) / 1e6, "MB")
-            report.curves[f"{name}, {peers} peers"] = found[0].curve
+            report.add(f"{name}_{peers}_loss", mean.loss, "nats a byte", spread)
+            report.add(f"{name}_{peers}_mb", mean.sent_bytes / 1e6, "MB")
+            report.curves[f"{name}, {peers} peers"] = mean.curve
         report_choices(report, size, peers)
     figures = report.figures
     for name in ("sparse", "often", "muon", "int8_diloco"):
@@ -291,30 +318,36 @@ def run(report: Report) -> None:
         before = net.loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()
     report.add("adapted_before_loss", before, "nats a byte")
     for name in ("float32", "diloco", "sparse", "often"):
-        one = train(name, size, PEERS, 0, help_pages())
-        report.add(f"adapted_{name}_loss", one.loss, "nats a byte", f"{one.sent_bytes / 1000:,.0f} kB")
+        outcome = train(name, size, PEERS, 0, help_pages())
+        sent = f"{outcome.sent_bytes / 1000:,.0f} kB"
+        report.add(f"adapted_{name}_loss", outcome.loss, "nats a byte", sent)
     report_waits(report)
 
 
 def loss_after(curve: list[tuple[int, float, float]], steps: float) -> float:
     """Return the loss after a number of steps, linear between the points of a curve and level beyond them."""
-    return float(np.interp(steps, [one[0] for one in curve], [one[2] for one in curve]))
+    at, _, losses = zip(*curve, strict=True)
+    return float(np.interp(steps, at, losses))
+
+
+def numel_of(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def report_choices(report: Report, size: Size, peers: int) -> None:
     """Compare what a plan chooses with the best way, in the hours of `Size.steps` without any waiting."""
     for network, line in LINES.items():
-        for numel in (sum(one.numel() for one in GPT(size).parameters()), LARGE):
+        for numel in (numel_of(GPT(size)), LARGE):
             plan = plan_communication(numel, STEP_S, peers, line)
-            steps = {one.name: one.steps_per_hour * size.steps * STEP_S / 3600 for one in plan.forecasts}
-            losses = {
-                name: loss_after(report.curves[f"{way}, {peers} peers"], steps[name])
-                for way, name in zip(PLANNED, WAYS, strict=True)
-            }
+            hours = size.steps * STEP_S / 3600
+            steps = {forecast.name: forecast.steps_per_hour * hours for forecast in plan.forecasts}
+            losses = {}
+            for way, name in zip(PLANNED, WAYS, strict=True):
+                losses[name] = loss_after(report.curves[f"{way}, {peers} peers"], steps[name])
             best = min(losses, key=lambda name: losses[name])
             part = losses[plan.chosen.name] / losses[best]
-            told = f"{plan.chosen.name}; best: {best}; <= 1.1 wanted"
-            report.add(f"chosen_{network}_{numel // 10**6}m_{peers}", part, "of the best way's loss", told)
+            note = f"{plan.chosen.name}; best: {best}; <= 1.1 wanted"
+            report.add(f"chosen_{network}_{numel // 10**6}m_{peers}", part, "of the best way's loss", note)
 
 
 def report_waits(report: Report) -> None:
@@ -325,15 +358,17 @@ def report_waits(report: Report) -> None:
         waits, _ = rest(of[name], 350_000_000, scale)
         report.add(f"waits_350m_{name}", waits, "of the time", "" if name == "float32" else "<= 0.1 wanted")
     dense = of["int8_diloco"]
-    shown, hidden = (rest({**dense, "overlap": one}, 70_000_000, scale)[0] for one in (False, True))
+    shown, _ = rest({**dense, "overlap": False}, 70_000_000, scale)
+    hidden, _ = rest({**dense, "overlap": True}, 70_000_000, scale)
     report.add("overlap_hidden", 1 - hidden / shown, "of a round", f"70 M, int8: waits {shown:.0%} without")
-    report.add("lora_round_kb", rest(of["sparse"], LORA)[1] / 1000, "kB", "sent by a peer; <= 100 wanted")
+    _, lora_bytes = rest(of["sparse"], LORA)
+    report.add("lora_round_kb", lora_bytes / 1000, "kB", "sent by a peer; <= 100 wanted")
 
 
 def plot(report: Report, path: str) -> None:
-    lines: Lines = {
-        label: ([sent / 1e6 for _, sent, _ in curve], [loss for *_, loss in curve], "-")
-        for label, curve in report.curves.items()
-    }
+    lines: Lines = {}
+    for label, curve in report.curves.items():
+        _, sent, losses = np.transpose(curve)
+        lines[label] = sent / 1e6, losses, "-"
     style = {"xlabel": "MB sent by a peer", "ylabel": "loss, nats a byte", "xscale": "log"}
     draw(path, [(style, lines)])

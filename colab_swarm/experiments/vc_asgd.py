@@ -96,14 +96,14 @@ def run(report: Report, data: str = "digits") -> None:
     ``data`` may be an ``.npz`` file of images, such as CIFAR-10's, see `classification_job`: a ResNet learns them.
     """
     seeds = range(1 if report.quick else 3)
-    runs = {
-        name: [train_by_volunteers(_job(data, seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
-        for name, alpha in ALPHAS.items()
-    }
-    runs["serial"] = [
-        [Epoch(one, one, one) for one in _job(data, seed, 0.0, quick=report.quick).train_serially()[1]]
-        for seed in seeds
-    ]
+    runs: dict[str, list[list[Epoch]]] = {name: [] for name in (*ALPHAS, "serial")}
+    for seed in seeds:
+        for name, alpha in ALPHAS.items():
+            job = _job(data, seed, alpha, quick=report.quick)
+            runs[name].append(train_by_volunteers(job, seed=seed))
+        job = _job(data, seed, 0.0, quick=report.quick)
+        _, accuracies = job.train_serially()
+        runs["serial"].append([Epoch(accuracy, accuracy, accuracy) for accuracy in accuracies])
     report.curves |= runs
     for name, curves in runs.items():
         key = re.sub(r"[()]", "", name.replace("/", "_over_"))
@@ -111,14 +111,14 @@ def run(report: Report, data: str = "digits") -> None:
         report.add(f"{key}.early", _mean(curves, slice(EARLY)), "%", f"mean of the first {EARLY} epochs")
         if name != "serial":
             report.add(f"{key}.spread", spread(curves), "points", "of the units of an epoch, mean")
-    found = report.figures
+    figures = report.figures
     names = ("0.7", "0.95", "e_over_e+1")
-    best = max(found[f"{name}.final"] for name in (*names, "0.999"))
+    best = max(figures[f"{name}.final"] for name in (*names, "0.999"))
     orders = {
-        "slowest_is_0.999_by": min(found[f"{name}.early"] for name in names) - found["0.999.early"],
-        "variable_ahead_of_0.95_by": found["e_over_e+1.early"] - found["0.95.early"],
-        "spread_of_0.7_over_0.95": found["0.7.spread"] - found["0.95.spread"],
-        "serial_minus_best": found["serial.final"] - best,
+        "slowest_is_0.999_by": min(figures[f"{name}.early"] for name in names) - figures["0.999.early"],
+        "variable_ahead_of_0.95_by": figures["e_over_e+1.early"] - figures["0.95.early"],
+        "spread_of_0.7_over_0.95": figures["0.7.spread"] - figures["0.95.spread"],
+        "serial_minus_best": figures["serial.final"] - best,
     }
     report.add_all(orders, "points", "the paper: over 0")
 

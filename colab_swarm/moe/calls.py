@@ -315,7 +315,7 @@ class ExpertServer:
         with self._lock:
             queued = {uid: self._batching.queued(uid) for uid in self._served}
         now = loop_now()
-        return {uid: one.statistics(queued[uid], now) for uid, one in self._served.items()}
+        return {uid: expert.statistics(queued[uid], now) for uid, expert in self._served.items()}
 
     async def close(self) -> None:
         """Refuse waiting calls, finish the running batch, accept no more calls. Idempotent."""

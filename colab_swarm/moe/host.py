@@ -316,14 +316,16 @@ class ExpertsWatch:
             self._began_at = loop_now()
             self._listing = asyncio.create_task(self._list(), name="list experts")
         left_out = self._seen & self._directory.banned()
-        live = tuple(one for one in self._live if one.uid not in left_out)
+        live = tuple(info for info in self._live if info.uid not in left_out)
         self._last = ExpertsSnapshot(
             self._grid,
             live,
             left_out=tuple(sorted(left_out)),
-            dead=tuple(sorted(self._seen - left_out - {one.uid for one in live})),
+            dead=tuple(sorted(self._seen - left_out - {info.uid for info in live})),
             listed=bool(self._listings),
-            served=tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid)),
+            served=tuple(
+                expert for uid, expert in sorted(self._served().items()) if self._grid.contains(uid)
+            ),
             fault=self._fault,
         )
         return self._last

@@ -301,14 +301,17 @@ def replies(
     require(MASK in question, f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
     now = fill_mask(model, tokenizer, question)
     if before:
-        then = fill_mask(model, tokenizer, question, weights=before)
+        earlier = fill_mask(model, tokenizer, question, weights=before)
     else:
-        then = [[] for _ in now]
+        earlier = [[] for _ in now]
     if len(now) == 1:
         texts = [question]
     else:
         texts = [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
-    return [Reply(*one) for one in zip(texts, map(tuple, then), map(tuple, now), strict=True)]
+    replies = []
+    for text, guesses_before, guesses in zip(texts, earlier, now, strict=True):
+        replies.append(Reply(text, tuple(guesses_before), tuple(guesses)))
+    return replies
 
 
 def fill_mask(
@@ -356,9 +359,11 @@ def masked_loss(
     samples = []
     for text in texts:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        for start in range(0, len(tokens) - MIN_WINDOW + 1, size):  # a rest of a few is dropped
-            one = tokens[start : start + size]
-            samples.append(collate([(one[: len(one) // 2], one[len(one) // 2 :], False)]))
+        # a rest of a few is dropped
+        for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
+            window = tokens[start : start + size]
+            half = len(window) // 2
+            samples.append(collate([(window[:half], window[half:], False)]))
     require(samples, f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
     total = count = 0.0
     for start in range(0, len(samples), batch_size):
@@ -382,7 +387,7 @@ def call(model: nn.Module, weights: Weights | None, **inputs: Tensor) -> Any:
     own = dict(model.named_parameters())
     device = next(model.parameters()).device
     lent = {name: weight.to(own[name].device, own[name].dtype) for name, weight in (weights or {}).items()}
-    moved = {name: one.to(device) for name, one in inputs.items()}
+    moved = {name: tensor.to(device) for name, tensor in inputs.items()}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

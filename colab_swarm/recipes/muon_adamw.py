@@ -16,23 +16,31 @@ class MuonAdamW(Optimizer):
     """
 
     def __init__(self, model: torch.nn.Module, *, lr: float, weight_decay: float) -> None:
-        inputs = {one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)}
-        head = next((one for one in [*model.parameters()][::-1] if one.ndim == 2), None)
-        trained = [one for one in model.parameters() if one.requires_grad]
-        matrices = [one for one in trained if one.ndim == 2 and one not in inputs and one is not head]
+        embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        shaped = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        # the last matrix is the head: it and the embeddings are AdamW's
+        hidden = {parameter for parameter in shaped[:-1] if parameter not in embeddings}
+        matrices = []
+        others = []
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter in hidden:
+                matrices.append(parameter)
+            else:
+                others.append(parameter)
         require(
             matrices, "Muon is for hidden matrices, and the model has no hidden matrix: use torch.optim.AdamW"
         )
-        known = set(matrices)
-        others = [one for one in trained if one not in known]
         # As large as an update of AdamW (Moonlight, arXiv 2502.16982), so that one learning rate does for both.
         self._parts: list[Optimizer] = [
             torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
             AdamW(others, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay),
         ]
-        groups = [
-            {**group, "muon": part is self._parts[0]} for part in self._parts for group in part.param_groups
-        ]
+        groups = []
+        for part in self._parts:
+            for group in part.param_groups:
+                groups.append({**group, "muon": part is self._parts[0]})
         super().__init__(groups, {})
         self._share()
 

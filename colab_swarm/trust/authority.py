@@ -95,7 +95,7 @@ class AuthorityBook(msgspec.Struct):
             if len(peers) >= grant.uses:
                 return False
             peers.append(peer.hex())
-            self.used = {key: one for key, one in self.used.items() if one[0] + SLACK_S >= now}
+            self.used = {key: use for key, use in self.used.items() if use[0] + SLACK_S >= now}
             self.save()
         return True
 
