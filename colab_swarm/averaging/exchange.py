@@ -77,7 +77,8 @@ class Trace:
     """Begin and end of the ``sent``, ``received`` and ``means`` of each member; see `MemberTrace`."""
 
     def __init__(self, group: Group, *, now: float) -> None:
-        self._group, self._began_at = group, now
+        self._group = group
+        self._began_at = now
         self._times: dict[tuple[str, int], tuple[float, float]] = {}
         self._dropped: dict[int, str] = {}
 
@@ -182,14 +183,21 @@ class AllReduce:
         collects: bool = True,
         usual: Usual | None = None,
     ) -> None:
-        me, now = group.index_of(peers.id), loop_now()
+        me = group.index_of(peers.id)
+        now = loop_now()
         if me is None:
             raise ValueError("only a member can take part in a round")
-        self.group, self.me, self.settings, self.peers = group, me, settings, peers
-        self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
+        self.group = group
+        self.me = me
+        self.settings = settings
+        self.peers = peers
+        self.ledger = SpanLedger(group, values)
+        self.trace = Trace(group, now=now)
         self.usual = usual = usual or Usual()
         self.late_s: dict[int, float] = {}  # beyond the usual, by member
-        self._since, self._own_at = now, math.inf  # the begin, and when the own span was averaged
+        # the begin, and when the own span was averaged
+        self._since = now
+        self._own_at = math.inf
         self._contributors = frozenset(i for i, one in enumerate(group.members) if one.weight > 0)
         self.began_at = now
         span = group.spans()[me]
@@ -213,7 +221,8 @@ class AllReduce:
         self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
         # each member begins with another one
         spans = {i: len(self.ledger.chunks[i]) for i in (*range(me + 1, len(weights)), *range(me))}
-        self._pace, self._paced = Pace(spans, now=now), asyncio.Event()
+        self._pace = Pace(spans, now=now)
+        self._paced = asyncio.Event()
         longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
         self._scratch = np.empty(longest, np.float32)
         self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order of completion
@@ -264,7 +273,8 @@ class AllReduce:
             self.settled[reducer].set()
 
     async def _converse(self, reducer: int) -> None:
-        opening, peer = ReduceSpan(self.group.round_id), self.member(reducer).id
+        opening = ReduceSpan(self.group.round_id)
+        peer = self.member(reducer).id
         async with await self.peers.stream(peer, opening, timeout_s=self.settings.dial_timeout_s) as stream:
             require(self.peers.role_of(peer) >= Role.REDUCER, "its role does not let it reduce")
             upload = asyncio.create_task(self._contribute(stream, reducer))
@@ -331,7 +341,8 @@ class AllReduce:
             if len(payload):
                 name = message.codec or self.group.terms.mean_codec
                 if name == SPARSE16:
-                    name, payload = "float16", restore_zeros(payload, numel)
+                    name = "float16"
+                    payload = restore_zeros(payload, numel)
                 mean = codec_of(name).decode(payload, numel, scratch=self._scratch)
                 if not (rms := root_mean_square(mean)) < _LARGEST_MEAN * self.usual.most_rms:  # NaN, too
                     text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
@@ -418,7 +429,8 @@ class AllReduce:
         if finished:
             self.trace.on_traffic("means", self.me, loop_now())
         for index in finished:
-            mean, missing = self.reducer.mean(index), self.reducer.missing(index)
+            mean = self.reducer.mean(index)
+            missing = self.reducer.missing(index)
             payload: Buffer = b""
             codec = self._mean_precision.at(self.ledger.chunk(self.me, index).start)
             name = "" if codec.name == self.group.terms.mean_codec else codec.name
@@ -426,7 +438,8 @@ class AllReduce:
                 payload = codec.encode(mean)
                 mean = codec.decode(payload, len(mean), scratch=self._scratch)
                 if codec.name == "float16" and (shorter := drop_zeros(payload)):
-                    name, payload = SPARSE16, shorter
+                    name = SPARSE16
+                    payload = shorter
             self.ledger.place(self.me, index, mean, missing)
             self._means.append((Chunk(index, True, missing, name), payload))
         wake(self._more_means)

@@ -56,7 +56,8 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
 
 def chunk_values(*precisions: str) -> int:
     """Return the values per chunk, a multiple of 4096: no precision encodes them in over `CHUNK_BYTES`."""
-    codecs, sizes = [Precision(name).widest for name in precisions], range(MAX_BLOCKS, 1, -1)
+    codecs = [Precision(name).widest for name in precisions]
+    sizes = range(MAX_BLOCKS, 1, -1)
     fitting = (n for n in sizes if all(c.encoded_bytes(n * BLOCK_VALUES) <= CHUNK_BYTES for c in codecs))
     return next(fitting, 1) * BLOCK_VALUES
 
@@ -275,7 +276,9 @@ class GroupFormation:
     """Collects the members of one round, whose tickets must agree with ``terms``. Pure."""
 
     def __init__(self, terms: RoundTerms, *, now: float, settings: GroupFormationSettings) -> None:
-        self.terms, self.settings, self.opened_at = terms, settings, now
+        self.terms = terms
+        self.settings = settings
+        self.opened_at = now
         self.elsewhere: Group | Contact | None = None  # formed by others, or a better organizer
         self._awaited: dict[PeerId, float] = {}  # until when
         self._due: dict[PeerId, float] = {}  # when a candidate that takes its usual time has come
@@ -284,11 +287,14 @@ class GroupFormation:
         self._joined_at = now  # the last one
         self._late_s: dict[PeerId, float] = {}
         self.told: dict[PeerId, PeerId | None] = {}  # for whom a candidate waits itself
-        self.answers_s, self.after_s = list[float](), list[float]()  # to calls, and after promises
+        # to calls, and after promises
+        self.answers_s = list[float]()
+        self.after_s = list[float]()
 
     def expect(self, peer: PeerId, *, due: float, until: float) -> None:
         if peer not in self._joined:
-            self._due[peer], self._awaited[peer] = due, until
+            self._due[peer] = due
+            self._awaited[peer] = until
 
     def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
         """Wait until a candidate comes as it promised, and as long as for its answer at least."""
@@ -307,7 +313,8 @@ class GroupFormation:
 
     def on_join(self, ticket: Ticket, contact: Contact, *, now: float) -> Joined | None:
         """Add a peer; returns the answer if it is refused."""
-        mine, theirs = self.terms, ticket.terms
+        mine = self.terms
+        theirs = ticket.terms
         if why := wrong_numbers(ticket):
             return Joined(reason="invalid", text=why)
         if mine.key != theirs.key:
@@ -351,7 +358,8 @@ class GroupFormation:
         trainers = [entry for entry in joined if not entry[1][0].assists]
         require(trainers, "no trainer has joined")
         if len(trainers) == 1:
-            joined, plan = trainers, SharePlan((1.0,))
+            joined = trainers
+            plan = SharePlan((1.0,))
         else:
             plan = strategy([ticket for _, (ticket, _) in joined])
         bounded = bounded_weights([ticket for _, (ticket, _) in joined], self.settings.heaviest)

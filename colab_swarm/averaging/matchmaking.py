@@ -89,8 +89,12 @@ class Matchmaker:
         strategy: Strategy = adaptive_shares,
         settings: GroupFormationSettings | None = None,
     ) -> None:
-        self._router, self._peers, self._prefix = router, router.peers, prefix
-        self._expected, self._on_called, self._stands = expected, on_called, stands
+        self._router = router
+        self._peers = router.peers
+        self._prefix = prefix
+        self._expected = expected
+        self._on_called = on_called
+        self._stands = stands
         self._believed_s = believed_s
         self.standing = Standing(self._peers.id, heard_at=self._peers.read_at, events=router.events)
         self.own: Callable[[int, bytes], RoundTerms] | None = None  # else the first caller's terms
@@ -101,7 +105,8 @@ class Matchmaker:
         self._changed = asyncio.Event()  # when a formation has changed
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
         self._left_out = router.dishonest
-        call_s, slack_s = self._settings.call_timeout_s, self._settings.slack_s
+        call_s = self._settings.call_timeout_s
+        slack_s = self._settings.slack_s
         self._answers = Patience(_LEAST_USUAL_S, call_s, _FIRST_USUAL_S)  # to calls of linked peers
         self._lateness = Patience(_LEAST_USUAL_S, slack_s, _FIRST_USUAL_S)  # after a promise
         self._calls = set[asyncio.Task[Any]]()
@@ -139,7 +144,8 @@ class Matchmaker:
         self.forget(*key)  # a second call needs another group
         if self._search.key != key:
             self._search = _Search(key)
-        self._search.candidates, began = candidates, loop_now()
+        self._search.candidates = candidates
+        began = loop_now()
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -205,11 +211,15 @@ class Matchmaker:
 
     def _charge(self, organizer: PeerId, cost_s: float) -> None:
         if organizer != self._peers.id:
-            awaited, told = {self._peers.id, organizer, *self._search.candidates}, {organizer: self._told}
+            awaited = {self._peers.id, organizer, *self._search.candidates}
+            told = {organizer: self._told}
             self.standing.settle("to organize a round", {organizer: cost_s}, awaited, loop_now(), told)
 
     async def _answer_of(self, organizer: PeerId, ticket: Ticket) -> Joined | None:
-        asked_at, step, self._told, self._asked = loop_now(), ticket.terms.step, None, organizer
+        asked_at = loop_now()
+        step = ticket.terms.step
+        self._told = None
+        self._asked = organizer
         believed_s = max(map(self._believed_s, self._search.candidates), default=math.inf)
         usual_s = min(believed_s + self._lateness.seconds, self._settings.max_window_s)
         usual_s += self._answers.seconds
@@ -265,7 +275,8 @@ class Matchmaker:
 
     async def _join_at(self, organizer: PeerId, ticket: Ticket, patience_s: float) -> Joined:
         """Join and wait while there are heartbeats."""
-        message, key = JoinRound(ticket, self._peers.contact), ticket.terms.key
+        message = JoinRound(ticket, self._peers.contact)
+        key = ticket.terms.key
         if organizer == self._peers.id:
             joined = await self._join_here(organizer, message)
             for _ in range(3):  # the others are told first: this peer's part of the round keeps a core busy
@@ -311,7 +322,8 @@ class Matchmaker:
         return answer
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
-        group, step = joined.group, ticket.terms.step
+        group = joined.group
+        step = ticket.terms.step
         if group is None:
             reason = joined.reason
             return None if reason is None or reason == "unreachable" else RoundRefused(reason, joined.text)
@@ -376,7 +388,8 @@ class Matchmaker:
             joining.cancel()
 
     async def _join_here(self, peer: PeerId, message: JoinRound) -> Joined:
-        ticket, contact = message.ticket, message.contact
+        ticket = message.ticket
+        contact = message.contact
         if contact.id != peer:
             return Joined(reason="invalid", text="a ticket is personal")
         if ticket.weight != 0 and self._peers.role_of(peer) < Role.WORKER:
@@ -421,7 +434,9 @@ class Matchmaker:
         return formation, task
 
     async def _form(self, formation: GroupFormation) -> _Organized:
-        terms, me, candidates = formation.terms, self._peers.id, list[PeerId]()
+        terms = formation.terms
+        me = self._peers.id
+        candidates = list[PeerId]()
         try:
             candidates = [peer for peer in await self._expected(*terms.key) if peer != me]
             for peer in candidates:
@@ -453,8 +468,11 @@ class Matchmaker:
         return organized
 
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
-        terms, now, linked = formation.terms, loop_now(), peer in self._peers.linked()
-        usual_s, patience_s = allowance_s(self._peers, peer), self.standing.patience_s(peer, now)
+        terms = formation.terms
+        now = loop_now()
+        linked = peer in self._peers.linked()
+        usual_s = allowance_s(self._peers, peer)
+        patience_s = self.standing.patience_s(peer, now)
         if linked and not self.standing.suspected(peer, now):
             usual_s += self._answers.seconds
         formation.expect(peer, due=now + usual_s, until=now + usual_s + patience_s)
@@ -469,7 +487,8 @@ class Matchmaker:
             if isinstance(error, ValueError) or self._peers.contact_of(peer).addresses:
                 formation.on_declined(peer)  # else it may join by itself
         else:
-            ready_in_s, formation.told[peer] = answer.ready_in_s, answer.waits_for
+            ready_in_s = answer.ready_in_s
+            formation.told[peer] = answer.waits_for
             if answer.group is not None and answer.group.terms.key == terms.key:
                 formation.elsewhere = answer.group
             elif (
@@ -490,7 +509,8 @@ class Matchmaker:
 
     def _defers(self, formation: GroupFormation, peer: PeerId, *, trusted: bool = False) -> bool:
         """Send all that came here on to a better organizer, which has called or answered; return whether it is."""
-        contact, step = self._peers.contact_of(peer), formation.terms.step
+        contact = self._peers.contact_of(peer)
+        step = formation.terms.step
         usable = self._is_usable(peer) if trusted else self._may_organize(peer)
         if (
             better := usable

@@ -90,9 +90,12 @@ class Assembly:
         timeout_s: float = 60.0,
         terms: str = "",
     ) -> None:
-        self._peers, self._dht = router.peers, dht
-        self._prefix, self._timeout_s = prefix, timeout_s
-        self._size, self._terms = settings.size, terms
+        self._peers = router.peers
+        self._dht = dht
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._size = settings.size
+        self._terms = terms
         self._lineage = hashlib.sha256(terms.encode()).digest()[:16] if terms else b""
         self._matchmaker = Matchmaker(
             router,
@@ -149,16 +152,19 @@ class Assembly:
             others = await self._wait(own)
             self._joining = True
             terms = msgspec.structs.replace(self._waits_for, step=self.number)
-            weight, reduces = float(vote(len(others) + 1)), bool(self._peers.contact.addresses)
+            weight = float(vote(len(others) + 1))
+            reduces = bool(self._peers.contact.addresses)
             ticket = Ticket(terms, weight, reduces)
             others |= self._matchmaker.likely(*terms.key)
             return await self._matchmaker.join(ticket, sorted(others), deadline)
         finally:
             self._last = self.number if self._joining else self._last
-            self._waits_for, self._joining = None, False
+            self._waits_for = None
+            self._joining = False
 
     async def _wait(self, own: int) -> set[PeerId]:
-        begun, published = loop_now(), 0
+        begun = loop_now()
+        published = 0
         while True:
             if published != self.number:
                 published = self.number
@@ -277,7 +283,8 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
     A side is 2 or more, so there may be fewer sides than ``rounds``; the last one is the longest.
     """
     rounds = max(1, min(rounds, peers.bit_length() - 1))
-    sides, left = [], peers
+    sides = []
+    left = peers
     for axes in range(rounds, 0, -1):
         side = next(s for s in itertools.count(1) if (s + 1) ** axes > left)
         sides.append(side)
@@ -303,7 +310,8 @@ class RoundMeter:
         r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)); q = 1 - exp(-failures_per_s T(m)): a
         peer fails in a round. With one q for all m, pairs would never beat groups of four.
         """
-        rounds, round_s = rounds_for(peers, group_size), self.seconds(group_size)
+        rounds = rounds_for(peers, group_size)
+        round_s = self.seconds(group_size)
         return math.exp(-self.failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
 
     def choose_group_size(self, peers: int) -> int:
@@ -350,8 +358,11 @@ class MoshpitAverager:
         self, router: PrefixRouter, dht: DHT, averager: Averager, prefix: str, codec: str = "float32"
     ) -> None:
         Precision(codec)
-        self._peers, self._averager, self._prefix = router.peers, averager, prefix
-        self.codec, self._codecs = codec, (codec, mean_codec_for(codec))
+        self._peers = router.peers
+        self._averager = averager
+        self._prefix = prefix
+        self.codec = codec
+        self._codecs = (codec, mean_codec_for(codec))
         self._assembly = Assembly(router, dht, f"{prefix}/meeting")
         self._matchmaker = Matchmaker(
             router, prefix, expected=self._expected, on_called=self._on_called, settings=QUICK
@@ -402,17 +413,22 @@ class MoshpitAverager:
             alone = MoshpitResult((self._peers.id,), (1,), (), 0, loop_now() - begun, str(refusal))
             return values.copy(), alone
         finally:
-            self._busy, self._pass = False, None
+            self._busy = False
+            self._pass = None
             self._begun.clear()
 
     async def _round(self, run: "_Pass", axis: int) -> None:
-        begun, me, run.axis = loop_now(), self._peers.id, axis
+        begun = loop_now()
+        me = self._peers.id
+        run.axis = axis
         line = run.grid.line(me, axis)
         if len(line) == 1:
             return
         values = run.values.copy()  # other members may still recover chunks from the last round's vector
-        links, reduces = self._peers.statistics(), bool(self._peers.contact.addresses)
-        step, lineage = run.number * MAX_ROUNDS + axis, run.grid.line_id(me, axis)
+        links = self._peers.statistics()
+        reduces = bool(self._peers.contact.addresses)
+        step = run.number * MAX_ROUNDS + axis
+        lineage = run.grid.line_id(me, axis)
         terms = RoundTerms(self._prefix, step, lineage, len(values), b"", *self._codecs)
         speed = links.upload_bps, links.download_bps
         ticket = Ticket(terms, run.weight, reduces, *speed, metered=self._peers.metered)
@@ -426,7 +442,8 @@ class MoshpitAverager:
             self.meter.on_round(len(line), 1, overhead_s=0.0, averaging_s=0.0)
         else:
             failed = run.on_round(me, line, values, result)
-            overhead_s, averaging_s = joined - begun, result.seconds
+            overhead_s = joined - begun
+            averaging_s = result.seconds
             self.meter.on_round(len(line), failed, overhead_s=overhead_s, averaging_s=averaging_s)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
@@ -454,7 +471,9 @@ class _Pass:
         reachable = {member.id: bool(member.addresses) for member in meeting.members}
         self.number = meeting.terms.step
         self.grid = MoshpitGrid(meeting.round_id, reachable, group_size)
-        self.values, self.weight, self.axis = values, weight, 0
+        self.values = values
+        self.weight = weight
+        self.axis = 0
         self.rounds: list[RoundResult | None] = []
         self.notes: list[str] = []
         self.failed = 0
@@ -465,7 +484,8 @@ class _Pass:
         given = set(result.contributors)
         holders = [p for p in line if p in given or p == me or weights.get(p) == 0]
         if total := sum(weights[peer] for peer in given):
-            self.values, self.weight = values, self.grid.carried(me, holders, total)
+            self.values = values
+            self.weight = self.grid.carried(me, holders, total)
         if total and result.kept_local:
             lacking = sum(span.numel for span in result.kept_local)
             self.notes.append(f"round {self.axis + 1}: no peer reduced {lacking} of {len(values)} values")
@@ -474,5 +494,6 @@ class _Pass:
         return failed
 
     def result(self, seconds: float) -> MoshpitResult:
-        peers, sides = tuple(sorted(self.grid.cells)), self.grid.sides
+        peers = tuple(sorted(self.grid.cells))
+        sides = self.grid.sides
         return MoshpitResult(peers, sides, tuple(self.rounds), self.failed, seconds, "; ".join(self.notes))

@@ -91,11 +91,10 @@ async def _serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) 
 
 
 def _answer(round_: AllReduce, opening: RecallSpan, index: int) -> tuple[Chunk, Buffer]:
-    ledger, chunk = round_.ledger, round_.ledger.chunk(opening.reducer, index)
-    averaged, (has_mean, missing) = (
-        ledger.settled(opening.reducer, index),
-        ledger.result(opening.reducer, index),
-    )
+    ledger = round_.ledger
+    chunk = round_.ledger.chunk(opening.reducer, index)
+    averaged = ledger.settled(opening.reducer, index)
+    (has_mean, missing) = ledger.result(opening.reducer, index)
     if has_mean:
         return Chunk(index, averaged, missing), ledger.values[chunk.start : chunk.stop].data.cast("B")
     if opening.contributions and round_.member(round_.me).weight > 0 and not averaged:
@@ -151,14 +150,16 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
 async def _recall(
     round_: AllReduce, member: int, reducer: int, *, contributions: bool
 ) -> AsyncIterator[Stream]:
-    wanted, timeout_s = tuple(round_.ledger.lacking(reducer)), round_.settings.dial_timeout_s
+    wanted = tuple(round_.ledger.lacking(reducer))
+    timeout_s = round_.settings.dial_timeout_s
     opening = RecallSpan(round_.group.round_id, reducer, wanted, contributions)
     async with await round_.peers.stream(round_.member(member).id, opening, timeout_s=timeout_s) as stream:
         yield stream
 
 
 async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> tuple[Chunk, Floats | None]:
-    began, member = loop_now(), round_.group.index_of(stream.peer)
+    began = loop_now()
+    member = round_.group.index_of(stream.peer)
     assert member is not None
     try:
         async with asyncio.timeout(round_.limit_s(member)):
@@ -320,7 +321,8 @@ class Averager:
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
-        exchange, deadline = self._finished.get(prefix), loop_now() + DRAIN_S
+        exchange = self._finished.get(prefix)
+        deadline = loop_now() + DRAIN_S
         while exchange is not None and exchange.serving and loop_now() < deadline:
             await wait_until(deadline, exchange.served)
 
@@ -356,8 +358,10 @@ class Averager:
             self.forget(prefix)
             self._finished[prefix] = exchange
         exchange.release()
-        seconds, incomplete = loop_now() - exchange.began_at, exchange.ledger.incomplete()
-        members, spans = enumerate(group.members), group.spans()
+        seconds = loop_now() - exchange.began_at
+        incomplete = exchange.ledger.incomplete()
+        members = enumerate(group.members)
+        spans = group.spans()
         result = RoundResult(
             group=group,
             contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
@@ -377,7 +381,8 @@ class Averager:
 
     def _usual_in(self, group: Group, *, bounded: bool) -> Usual:
         prefix = group.terms.prefix
-        took, norms = self._took.get(prefix), self._norms.get(prefix)
+        took = self._took.get(prefix)
+        norms = self._norms.get(prefix)
         round_s = max(took.seconds, PREDICTED * forecast_s(group)) if took else math.inf
         most_rms = OUTLIER * statistics.median(norms) if bounded and norms else math.inf
         return Usual(round_s, most_rms, self.standings[prefix])
@@ -388,7 +393,8 @@ class Averager:
 
     def _learn(self, exchange: AllReduce) -> None:
         """Charge the members that this round waited for; what the median one did is usual."""
-        members, prefix = exchange.group.members, exchange.group.terms.prefix
+        members = exchange.group.members
+        prefix = exchange.group.terms.prefix
         late_s = {members[one].id: seconds for one, seconds in exchange.late_s.items()}
         # Who sent all of its part here did not keep the reducer waiting either, whatever that one says.
         told = {
@@ -396,7 +402,8 @@ class Averager:
             for reducer, other in exchange.ledger.waited().items()
             if not exchange.reducer.has_all_of(other)
         }
-        everyone, standing = [one.id for one in members], exchange.usual.standing
+        everyone = [one.id for one in members]
+        standing = exchange.usual.standing
         standing.settle("its part of a round", late_s, everyone, loop_now(), told)
         if ended_s := exchange.trace.ended_s():
             took = self._took.setdefault(prefix, Patience(_MIN_USUAL_S, self._settings.round_timeout_s))
@@ -406,7 +413,8 @@ class Averager:
 
     async def _run(self, exchange: AllReduce) -> None:
         stop_listening = self._peers.on_lost(exchange.on_lost)
-        step, limit_s = exchange.group.terms.step, self._limit_s(exchange.group)
+        step = exchange.group.terms.step
+        limit_s = self._limit_s(exchange.group)
         awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:

@@ -17,7 +17,8 @@ class PrefixRouter:
     """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has."""
 
     def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
-        self.peers, self.events = peers, events or EventLog()
+        self.peers = peers
+        self.events = events or EventLog()
         self.dishonest = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers of invalid groups
         self._handlers: dict[type[Message], dict[str, _Handler]] = {}
         self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None

@@ -56,8 +56,11 @@ class Standing:
         events: EventLog | None = None,
         longest_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._me, self._account_of, self._heard_at = me, account_of, heard_at
-        self._events, self._longest_s = events or EventLog(), longest_s
+        self._me = me
+        self._account_of = account_of
+        self._heard_at = heard_at
+        self._events = events or EventLog()
+        self._longest_s = longest_s
         self._spent: dict[bytes, tuple[float, float]] = {}  # seconds, and when the account last earned
         self._silent_at: dict[PeerId, float] = {}  # when last charged
 
@@ -111,7 +114,8 @@ class Standing:
         for peer, seconds in beyond_s.items():
             other = (told or {}).get(peer)
             if other is not None and other in awaited and other not in (peer, self._me):
-                tellers[peer], peer = TELLERS * seconds, other
+                tellers[peer] = TELLERS * seconds
+                peer = other
             if seconds > 0:
                 late[peer] = max(late.get(peer, 0.0), seconds)
         behind = [peer for peer, seconds in beyond_s.items() if seconds > 0]

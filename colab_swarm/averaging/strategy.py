@@ -56,7 +56,8 @@ class _Loads:
         terms = tickets[0].terms
         facts = [(ticket.weight > 0, not ticket.assists) for ticket in tickets]
         c, w = np.array(facts, np.float64).T
-        up, down = encoded_bytes(terms.codec, terms.numel), mean_bytes(terms, int(c.sum()))
+        up = encoded_bytes(terms.codec, terms.numel)
+        down = mean_bytes(terms, int(c.sum()))
         self._reduces = np.array(reducing(tickets), np.float64)
         if not self._reduces.any():
             raise ValueError("nobody reduces: no peer accepts connections")
@@ -98,7 +99,9 @@ class _Loads:
         return bool((low <= high).all() and low.sum() <= 1 <= high.sum())
 
     def explain(self, shares: _Array) -> tuple[str, Bottleneck]:
-        peers, reducers, seconds = len(shares), int(self._reduces.sum()), self.seconds(shares)
+        peers = len(shares)
+        reducers = int(self._reduces.sum())
+        seconds = self.seconds(shares)
         if peers == 1:
             return "a peer alone needs no averaging", ""
         above = shares > (1 + 1e-3) / reducers
@@ -107,7 +110,8 @@ class _Loads:
             verb = "reduces" if above.sum() == 1 else "reduce"
             what = f"{above.sum()} of {peers} peers {verb} {shares[above].sum():.0%}"
         slowest = (seconds >= 0.99 * seconds.max()).reshape(2, peers)
-        count, mbit = int(slowest.any(axis=0).sum()), self._rates[slowest] * 8e-6
+        count = int(slowest.any(axis=0).sum())
+        mbit = self._rates[slowest] * 8e-6
         low, high = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (mbit.min(), mbit.max()))
         rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
         if count == peers:
@@ -123,7 +127,8 @@ class _Loads:
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = _PRECISION) -> float:
-    low, high = 0.0, most
+    low = 0.0
+    high = most
     while high - low > precision * max(high, precision * most):
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -158,10 +163,12 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     shares reveal more about them, or without measurements. ``flattery`` is how many times more
     optimistic forecasts were for planned shares than for equal ones.
     """
-    equal, trusted = equal_shares(tickets), _trusted_tickets(tickets)
+    equal = equal_shares(tickets)
+    trusted = _trusted_tickets(tickets)
     if not any(equal.shares) or trusted is None:
         return equal
-    as_equals, planned = plan_round(trusted, equal.shares), plan_round(trusted)
+    as_equals = plan_round(trusted, equal.shares)
+    planned = plan_round(trusted)
     return planned if planned.averaging_s * flattery < 0.9 * as_equals.averaging_s else as_equals
 
 
@@ -237,7 +244,8 @@ def encoded_bytes(precision: str, numel: int) -> int:
 
 def mean_bytes(terms: RoundTerms, contributors: int) -> int:
     """Return the size of the encoded mean: of sparse vectors it has all places, at most if these are independent."""
-    dense, codec = encoded_bytes(terms.mean_codec, terms.numel), Precision(terms.codec).widest
+    dense = encoded_bytes(terms.mean_codec, terms.numel)
+    codec = Precision(terms.codec).widest
     if not isinstance(codec, Sparse) or terms.mean_codec != "float16" or not terms.numel:
         return dense
     density = 1 - (1 - codec.kept(terms.numel) / terms.numel) ** contributors

@@ -108,7 +108,8 @@ class ObjectStore:
         refused = exceptions.UnauthenticatedError, exceptions.PermissionDeniedError
         self.refusals: Errors = PermissionError, *refused
         self._exists = exceptions.AlreadyExistsError, exceptions.PreconditionError
-        kind, plain = urlsplit(address).scheme, address.partition("?")[0]
+        kind = urlsplit(address).scheme
+        plain = address.partition("?")[0]
         self.rights = " and ".join(KEYS.get(kind, {}).values()) or "the rights of its folder"
         if kind == "file":
             self._store: Any = from_url(plain, mkdir=True)
@@ -261,9 +262,11 @@ class Bucket:
     async def require_conditional_writes(self) -> None:
         """Raise `BucketError` unless the store keeps the first of two writes: no round would be sure."""
         path = f"checks/{os.urandom(8).hex()}"
-        first, written_at = await self.create(path, b"first"), loop_now()
+        first = await self.create(path, b"first")
+        written_at = loop_now()
         second = await self.create(path, b"second")
-        found, kept = await self.list("checks", path[:-1]), await self.read(path)
+        found = await self.list("checks", path[:-1])
+        kept = await self.read(path)
         with suppress(BucketError):  # this peer's keys may not delete
             await self.delete([path])
         mine = [one for one in found if one.path == path]

@@ -57,7 +57,8 @@ class MailboxCollaboration(TrainingPart):
     ) -> None:
         super().__init__(services, settings, own)
         _check_settings(settings)
-        self._schema, self._snapshot = schema, snapshot
+        self._schema = schema
+        self._snapshot = snapshot
         self._journal = Journal(bucket, services, settings, numel)
         self._chain: RoundChain | None = None  # None: not read yet
         self._last: ClosedRound | None = None  # None also where a state told the chain
@@ -114,22 +115,31 @@ class MailboxCollaboration(TrainingPart):
     async def catch_up(self) -> CaughtUp | None:
         """Read the newest state and the rounds since then; the first peer writes its own state."""
         self._update(syncing=True, samples=0.0)
-        journal, began_at, rounds = self._journal, loop_now(), list[ClosedRound]()
-        later, self._later = self._later, None  # of a peer that slept past a trim
+        journal = self._journal
+        began_at = loop_now()
+        rounds = list[ClosedRound]()
+        # of a peer that slept past a trim
+        later = self._later
+        self._later = None
         while True:
             if later is None:
                 later = await journal.patiently(journal.read_state, self._snapshot)
-            (chain, snapshot), later = later, None
+            (chain, snapshot) = later
+            later = None
             rounds = [one async for one in journal.follow(chain)]
             if snapshot is not None or not rounds:
                 break
-        self._chain, self._last, self._put, self._since = chain, None, None, loop_now()
+        self._chain = chain
+        self._last = None
+        self._put = None
+        self._since = loop_now()
         if rounds:
             self._learn(rounds[-1])
         if snapshot is None:
             self._update(syncing=False)
             return None
-        state, donors = snapshot.manifest, tuple(donor.hex() for donor in snapshot.donors)
+        state = snapshot.manifest
+        donors = tuple(donor.hex() for donor in snapshot.donors)
         seconds = loop_now() - began_at
         self.services.events.emit(StateReceived(loop_now(), state.step, donors, state.size_bytes, seconds))
         return snapshot, self._means(rounds)
@@ -163,11 +173,13 @@ class MailboxCollaboration(TrainingPart):
         """Contribute what there is: nobody else's samples are waited for."""
         await self.on_gate()
         self._check()
-        self._journal.until, due = deadline, self._due()
+        self._journal.until = deadline
+        due = self._due()
         return due if due == "catching up" else "a round" if loop_now() < deadline else "nothing"
 
     def _check(self) -> None:
-        refused, self._refused = self._refused, None
+        refused = self._refused
+        self._refused = None
         if refused is not None:
             raise refused
 
@@ -205,7 +217,8 @@ class MailboxCollaboration(TrainingPart):
 
     async def _rounds(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
         """Contribute, and follow the rounds until one counts the contribution, or none will."""
-        began_at, moved = loop_now(), self.bucket_bytes
+        began_at = loop_now()
+        moved = self.bucket_bytes
         mine = await self._contribute(given)
         while (one := await self._next()) is not None:
             counted = one.counts(self.services.peers.id, mine)
@@ -228,7 +241,9 @@ class MailboxCollaboration(TrainingPart):
 
     async def _contribute(self, given: RoundInput) -> int:
         """Write the contribution, and return its round; one that no manifest lists yet goes first."""
-        chain, own, journal = self._chain, self.progress.own, self._journal
+        chain = self._chain
+        own = self.progress.own
+        journal = self._journal
         assert chain is not None
         if not given.weight:
             return chain.round
@@ -250,7 +265,8 @@ class MailboxCollaboration(TrainingPart):
         )
         path = f"{chain.folder}/{self.services.peers.id.hex()}"
         written = await journal.patiently(journal.bucket.create, path, data)
-        self._put, self._put_at = chain.round, loop_now() if written else None
+        self._put = chain.round
+        self._put_at = loop_now() if written else None
         if not written and await journal.patiently(journal.bucket.read, path) != data:
             content = b""  # one of an earlier session is there, and counts
         self._content = content
@@ -259,7 +275,8 @@ class MailboxCollaboration(TrainingPart):
 
     def _cut_off(self, given: RoundInput) -> None:
         """Keep as error feedback what the contribution that is in the bucket lacks."""
-        feedback, journal = given.encoding.feedback, self._journal
+        feedback = given.encoding.feedback
+        journal = self._journal
         if feedback is None:
             return
         feedback.cut_off(0, given.values, np.zeros_like(given.values))
@@ -272,7 +289,9 @@ class MailboxCollaboration(TrainingPart):
 
         None also if others went on without this peer, which must catch up: on another manifest, or long ago.
         """
-        chain, journal, me = self._chain, self._journal, self.services.peers.id
+        chain = self._chain
+        journal = self._journal
+        me = self.services.peers.id
         assert chain is not None
         again_at = -math.inf  # when this peer may write another manifest
         while True:
@@ -282,7 +301,8 @@ class MailboxCollaboration(TrainingPart):
                 journal.bucket.on_time(mine.modified_at, self._put_at)
                 self._put_at = None  # others may overwrite it
             self._spoilt = mine is not None and not await journal.offers([mine])
-            now, present = journal.bucket.now(), {one.member for one in journal.open_places(chain, listing)}
+            now = journal.bucket.now()
+            present = {one.member for one in journal.open_places(chain, listing)}
             gone = await journal.gone(chain, listing)
             due_at = chain.due_at(present, gone)
             alone = now >= due_at and not chain.is_quorum({*present, *gone})
@@ -293,7 +313,8 @@ class MailboxCollaboration(TrainingPart):
                 return one
             late = listing.latest > chain.round
             if late and (later := await journal.patiently(journal.newest_state, chain.round)) is not None:
-                self._chain, self._later = None, later
+                self._chain = None
+                self._later = later
                 return None
             due_at = max(due_at, await journal.reopens_at(chain, listing))
             if now >= max(due_at, again_at) and await journal.close(chain, listing):
@@ -328,7 +349,8 @@ class MailboxCollaboration(TrainingPart):
 
     def _learn(self, one: ClosedRound) -> None:
         """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""
-        self._chain, self._last = one.after, one
+        self._chain = one.after
+        self._last = one
         heads = {offer.head.member: offer.head for offer in one.offers.values()}
         self._others = {member: head for member, head in heads.items() if member != self.services.peers.id}
         self._show_others()
@@ -360,16 +382,20 @@ class MailboxCollaboration(TrainingPart):
         return {member: min(claim, most) for member, claim in claims.items()}
 
     def _result(self, one: ClosedRound, sent: int, received: int, seconds: float) -> RoundResult:
-        settings, manifest, samples = self._settings, one.manifest, dict[PeerId, float]()
+        settings = self._settings
+        manifest = one.manifest
+        samples = dict[PeerId, float]()
         for entry in manifest.entries:
             samples[entry.member] = samples.get(entry.member, 0.0) + entry.samples
         codecs = settings.compression, settings.mean_compression
-        numel, schema = self._journal.numel, self._schema
+        numel = self._journal.numel
+        schema = self._schema
         terms = RoundTerms(settings.prefix, manifest.round, manifest.base, numel, schema, *codecs)
         counts = sorted(samples.items())
         members = tuple(GroupMember(member, (), count, share=1.0, samples=count) for member, count in counts)
         traces = tuple(MemberTrace(member.hex(), count, 1 / len(counts)) for member, count in counts)
-        group, everyone = Group(one.after.base[:16], terms, members), tuple(member for member, _ in counts)
+        group = Group(one.after.base[:16], terms, members)
+        everyone = tuple(member for member, _ in counts)
         return RoundResult(group, everyone, (), (), sent, received, seconds, seconds, traces)
 
 

@@ -51,7 +51,9 @@ from colab_swarm.training.settings import PeerServices, TrainingSettings
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
-LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 60.0  # between two looks at the bucket
+# between two looks at the bucket
+LEAST_PAUSE_S = 0.5
+MOST_PAUSE_S = 60.0
 MANIFEST_BYTES = 1 << 20
 MAX_REMEMBERED = 10_000
 
@@ -62,8 +64,11 @@ class Journal:
     def __init__(
         self, bucket: Bucket, services: PeerServices, settings: TrainingSettings, numel: int
     ) -> None:
-        self.bucket, self._services, self._prefix = bucket, services, settings.prefix
-        self.codec, self.numel = codec_of(settings.compression), numel
+        self.bucket = bucket
+        self._services = services
+        self._prefix = settings.prefix
+        self.codec = codec_of(settings.compression)
+        self.numel = numel
         self.until = math.inf  # when this peer no longer waits for a bucket that is away
         self._away = False
         self._faulty: dict[StoredObject, str] = {}  # objects that do not count, and why
@@ -201,7 +206,8 @@ class Journal:
 
     async def _ways(self, chain: RoundChain, listing: RoundListing) -> list[ClosedRound]:
         """Return what the sound manifests of the round make of it, without the contributions."""
-        ways, gone = dict[StoredObject, ClosedRound](), await self.gone(chain, listing)
+        ways = dict[StoredObject, ClosedRound]()
+        gone = await self.gone(chain, listing)
         while unread := [one for one in listing.attempts(chain.folder, self._faulty) if one not in ways]:
             place = unread[0]
             try:
@@ -323,7 +329,8 @@ class Journal:
     async def close(self, chain: RoundChain, listing: RoundListing) -> bool:
         """Write a manifest of the readable contributions; False if they are too few, or another was first."""
         offers = await self.offers(self.open_places(chain, listing))
-        present, gone = {one.head.member for one in offers.values()}, await self.gone(chain, listing)
+        present = {one.head.member for one in offers.values()}
+        gone = await self.gone(chain, listing)
         if self.bucket.now() < chain.due_at(present, gone):
             return False
         entries = entries_of(offers.values())

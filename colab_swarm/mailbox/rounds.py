@@ -37,12 +37,14 @@ MOST_NORM = 4.0  # median norms of a contribution; larger ones are scaled down
 GRACE_S = 90.0
 PATIENCE = 1.5  # usual rounds after which it closes without a minority
 MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one may be written
-MIN_PACE_S, MAX_PACE_S = 1.0, 6 * 3600.0
+MIN_PACE_S = 1.0
+MAX_PACE_S = 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
 PLACE: Final = re.compile(
     r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
 )
-CARD, LEFT = "card/first", "-left"
+CARD = "card/first"
+LEFT = "-left"
 STATE_PLACE: Final = re.compile(r"states/([0-9]{8})")
 STATE_ROUNDS = 16  # from one state in the bucket to the next
 
@@ -198,7 +200,8 @@ class RoundChain(Message, frozen=True):
         return ""
 
     def after(self, manifest: RoundManifest, digest: bytes, *, closed_at: float) -> "RoundChain":
-        entries, round = manifest.entries, self.round + 1
+        entries = manifest.entries
+        round = self.round + 1
         pace_s = statistics.median_low(entry.seconds for entry in entries)
         listed = [*self.listed, *((entry.member, entry.round) for entry in entries)]
         return RoundChain(
@@ -275,7 +278,8 @@ def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
     """Return a statement that its own key signed, and the content; raises `ProtocolError`."""
     length = int.from_bytes(data[:4], "big")
     require(4 + length <= len(data), f"an object of {len(data)} bytes is cut off", ProtocolError)
-    head, content = data[4 : 4 + length], memoryview(data)[4 + length :]
+    head = data[4 : 4 + length]
+    content = memoryview(data)[4 + length :]
     statement = decoded(head, kind, f"no readable {kind.__name__}", ProtocolError)
     require(statement.is_signed_by(statement.key), "its signature is wrong", ProtocolError)
     named = statement.content or content_digest(b"")

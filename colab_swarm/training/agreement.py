@@ -11,7 +11,8 @@ from colab_swarm.training.settings import TrainingSettings
 
 def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[str, str], ...]:
     """Return readable names and values of the settings; unset ones are omitted."""
-    rule, trained = replica.rule, [*replica.model, *replica.shared]
+    rule = replica.rule
+    trained = [*replica.model, *replica.shared]
     rates = sorted(
         {float(group.get("initial_lr", group.get("lr", 0.0))) for group in rule.optimizer.param_groups}
     )

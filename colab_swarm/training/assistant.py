@@ -53,8 +53,11 @@ class Assistant:
         collaboration: str | None = None,
         stored: Callable[[str], Awaitable[Snapshot | None]] = _nothing_stored,
     ) -> None:
-        self._runtime, self._services, self._stored = runtime, services, stored
-        self._run_id, self._name = run_id, name
+        self._runtime = runtime
+        self._services = services
+        self._stored = stored
+        self._run_id = run_id
+        self._name = name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
         self.rounds = 0  # in which it reduced
         self._parts: dict[str, _Part] = {}
@@ -128,7 +131,9 @@ class _Part:
         stored: Callable[[str], Awaitable[Snapshot | None]],
     ) -> None:
         self.used_at = loop_now()
-        self._assistant, self._services, self._prefix = assistant, services, prefix
+        self._assistant = assistant
+        self._services = services
+        self._prefix = prefix
         self._progress = Progress(services.peers.id, WATCHING, prefix)
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")

@@ -48,7 +48,8 @@ class CatchUp:
 
     def __init__(self, collaboration: _Follower, *, capacity: int, has_state: bool) -> None:
         self._collaboration = collaboration
-        self._capacity, self._has_state = capacity, has_state
+        self._capacity = capacity
+        self._has_state = has_state
         self._means: dict[tuple[int, bytes], Floats] = {}  # by the step and lineage that they are applied to
         self._between_rounds = asyncio.Lock()
 
@@ -61,12 +62,18 @@ class CatchUp:
             await asyncio.gather(follower, return_exceptions=True)
 
     async def _run(self) -> CaughtUp | None:
-        collaboration, progress = self._collaboration, self._collaboration.progress
+        collaboration = self._collaboration
+        progress = self._collaboration.progress
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
-        attempts, failures, since = 0, 0, math.inf  # the latter of one branch's donors
+        # the latter of one branch's donors
+        attempts = 0
+        failures = 0
+        since = math.inf
         while attempts < _BRANCHES * ATTEMPTS:
-            branch, root, silent = await collaboration.refresh(), b"", False
+            branch = await collaboration.refresh()
+            root = b""
+            silent = False
             if not (donors := sorted(branch.peers - {progress.me})):
                 if self._has_state or not reasons:
                     return None
@@ -75,7 +82,8 @@ class CatchUp:
                 progress.trust_all()  # they were silent, and may answer again
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            since, shared = min(since, loop_now()), self._has_state and progress.shared
+            since = min(since, loop_now())
+            shared = self._has_state and progress.shared
             patience_s = _SHORT_PATIENCE_S if shared else CHUNK_TIMEOUT_S
             try:
                 snapshot = await self._download(branch.step, donors, patience_s)
@@ -92,7 +100,8 @@ class CatchUp:
                     progress.distrust(donors, now=loop_now())
                     if shared:
                         return None  # the others' votes count as well, once they are back
-                    failures, since = 0, math.inf
+                    failures = 0
+                    since = math.inf
             outdated = root or outdated
             await asyncio.sleep(_PAUSE_S * (attempts % ATTEMPTS))
             attempts += not silent
@@ -109,11 +118,13 @@ class CatchUp:
             telling.cancel()
 
     async def _complete(self, snapshot: Snapshot) -> CaughtUp:
-        step, lineage = snapshot.manifest.step, snapshot.manifest.subject
+        step = snapshot.manifest.step
+        lineage = snapshot.manifest.subject
         means: list[Floats] = []
         while (mean := self._means.get((step, lineage))) is not None:
             means.append(mean)
-            step, lineage = step + 1, next_lineage(lineage, mean)
+            step = step + 1
+            lineage = next_lineage(lineage, mean)
         branch = await self._collaboration.refresh()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)
         require(

@@ -48,7 +48,9 @@ from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
-STATE_PER_VALUE, SMALL_STATE = 64, 64 << 20  # bytes that a state may take: parameters and optimizer
+# bytes that a state may take: parameters and optimizer
+STATE_PER_VALUE = 64
+SMALL_STATE = 64 << 20
 _MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
 
 
@@ -72,9 +74,13 @@ class Collaboration(TrainingPart):
         loss: Callable[[], float | None],
     ) -> None:
         super().__init__(services, settings, own)
-        peers, patience_s = services.peers, settings.matchmaking_timeout_s
-        self._numel, self._schema, self._limit_bytes = numel, schema, STATE_PER_VALUE * numel + SMALL_STATE
-        self._bandwidth, self._shares = LinkBandwidth(peers), AdaptiveShares()
+        peers = services.peers
+        patience_s = settings.matchmaking_timeout_s
+        self._numel = numel
+        self._schema = schema
+        self._limit_bytes = STATE_PER_VALUE * numel + SMALL_STATE
+        self._bandwidth = LinkBandwidth(peers)
+        self._shares = AdaptiveShares()
         self._matchmaker = Matchmaker(
             services.router,
             settings.prefix,
@@ -92,12 +98,16 @@ class Collaboration(TrainingPart):
             services.events,
             self.progress.longest_s,
         )
-        self._matchmaker.own, self._matchmaker.standing = self._terms, standing
+        self._matchmaker.own = self._terms
+        self._matchmaker.standing = standing
         services.averager.standings[settings.prefix] = standing
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._called: tuple[int, bytes] | None = None
         self._applying = False
-        self._snapshot, self._sketch, self._loss, self._state_check = snapshot, sketch, loss, StateCheck()
+        self._snapshot = snapshot
+        self._sketch = sketch
+        self._loss = loss
+        self._state_check = StateCheck()
         self._deviant = False  # this peer's state is not that of most others
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -201,7 +211,8 @@ class Collaboration(TrainingPart):
         return self.progress.behind
 
     async def on_loaded(self) -> None:
-        own, events = self.progress.own, self.services.events
+        own = self.progress.own
+        events = self.services.events
         if events.detailed:
             events.emit(Loaded(loop_now(), own.step, own.lineage.hex(), await self._state()))
 
@@ -293,7 +304,8 @@ class Collaboration(TrainingPart):
 
     async def _find_group(self, own: ProgressRecord, given: RoundInput) -> Group:
         reduces = bool(self.services.peers.contact.addresses) and not own.syncing
-        terms, bandwidth = self._terms(own.step, own.lineage), self._bandwidth.known()
+        terms = self._terms(own.step, own.lineage)
+        bandwidth = self._bandwidth.known()
         metered = self.services.peers.metered
         ticket = Ticket(terms, given.weight, reduces, *bandwidth, metered=metered, samples=given.samples)
         candidates = await self._expected(own.step, own.lineage)
@@ -309,7 +321,9 @@ class Collaboration(TrainingPart):
         return sorted((expected | self._matchmaker.likely(step, lineage)) - others)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        own, step, lineage = self.progress.own, terms.step, terms.lineage
+        own = self.progress.own
+        step = terms.step
+        lineage = terms.lineage
         applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
         ahead = self.progress.records.get(caller, own).step > step  # by its record: nobody expects it here
         if own.absent or ahead or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
@@ -317,18 +331,21 @@ class Collaboration(TrainingPart):
         if caller != self.services.peers.id:  # its own organizer has begun, and would follow itself forever
             self._called = (step, lineage)
             self._wake.set()
-        patience_s, now = self._settings.matchmaking_timeout_s, loop_now()
+        patience_s = self._settings.matchmaking_timeout_s
+        now = loop_now()
         ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
         early_s = 0.0 if own.syncing or applying else self.progress.early_s(now)
         return None if ready_in_s is None else max(ready_in_s, early_s)
 
     async def catch_up(self) -> CaughtUp | None:
         has_state = not self.progress.own.syncing
-        self._called, self._applying = None, False
+        self._called = None
+        self._applying = False
         self._update(syncing=True, samples=0.0, idle=False)
         await self._exchange()
         self._check()
-        branch, own = self.progress.branch(), self.progress.own
+        branch = self.progress.branch()
+        own = self.progress.own
         if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._deviant:
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
@@ -356,7 +373,8 @@ class Collaboration(TrainingPart):
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
         """Follow the round of the call; return its complete mean by step and lineage."""
         assert self._called is not None
-        (step, lineage), self._called = self._called, None
+        (step, lineage) = self._called
+        self._called = None
         values = np.zeros(self._numel, np.float32)
         own = msgspec.structs.replace(self.progress.own, step=step, lineage=lineage)
         try:
@@ -387,7 +405,8 @@ class Collaboration(TrainingPart):
             snapshot = await self._states.download(
                 list(self.progress.assistants), self._limit_bytes, timeout_s
             )
-        state, now = snapshot.manifest, loop_now()
+        state = snapshot.manifest
+        now = loop_now()
         names = tuple(donor.hex() for donor in snapshot.donors)
         self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, now - started))
         return snapshot

@@ -24,7 +24,8 @@ class MeanLoss:
 
     def add(self, loss: float | torch.Tensor, weight: float) -> None:
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
-        (total, of), counted = self._state, value.isfinite() * weight
+        (total, of) = self._state
+        counted = value.isfinite() * weight
         self._state = total + torch.where(value.isfinite(), value, 0.0) * weight, of + counted
 
     @property
@@ -68,7 +69,9 @@ class Gradients:
     def __init__(
         self, replica: Replica, held: Callable[[Floats], bool], *, error_feedback: bool = False
     ) -> None:
-        self._replica, self._trainable, self._held = replica, replica.trainable(), held
+        self._replica = replica
+        self._trainable = replica.trainable()
+        self._held = held
         self._vectors: list[Floats] = []
         self._sum: Floats | None = None  # of gradients; None: it is 0, or given
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
@@ -129,7 +132,8 @@ class Gradients:
             gradient = self._total()[self._replica.front :]
             gradient *= np.float32(1 / self._since)
             self._replica.step_alone(gradient)
-            self._sum, self._since = None, 0.0
+            self._sum = None
+            self._since = 0.0
 
     def contribution(self) -> RoundInput:
         """Return what to average."""
@@ -138,7 +142,8 @@ class Gradients:
         if self._replica.rule.local:
             self.step()
             self._replica.pseudo_gradient(self._total()[front:])
-        values, self._sum = self._total(), None
+        values = self._total()
+        self._sum = None
         if self.weight and not self._replica.rule.local:
             values[front:] *= np.float32(1 / self.weight)
         self._replica.change_of_buffers(values[:front])

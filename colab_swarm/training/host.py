@@ -62,8 +62,11 @@ class HostOptimizer:
     ) -> None:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
         self.lead: SwarmOptimizer | None = None  # on the other ranks
-        self.global_step, self.lineage = 0, b""
-        self._settings, self._model, self._names = settings, model, set[str]()
+        self.global_step = 0
+        self.lineage = b""
+        self._settings = settings
+        self._model = model
+        self._names = set[str]()
         self._parameters = trained_by(optimizer)
         sizes = [parameter.numel() for parameter in self._parameters]
         # The sum of the gradients and the `_COUNTS`.
@@ -161,7 +164,8 @@ class HostOptimizer:
         samples, weight, dropped, losses, of = self._sum[-_COUNTS:].tolist()
         divisor = weight or 1.0
         if dropped and not samples:  # a NaN, which the swarm's optimizer drops
-            samples, divisor = dropped, math.nan
+            samples = dropped
+            divisor = math.nan
         for parameter, part in self._parts:
             parameter.grad = part.div_(divisor).to(parameter.dtype)
         return self._leading().step(
@@ -179,7 +183,8 @@ class HostOptimizer:
         version = self._sent
         if dist.get_rank() == _LEAD:
             try:
-                result, lead = act(), self._leading()
+                result = act()
+                lead = self._leading()
                 # Tensor versions show updates between the swarm's steps, the lineage all others.
                 version = (lead.lineage, [parameter._version for parameter in self._parameters])
                 own = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
@@ -191,7 +196,8 @@ class HostOptimizer:
         require(
             not update.error, f"rank {_LEAD}, which talks to the swarm, failed: {update.error}", HostError
         )
-        self.global_step, self.lineage = update.step, update.lineage
+        self.global_step = update.step
+        self.lineage = update.lineage
         return update.result
 
     @torch.no_grad()
@@ -212,7 +218,8 @@ class HostOptimizer:
         return update
 
     def _lost(self, what: str, error: RuntimeError) -> HostError:
-        rank, reason = dist.get_rank(), str(error).partition("\n")[0]
+        rank = dist.get_rank()
+        reason = str(error).partition("\n")[0]
         return HostError(
             f"{what}: at rank {rank} a rank is missing that has died, failed, or did not respond "
             f"within {self._timeout.total_seconds():g} s; its own output shows why. "

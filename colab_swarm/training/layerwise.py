@@ -75,7 +75,8 @@ class Lamb(_Layerwise):
             state["exp_avg_sq"] = torch.zeros_like(weight)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean = state["exp_avg"]
+        square = state["exp_avg_sq"]
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         step = state["step"].item()
@@ -123,10 +124,12 @@ class Lars(_Layerwise):
         super().__init__(params, defaults | {"trust": trust, "clip": clip})
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        lr, decay = group["lr"], group["weight_decay"]
+        lr = group["lr"]
+        decay = group["weight_decay"]
         if not lr:
             return
-        weight_norm, gradient_norm = _norm(weight), _norm(gradient)
+        weight_norm = _norm(weight)
+        gradient_norm = _norm(gradient)
         adapts = (weight_norm > 0) & (gradient_norm > 0)
         ratio = group["trust"] * weight_norm / (gradient_norm + decay * weight_norm + 1e-8)
         if group["clip"]:

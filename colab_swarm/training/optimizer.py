@@ -71,7 +71,10 @@ class SwarmOptimizer(WrappedOptimizer):
     ) -> None:
         """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the closed one of this name."""
         self._part = part
-        self._runtime, self._services, self.settings, self._folder = runtime, services, settings, folder
+        self._runtime = runtime
+        self._services = services
+        self.settings = settings
+        self._folder = folder
         self._replica = Replica(rule)
         self._gathered = Gradients(
             self._replica, services.averager.holds, error_feedback=settings.error_feedback
@@ -88,7 +91,8 @@ class SwarmOptimizer(WrappedOptimizer):
         self.closed = threading.Event()
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
-        self._saving, self._saved_step = threading.Lock(), -1
+        self._saving = threading.Lock()
+        self._saved_step = -1
         self._tasks = BackgroundTasks("saving progress", services.events, services.rng)
         self.position = 0, 0  # of this peer in its data: passes, and batches of the present one
         resumed = self._resume(folder, before)
@@ -118,7 +122,8 @@ class SwarmOptimizer(WrappedOptimizer):
         return True
 
     async def _start(self, name: str, *, syncing: bool) -> TrainingPart:
-        replica, settings = self._replica, self.settings
+        replica = self._replica
+        settings = self.settings
         own = ProgressRecord(
             replica.step,
             replica.lineage,
@@ -249,9 +254,11 @@ class SwarmOptimizer(WrappedOptimizer):
     def _counted(
         self, samples: float | None, weight: float | None, loss: float | torch.Tensor | None
     ) -> tuple[float, float, float | torch.Tensor | None]:
-        told, self._next = self._next, (self.settings.batch_size, None, None)
+        told = self._next
+        self._next = (self.settings.batch_size, None, None)
         samples = told[0] if samples is None else samples
-        weight, loss = told[1] if weight is None else weight, told[2] if loss is None else loss
+        weight = told[1] if weight is None else weight
+        loss = told[2] if loss is None else loss
         return *self.settings.counted(samples, weight), loss
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
@@ -338,7 +345,8 @@ class SwarmOptimizer(WrappedOptimizer):
                 self._save_progress()
 
     async def _stop(self) -> None:
-        flight, self._flight = self._flight, None
+        flight = self._flight
+        self._flight = None
         if flight is not None:
             flight[0].cancel()
             await asyncio.wait([flight[0]])
@@ -347,11 +355,13 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def end(self, why: str, *, hand_over_s: float) -> None:
         """Let the trainer's next call hand over, close and raise ``why``."""
-        self._why, self._hand_over_s = why, hand_over_s
+        self._why = why
+        self._hand_over_s = hand_over_s
 
     def _save_progress(self) -> None:
         with self._saving:
-            folder, step = self._folder, self.global_step
+            folder = self._folder
+            step = self.global_step
             if folder is None or step == self._saved_step:
                 return
             try:
@@ -459,7 +469,8 @@ class SwarmOptimizer(WrappedOptimizer):
         except MismatchError as error:
             if "model: " not in str(error):
                 raise
-            progress, prefix = self.collaboration.progress, self.settings.prefix
+            progress = self.collaboration.progress
+            prefix = self.settings.prefix
             donors = sorted(progress.branch().peers - {progress.me})
             shapes = self._runtime.call(shapes_at(self._services.peers, prefix, donors))
             if not (shapes and (differs := self._replica.differing(shapes))):
@@ -503,7 +514,8 @@ class SwarmOptimizer(WrappedOptimizer):
             with self._lock:
                 require(not self.closed.is_set(), self._why, RuntimeError)
                 yield
-                hand_over_s, self._hand_over_s = self._hand_over_s, None
+                hand_over_s = self._hand_over_s
+                self._hand_over_s = None
                 if hand_over_s is not None:
                     self.close(hand_over_s=hand_over_s)
                     require(not self.raises_at_end, self._why, RuntimeError)

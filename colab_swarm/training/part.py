@@ -30,11 +30,14 @@ class TrainingPart(ABC):
     """
 
     def __init__(self, services: PeerServices, settings: TrainingSettings, own: ProgressRecord) -> None:
-        self.services, self._settings = services, settings
-        steps, target = settings.local_steps, settings.target_batch_size
+        self.services = services
+        self._settings = settings
+        steps = settings.local_steps
+        target = settings.target_batch_size
         self.progress = Progress(services.peers.id, own, settings.prefix, target, local_steps=steps)
         self._throughput = ThroughputEstimator(loop_now())
-        self._wake, self._moved = asyncio.Event(), asyncio.Event()
+        self._wake = asyncio.Event()
+        self._moved = asyncio.Event()
         self._averaging_aside = False
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
         self._settling: asyncio.Task[None] | None = None
@@ -116,12 +119,14 @@ class TrainingPart(ABC):
             self.services.events.emit(BatchDropped(loop_now(), dropped))
         else:
             self._computed += samples
-            speed, batch_s = self._throughput.samples_per_s, self._throughput.batch_s
+            speed = self._throughput.samples_per_s
+            batch_s = self._throughput.batch_s
             self._update(samples=own.samples + samples, samples_per_s=speed, batch_s=batch_s)
         return self._due()
 
     def _update(self, **changes: object) -> None:
-        before, self.progress.own = self.progress.own, msgspec.structs.replace(self.progress.own, **changes)
+        before = self.progress.own
+        self.progress.own = msgspec.structs.replace(self.progress.own, **changes)
         if changes.keys() & {"syncing", "paused", "idle"} and self.progress.own != before:
             self._moved.set()
 
@@ -161,7 +166,8 @@ class TrainingPart(ABC):
         if given.loss is not None:
             self._update(loss=given.loss)
         if aside:
-            self._averaging_aside, self._steps_alone = True, 0
+            self._averaging_aside = True
+            self._steps_alone = 0
             self._update(samples=0.0)
         try:
             result = await self._take_round(given, apply, aside=aside)
@@ -182,7 +188,9 @@ class TrainingPart(ABC):
             self._steps_alone = 0
         self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
         self._moved.set()
-        step, samples, now = self.progress.own.step, result.samples, loop_now()
+        step = self.progress.own.step
+        samples = result.samples
+        now = loop_now()
         everyone = [member.id for member in result.group.members]
         self.progress.on_round(everyone, step, lineage, samples=samples, now=now)
         self.services.events.emit(StepFinished(now, step, sum(samples.values()), self.progress.own.loss))

@@ -75,7 +75,8 @@ Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=1
 
 def differing(there: Agreement, here: Agreement) -> str:
     """Return the settings that differ, with both values, or nothing."""
-    theirs, mine = dict(there), dict(here)
+    theirs = dict(there)
+    mine = dict(here)
     differs = [name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)]
     told = (f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs)
     return plain("; ".join(dict.fromkeys(told)), MAX_TEXT)
@@ -154,7 +155,8 @@ def most_voted(choices: Iterable[tuple[C, float]], default: C) -> C:
 def _median_step(steps: Iterable[tuple[int, float]]) -> int:
     """Return the highest step that at least half of the votes have reached."""
     ahead = sorted(steps, key=lambda one: -one[0])
-    half, reached = sum(vote for _, vote in ahead) / 2, 0.0
+    half = sum(vote for _, vote in ahead) / 2
+    reached = 0.0
     for step, vote in ahead:
         reached += vote
         if reached >= half > 0:
@@ -187,7 +189,10 @@ class Progress:
         *,
         local_steps: int = 1,
     ) -> None:
-        self.me, self.own, self.prefix, self.local_steps = me, own, prefix, local_steps
+        self.me = me
+        self.own = own
+        self.prefix = prefix
+        self.local_steps = local_steps
         self.target_batch_size = target_batch_size
         self.assistants: dict[PeerId, AssistantRecord] = {}  # believed alive
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
@@ -202,7 +207,9 @@ class Progress:
         self._no_vote: Set[PeerId] = frozenset()  # doubted or distrusted, at the last reading
         self._seen: dict[PeerId, tuple[int, float]] = {}  # rounds in which a peer contributed, last when
         self._found: Mapping[PeerId, Found] = {}  # roles and vouchers
-        self._read_at, self._usual_speed, self._usual_batch_s = -math.inf, math.inf, 0.0
+        self._read_at = -math.inf
+        self._usual_speed = math.inf
+        self._usual_batch_s = 0.0
         self._step_at: dict[PeerId, tuple[int, float]] = {}  # a peer's step, and when it was not there yet
         self._kept: dict[PeerId, float] = {}  # the part of its announced samples that a peer contributed
         self._filled: deque[float] = deque(maxlen=_RECENT_ROUNDS)  # parts of the batch that rounds had
@@ -270,7 +277,8 @@ class Progress:
 
     def _far_ahead(self, now: float) -> set[PeerId]:
         """Return the peers at a step that the swarm cannot have reached since this peer's last round."""
-        step_s, credible = self._seconds_for(self.round_samples), self.own.step + FEW_STEPS
+        step_s = self._seconds_for(self.round_samples)
+        credible = self.own.step + FEW_STEPS
         most_s = PLAUSIBLE * (now - self._seen.get(self.me, (0, -math.inf))[1])
         trainers = {peer: r.step for peer, r in self._others.items() if not r.syncing}
         far = {peer for peer, step in trainers.items() if (step - credible) * step_s > most_s}
@@ -305,13 +313,15 @@ class Progress:
             if known is not None and not known.syncing and known.step < step:
                 learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
                 self._others[peer] = learnt
-                self._updated_at[peer], self._step_at[peer] = now, (step, now)
+                self._updated_at[peer] = now
+                self._step_at[peer] = (step, now)
                 self._learnt[peer] = (learnt, _READS_OF_GRACE)
 
     def on_lost(self, peer: PeerId, *, now: float) -> bool:
         """Ignore a peer until it is linked again or publishes a new record; return whether it trained."""
         self._learnt.pop(peer, None)
-        trained, assistant = self._others.pop(peer, None), self.assistants.pop(peer, None)
+        trained = self._others.pop(peer, None)
+        assistant = self.assistants.pop(peer, None)
         if assistant is not None:
             self._lost_assistants[peer] = assistant.told_at
         if trained or assistant:
@@ -331,7 +341,8 @@ class Progress:
         """
         if self._seen.keys() - {self.me}:
             return ""
-        records, votes = self.records, self._votes(sorted(self.branch().peers))
+        records = self.records
+        votes = self._votes(sorted(self.branch().peers))
         agreements = ((records[peer].agreement, vote) for peer, vote in votes.items())
         elected = most_voted((one for one in agreements if one[0]), ())
         return differing(elected, self.own.agreement) if elected and self.own.agreement else ""
@@ -347,7 +358,8 @@ class Progress:
         return any((r.step, r.lineage) == (self.own.step, self.own.lineage) for r in self._others.values())
 
     def trust_all(self) -> None:
-        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, _MAX_DISTRUST_S), self._doubted
+        self._distrusted = LeftOut[PeerId](DISTRUST_S, _MAX_DISTRUST_S)
+        self._no_vote = self._doubted
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
@@ -391,7 +403,8 @@ class Progress:
         """
         known = self._known(voters)
         vouchers = {peer: self._voucher_of(peer) for peer in voters}
-        sizes, counted = Counter(vouchers.values()), known and known | {self.me}
+        sizes = Counter(vouchers.values())
+        counted = known and known | {self.me}
         return {peer: (peer in counted) + _TIE / sizes[one] / len(sizes) for peer, one in vouchers.items()}
 
     def _known(self, peers: Iterable[PeerId]) -> set[PeerId]:
@@ -433,7 +446,9 @@ class Progress:
 
     def samples(self, now: float) -> float:
         """Return the samples of all peers on the own branch for the next step."""
-        own, others = self.own, list(self._others.items())  # a copy: panels call this too
+        # a copy: panels call this too
+        own = self.own
+        others = list(self._others.items())
         return sum(
             (
                 self._believed_samples(peer, r, now) * self._kept.get(peer, 1.0)
@@ -462,7 +477,8 @@ class Progress:
 
     def _computable(self, peer: PeerId, r: ProgressRecord, now: float) -> float:
         usual = PLAUSIBLE * self._usual_speed
-        speed, batch_s = min(r.samples_per_s or usual, usual), min(r.batch_s, PLAUSIBLE * self._usual_batch_s)
+        speed = min(r.samples_per_s or usual, usual)
+        batch_s = min(r.batch_s, PLAUSIBLE * self._usual_batch_s)
         computed_s = now - self._step_at.get(peer, (0, -math.inf))[1] + 2 * batch_s
         return speed * computed_s if math.isfinite(speed) else math.inf
 
@@ -501,7 +517,8 @@ class ThroughputEstimator:
 
     def wait(self) -> None:
         """The trainer stops computing, and is ready for a round."""
-        self._computing_since, self.active_at = None, math.inf
+        self._computing_since = None
+        self.active_at = math.inf
 
     def work(self, now: float) -> None:
         self._computing_since = self.active_at = now

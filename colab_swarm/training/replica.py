@@ -70,7 +70,8 @@ class Replica:
     def __init__(self, rule: UpdateRule) -> None:
         self.rule = rule
         self.model = trained_by(rule.optimizer)
-        self.parameters, self._optimizer = self.model, rule.optimizer
+        self.parameters = self.model
+        self._optimizer = rule.optimizer
         if rule.local:
             self.parameters = [_copy(parameter) for parameter in self.model]
             lr, momentum = (1.0, 0.0) if rule.sparse else (_OUTER_LR, _OUTER_MOMENTUM)
@@ -89,7 +90,8 @@ class Replica:
         self.fine = self.front + sum(size for size in sizes if size < SMALL_VALUES)
         layout = [(tuple(one.shape), str(one.dtype)) for one in (*self.model, *self.shared)]
         self.schema = hashlib.sha256(repr((layout, rule.local)).encode()).digest()[:16]
-        self.step, self.lineage = 0, digest_of((*self.model, *self.shared))
+        self.step = 0
+        self.lineage = digest_of((*self.model, *self.shared))
         self.lock = threading.RLock()  # held during updates and copies
 
     def apply(self, mean: Floats) -> bytes:
@@ -104,7 +106,8 @@ class Replica:
                 self._new_buffers = True
             if self.rule.scheduler is not None:
                 self.rule.scheduler.step()
-            self.step, self.lineage = self.step + 1, lineage
+            self.step = self.step + 1
+            self.lineage = lineage
             if self.parameters is self.model:
                 self.show()
             return lineage
@@ -288,7 +291,9 @@ class Replica:
             with torch.no_grad():
                 for mine, theirs in zip((*self.parameters, *self.shared), parameters, strict=True):
                     mine.copy_(theirs)
-            self.step, self.lineage, self._new_buffers = state["step"], state["lineage"], True
+            self.step = state["step"]
+            self.lineage = state["lineage"]
+            self._new_buffers = True
         self.show()
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -324,7 +329,8 @@ class Replica:
             for copy, shown in zip(self.parameters, self.model, strict=True):
                 copy.copy_(shown)
             if mark.get("digest") == self._digest():
-                self.step, self.lineage = mark["step"], bytes.fromhex(mark["lineage"])
+                self.step = mark["step"]
+                self.lineage = bytes.fromhex(mark["lineage"])
                 for buffer, saved in zip(self.shared, mark["buffers"], strict=True):
                     buffer.copy_(saved)
             else:
@@ -333,7 +339,8 @@ class Replica:
     def snapshot(self) -> Snapshot:
         """Return a copy for late joiners. Thread-safe; training continues."""
         with self.lock:
-            step, lineage = self.step, self.lineage
+            step = self.step
+            lineage = self.lineage
             layout, blob = pack(self.state())
         return Snapshot.of(lineage, step, layout, blob)
 
@@ -351,7 +358,8 @@ class Replica:
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))
-        self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
+        self.step = snapshot.manifest.step
+        self.lineage = snapshot.manifest.subject
 
 
 class WrappedOptimizer(Optimizer):
@@ -458,7 +466,8 @@ def uninterrupted(work: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    begun, ended = threading.Lock(), threading.Lock()
+    begun = threading.Lock()
+    ended = threading.Lock()
     outcome: list[Future[T]] = []
     interrupt: KeyboardInterrupt | None = None
 

@@ -30,7 +30,9 @@ class LinkBandwidth:
     """
 
     def __init__(self, peers: Peers) -> None:
-        self._peers, self._best_bps, self._rounds = peers, [0.0, 0.0], [0, 0]
+        self._peers = peers
+        self._best_bps = [0.0, 0.0]
+        self._rounds = [0, 0]
 
     def on_round(self, result: RoundResult) -> None:
         for way, size_bytes in enumerate((result.sent_bytes, result.received_bytes)):
@@ -41,7 +43,8 @@ class LinkBandwidth:
 
     def known(self) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second; None where not measured."""
-        links, rated = self._peers.statistics(), [count >= ROUNDS for count in self._rounds]
+        links = self._peers.statistics()
+        rated = [count >= ROUNDS for count in self._rounds]
         upload_bps = max(links.upload_bps or 0.0, self._best_bps[0] if rated[0] else 0.0)
         download_bps = max(links.download_bps or 0.0, self._best_bps[1] if rated[1] else 0.0)
         return upload_bps or None, download_bps or None
@@ -105,7 +108,8 @@ class TrainingSettings:
     matchmaking_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
-        size, steps = self.target_batch_size, self.local_steps
+        size = self.target_batch_size
+        steps = self.local_steps
         require(size > 0, f"target_batch_size={size}: pass the samples per global step, such as 4096")
         if not self.mean_compression:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))

@@ -45,20 +45,23 @@ class StateCheck:
     def __init__(self) -> None:
         self.own: StateSketch | None = None
         self._donors: tuple[PeerId, ...] = ()  # of a state that is not confirmed
-        self._compared, self._reload_at = False, -math.inf
+        self._compared = False
+        self._reload_at = -math.inf
 
     @property
     def published(self) -> StateSketch | None:
         return None if self._donors else self.own
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        self.own, self._donors = None, donors
+        self.own = None
+        self._donors = donors
 
     def on_sketch(self, sketch: StateSketch) -> None:
         """Take the own sketch of a step; the state counts as confirmed if nobody had one of the last."""
         if self.own is not None and not self._compared:
             self._donors = ()
-        self.own, self._compared = sketch, False
+        self.own = sketch
+        self._compared = False
 
     def judge(
         self, sketches: Mapping[PeerId, StateSketch], votes: Mapping[PeerId, float], now: float
@@ -77,7 +80,8 @@ class StateCheck:
         if 2 * held(own) > total:
             self._donors = ()
         elif now >= self._reload_at and any(2 * held(one) > total for one in same.values()):
-            donors, self._reload_at = self._donors, now + RELOAD_S
+            donors = self._donors
+            self._reload_at = now + RELOAD_S
             self.on_loaded(())
             return donors
         return ()

@@ -113,8 +113,10 @@ class StateSharing:
     def __init__(
         self, router: PrefixRouter, prefix: str, provide: Callable[[], Awaitable[Snapshot | None]]
     ) -> None:
-        self._router, self._peers = router, router.peers
-        self._prefix, self._provide = prefix, provide
+        self._router = router
+        self._peers = router.peers
+        self._prefix = prefix
+        self._provide = provide
         self._snapshot: Snapshot | None = None
         self._fresh = False
         self._taking = asyncio.Lock()
@@ -175,7 +177,8 @@ async def download_state(
         silent = all(isinstance(one, PeerTimeout | PeerUnreachable | PeerLost) for one in refusals.values())
         text = f"none of {len(donors)} donors gave its state: {_told(refusals) or 'no donors'}"
         raise DonorsSilent(text) if silent else StateError(text)
-    root, begun = manifest.root, {} if begun is None else begun
+    root = manifest.root
+    begun = {} if begun is None else begun
     download = begun.get(root) or ChunkDownload(peers, manifest, lambda ids: FetchState(ids, prefix, root))
     begun.clear()
     begun[root] = download
