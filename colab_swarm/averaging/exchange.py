@@ -101,18 +101,22 @@ class Trace:
     def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
         """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
         total = sum(member.share for member in self._group.members) or 1.0
-        return tuple(
-            MemberTrace(
+        traces = []
+        for index, member in enumerate(self._group.members):
+            dropped = self._dropped.get(index, "")
+            if not dropped and index in incomplete:
+                dropped = LEFT_OUT
+            trace = MemberTrace(
                 peer=member.id.hex(),
                 samples=member.samples,
                 share=member.share / total,
                 sent=self._times.get(("sent", index)),
                 received=self._times.get(("received", index)),
                 means=self._times.get(("means", index)),
-                dropped=self._dropped.get(index) or LEFT_OUT * (index in incomplete),
+                dropped=dropped,
             )
-            for index, member in enumerate(self._group.members)
-        )
+            traces.append(trace)
+        return tuple(traces)
 
 
 logger = logging.getLogger(__name__)

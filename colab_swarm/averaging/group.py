@@ -159,7 +159,9 @@ class Group(Message, frozen=True):
             len(self.seed) == 16 and ids == sorted(set(ids)),
             "a group needs a seed of 16 bytes and members sorted by id",
         )
-        Precision(self.terms.codec), Precision(self.terms.mean_codec)
+        for codec in (self.terms.codec, self.terms.mean_codec):
+            # Raises ValueError for an unknown codec.
+            Precision(codec)
         require(
             all(valid_weight(member.weight) and valid_weight(member.samples) for member in self.members),
             "a member has a weight, or samples, that are negative, not finite or too large",

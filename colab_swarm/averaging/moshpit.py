@@ -344,7 +344,11 @@ class MoshpitResult:
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.sides))
-        what = "complete" if self.complete else f"{self.failed} failures" + f": {self.note}" * bool(self.note)
+        what = "complete"
+        if not self.complete:
+            what = f"{self.failed} failures"
+        if self.note:
+            what = f"{what}: {self.note}"
         return f"MoshpitResult({len(self.peers)} peers on {grid}, {what}, {self.seconds:.1f} s)"
 
 
@@ -481,16 +485,21 @@ class _Pass:
     def on_round(self, me: PeerId, line: Sequence[PeerId], values: Floats, result: RoundResult) -> int:
         """Take the line's mean; returns the number of its failed members."""
         weights = {member.id: member.weight for member in result.group.members}
-        given = set(result.contributors)
-        holders = [p for p in line if p in given or p == me or weights.get(p) == 0]
-        if total := sum(weights[peer] for peer in given):
+        contributors = set(result.contributors)
+        holders = []
+        for peer in line:
+            if peer == me or peer in contributors or weights.get(peer) == 0:
+                holders.append(peer)
+        total = sum(weights[peer] for peer in contributors)
+        if total:
             self.values = values
             self.weight = self.grid.carried(me, holders, total)
         if total and result.kept_local:
             lacking = sum(span.numel for span in result.kept_local)
             self.notes.append(f"round {self.axis + 1}: no peer reduced {lacking} of {len(values)} values")
         self.rounds.append(result)
-        self.failed += (failed := len(line) - len(holders))
+        failed = len(line) - len(holders)
+        self.failed += failed
         return failed
 
     def result(self, seconds: float) -> MoshpitResult:

@@ -81,10 +81,16 @@ class SpanLedger:
 
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
         """Return the chunks whose values lack members, and which: all, where there is no mean."""
-        chunks = ((cut, *self.result(r, i)) for r, own in enumerate(self.chunks) for i, cut in enumerate(own))
         everyone = tuple(range(len(self.chunks)))
-        lacking = ((cut, missing if has_mean else everyone) for cut, has_mean, missing in chunks)
-        return tuple((cut, missing) for cut, missing in lacking if missing)
+        gaps = []
+        for reducer, chunks in enumerate(self.chunks):
+            for index, chunk in enumerate(chunks):
+                has_mean, missing = self.result(reducer, index)
+                if not has_mean:
+                    missing = everyone
+                if missing:
+                    gaps.append((chunk, missing))
+        return tuple(gaps)
 
 
 class SpanReducer:

@@ -14,6 +14,7 @@ alone, so bisection finds the least time in which shares can add up to 1.
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -112,7 +113,8 @@ class _Loads:
         slowest = (seconds >= 0.99 * seconds.max()).reshape(2, peers)
         count = int(slowest.any(axis=0).sum())
         mbit = self._rates[slowest] * 8e-6
-        low, high = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (mbit.min(), mbit.max()))
+        low = _in_digits(mbit.min())
+        high = _in_digits(mbit.max())
         rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
         if count == peers:
             return f"{what} because all finish together ({rate})", "none"
@@ -124,6 +126,10 @@ class _Loads:
             verb = "are"
         who = "1 peer" if count == 1 else f"{count} peers"
         return f"{what} because {bottleneck} of {who} ({rate}) {verb} the bottleneck", bottleneck
+
+
+def _in_digits(mbit: float) -> str:
+    return f"{mbit:,.0f}" if mbit >= 100 else f"{mbit:.3g}"
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = _PRECISION) -> float:
@@ -140,7 +146,10 @@ def _completed(rates_bps: Sequence[float | None]) -> list[float]:
     if not known or not all(0 < rate < math.inf for rate in known):
         raise ValueError(f"bandwidths must be positive and one at least known, got {list(rates_bps)}")
     median = statistics.median_low(known)
-    return [median if rate is None else rate for rate in rates_bps]
+    completed = []
+    for rate in rates_bps:
+        completed.append(median if rate is None else rate)
+    return completed
 
 
 def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
@@ -148,12 +157,19 @@ def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
 
     The median is the lower one of two, so that one liar among two peers does not set it.
     """
-    claims = [claim if claim is not None and 1 <= claim < math.inf else None for claim in claims_bps]
-    known = [claim for claim in claims if claim is not None]
+    known = [claim for claim in claims_bps if _is_rate(claim)]
     usual = statistics.median_low(known) if known else 0.0
-    return [
-        None if claim is None else min(max(claim, usual / CLAIM_CAP), CLAIM_CAP * usual) for claim in claims
-    ]
+    rates: list[float | None] = []
+    for claim in claims_bps:
+        if _is_rate(claim):
+            rates.append(min(max(claim, usual / CLAIM_CAP), CLAIM_CAP * usual))
+        else:
+            rates.append(None)
+    return rates
+
+
+def _is_rate(claim_bps: float | None) -> TypeGuard[float]:
+    return claim_bps is not None and 1 <= claim_bps < math.inf
 
 
 def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> SharePlan:
@@ -231,10 +247,10 @@ def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> l
     rates = believed(claims_bps)
     trainers = [rate for ticket, rate in zip(tickets, rates, strict=True) if rate and not ticket.assists]
     least = statistics.median_high(trainers) if trainers else 0.0
-    return [
-        max(rate or 0.0, least) or None if ticket.assists else rate
-        for ticket, rate in zip(tickets, rates, strict=True)
-    ]
+    for index, ticket in enumerate(tickets):
+        if ticket.assists:
+            rates[index] = max(rates[index] or 0.0, least) or None
+    return rates
 
 
 def encoded_bytes(precision: str, numel: int) -> int:

@@ -151,8 +151,15 @@ class ObjectStore:
 def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
     """Return this peer's secrets for a store, by its options, and which secrets are missing."""
     wanted = KEYS.get(urlsplit(address).scheme, {})
-    found = {name: str(value) for name, secret in wanted.items() if (value := find_secret(secret))}
-    return found, [secret for name, secret in wanted.items() if name not in found]
+    secrets = {}
+    missing = []
+    for option, name in wanted.items():
+        secret = find_secret(name)
+        if secret:
+            secrets[option] = str(secret)
+        else:
+            missing.append(name)
+    return secrets, missing
 
 
 def prepare(address: str) -> None:

@@ -175,7 +175,9 @@ class MailboxCollaboration(TrainingPart):
         self._check()
         self._journal.until = deadline
         due = self._due()
-        return due if due == "catching up" else "a round" if loop_now() < deadline else "nothing"
+        if due == "catching up":
+            return due
+        return "a round" if loop_now() < deadline else "nothing"
 
     def _check(self) -> None:
         refused = self._refused

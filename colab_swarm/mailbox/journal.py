@@ -238,20 +238,27 @@ class Journal:
 
     async def gone(self, chain: RoundChain, listing: RoundListing) -> set[PeerId]:
         """Return the members of the last round for whom this one need not wait."""
-        places = [(who, at) for path, who in chain.farewells.items() if (at := listing.farewells.get(path))]
-        for (member, base), one in places:
-            if one in self._gone or one in self._faulty:
+        gone = set()
+        for path, (member, base) in chain.farewells.items():
+            place = listing.farewells.get(path)
+            if place is None:
                 continue
-            try:
-                require(one.size_bytes <= HEADER_BYTES, "it is too large", ProtocolError)
-                data = await self.patiently(self.bucket.read, one.path)
-                farewell, _ = self.opened(data, Farewell, one.modified_at)
-                own = (farewell.member, farewell.base) == (member, base)
-                require(own, "it is another member's, or another round's", ProtocolError)
-                self._gone.add(one)
-            except PeerError as error:
-                self._tell_fault(one, error)
-        return {member for (member, _), one in places if one in self._gone}
+            if place not in self._gone and place not in self._faulty:
+                await self._read_farewell(place, member, base)
+            if place in self._gone:
+                gone.add(member)
+        return gone
+
+    async def _read_farewell(self, place: StoredObject, member: PeerId, base: bytes) -> None:
+        try:
+            require(place.size_bytes <= HEADER_BYTES, "it is too large", ProtocolError)
+            data = await self.patiently(self.bucket.read, place.path)
+            farewell, _ = self.opened(data, Farewell, place.modified_at)
+            own = (farewell.member, farewell.base) == (member, base)
+            require(own, "it is another member's, or another round's", ProtocolError)
+            self._gone.add(place)
+        except PeerError as error:
+            self._tell_fault(place, error)
 
     async def leave(self, chain: RoundChain) -> None:
         """Say that no round need wait for this peer."""
@@ -299,7 +306,12 @@ class Journal:
         """Read contributions; those that do not count are told of once and left out."""
         missing = [one for one in places if one not in self._read and one not in self._faulty]
         await asyncio.gather(*map(self._read_offer, missing))
-        return {offer.digest: offer for one in places if (offer := self._read.get(one)) is not None}
+        offers = {}
+        for place in places:
+            offer = self._read.get(place)
+            if offer is not None:
+                offers[offer.digest] = offer
+        return offers
 
     async def _read_offer(self, place: StoredObject) -> None:
         try:

@@ -244,7 +244,8 @@ class RoundListing:
     def next_attempt(self, folder: str) -> str:
         """Return the path of another manifest."""
         taken = {one.path for one in self.manifests.get(folder, ())}
-        return next(path for n in itertools.count() if (path := f"{folder}/manifest-{n:02d}") not in taken)
+        attempts = (f"{folder}/manifest-{number:02d}" for number in itertools.count())
+        return next(path for path in attempts if path not in taken)
 
     def attempts(self, folder: str, faulty: Container[StoredObject]) -> list[StoredObject]:
         """Return the manifests of a round that may count: each is `MISSING_S` younger than the sound one before."""
@@ -329,21 +330,19 @@ def entries_of(offers: Iterable[Offer]) -> tuple[ManifestEntry, ...]:
 
     Nobody weighs more than `HEAVIEST` median members, and none is longer than `MOST_NORM` median ones.
     """
-    ordered = sorted(offers, key=lambda one: (one.head.member, one.head.round))
-    weight = statistics.median_low(one.head.weight for one in ordered)
-    norm = statistics.median_low(one.norm for one in ordered)
-    return tuple(
-        ManifestEntry(
-            one.head.member,
-            one.head.round,
-            one.digest,
-            min(one.head.weight, HEAVIEST * weight),
-            min(1.0, MOST_NORM * norm / one.norm) if one.norm else 1.0,
-            one.head.samples,
-            one.head.seconds,
+    ordered = sorted(offers, key=lambda offer: (offer.head.member, offer.head.round))
+    weight = statistics.median_low(offer.head.weight for offer in ordered)
+    norm = statistics.median_low(offer.norm for offer in ordered)
+    entries = []
+    for offer in ordered:
+        head = offer.head
+        scale = min(1.0, MOST_NORM * norm / offer.norm) if offer.norm else 1.0
+        bounded_weight = min(head.weight, HEAVIEST * weight)
+        entry = ManifestEntry(
+            head.member, head.round, offer.digest, bounded_weight, scale, head.samples, head.seconds
         )
-        for one in ordered
-    )
+        entries.append(entry)
+    return tuple(entries)
 
 
 def differs(manifest: RoundManifest, offers: Sequence[Offer]) -> str:

@@ -35,17 +35,22 @@ def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[st
 
 def _frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
     """Return a digest and the size of the parameters that are not trained; empty without any."""
-    skipped = {id(one) for one in trained}
-    frozen = {
-        name.removeprefix("module.").removeprefix("_orig_mod."): one  # of DataParallel and torch.compile
-        for name, one in ([] if model is None else model.named_parameters())
-        if id(one) not in skipped
-    }
+    if model is None:
+        return ""
+    skipped = {id(parameter) for parameter in trained}
+    frozen = {}
+    kinds = set()
+    layout = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in skipped:
+            continue
+        # prefixes of DataParallel and torch.compile
+        name = name.removeprefix("module.").removeprefix("_orig_mod.")
+        frozen[name] = parameter
+        kinds.add(str(parameter.dtype).removeprefix("torch."))
+        quantization = getattr(parameter, "quant_type", "")
+        layout.append((name, tuple(parameter.shape), parameter.dtype, quantization))
     if not frozen:
         return ""
-    kinds = {str(one.dtype).removeprefix("torch.") for one in frozen.values()}
-    layout = [
-        (name, tuple(one.shape), one.dtype, getattr(one, "quant_type", "")) for name, one in frozen.items()
-    ]
     base = blake3(repr(layout).encode() + digest_of(frozen.values())).hexdigest(4)
     return f"{base}: {sum(one.numel() for one in frozen.values()):,} values in {', '.join(sorted(kinds))}"

@@ -120,12 +120,17 @@ class Gradients:
     def _total(self) -> Floats:
         """Return the sum; a new one takes a vector that no round reads."""
         if self._sum is None:
-            free = (one for one in self._vectors if one is not self._aside and not self._held(one))
-            if (vector := next(free, None)) is None:
-                self._vectors.append(vector := np.empty(self._replica.numel, np.float32))
-            vector.fill(0.0)
-            self._sum = vector
+            self._sum = self._free_vector()
+            self._sum.fill(0.0)
         return self._sum
+
+    def _free_vector(self) -> Floats:
+        for vector in self._vectors:
+            if vector is not self._aside and not self._held(vector):
+                return vector
+        vector = np.empty(self._replica.numel, np.float32)
+        self._vectors.append(vector)
+        return vector
 
     def step(self) -> None:
         if self._since:

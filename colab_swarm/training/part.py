@@ -143,7 +143,10 @@ class TrainingPart(ABC):
         if (paused := self.services.gate.closed) != self.progress.own.paused:
             # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
             self._update(paused=paused, idle=not paused)
-            self._throughput.wait() if paused else self._throughput.work(loop_now())
+            if paused:
+                self._throughput.wait()
+            else:
+                self._throughput.work(loop_now())
             self._wake.set()
 
     async def wait_due(self, deadline: float) -> Due:

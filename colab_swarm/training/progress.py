@@ -405,7 +405,11 @@ class Progress:
         vouchers = {peer: self._voucher_of(peer) for peer in voters}
         sizes = Counter(vouchers.values())
         counted = known and known | {self.me}
-        return {peer: (peer in counted) + _TIE / sizes[one] / len(sizes) for peer, one in vouchers.items()}
+        votes = {}
+        for peer, voucher in vouchers.items():
+            vote = 1.0 if peer in counted else 0.0
+            votes[peer] = vote + _TIE / sizes[voucher] / len(sizes)
+        return votes
 
     def _known(self, peers: Iterable[PeerId]) -> set[PeerId]:
         return {peer for peer in peers if self._seen.get(peer, (0, 0.0))[0] >= _KNOWN_ROUNDS} - {self.me}
@@ -490,8 +494,10 @@ class Progress:
         return self._seconds_for(self.round_samples - self.samples(now))
 
     def _seconds_for(self, missing: float) -> float:
+        if missing <= 0:
+            return 0.0
         speed = self.samples_per_s(most=max(PLAUSIBLE * self._usual_speed, self.own.samples_per_s))
-        return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
+        return missing / speed if speed > 0 else math.inf
 
     def early_s(self, now: float) -> float:
         """Return how many seconds too early a call is; 0 unless a round was short lately, as records may be old."""

@@ -421,10 +421,11 @@ def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
                 group["params"][index] = copy = _copy(parameter)
                 if parameter in optimizer.state:
                     # load_state_dict would cast it to the parameter's type
-                    optimizer.state[copy] = {
-                        key: value.cpu() if isinstance(value, torch.Tensor) else value
-                        for key, value in optimizer.state.pop(parameter).items()
-                    }
+                    state = optimizer.state.pop(parameter)
+                    for key, value in state.items():
+                        if isinstance(value, torch.Tensor):
+                            state[key] = value.cpu()
+                    optimizer.state[copy] = state
     return trained_by(optimizer)
 
 

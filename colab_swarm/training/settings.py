@@ -113,7 +113,9 @@ class TrainingSettings:
         require(size > 0, f"target_batch_size={size}: pass the samples per global step, such as 4096")
         if not self.mean_compression:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
-        Precision(self.compression), Precision(self.mean_compression)
+        for codec in (self.compression, self.mean_compression):
+            # Raises ValueError for an unknown codec.
+            Precision(codec)
         require(
             isinstance(steps, int) and 1 <= steps <= _MAX_LOCAL_STEPS,
             f"local_steps={steps!r}: pass 1 to {_MAX_LOCAL_STEPS}",
