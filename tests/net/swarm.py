@@ -120,6 +120,14 @@ async def sink(opening: Talk, stream: Stream) -> None:
     await stream.send(Piece(count))
 
 
+async def push(stream: Stream, count: int, size: int = 1 << 16) -> int:
+    """Send pieces and end; return the index that the other end answers, which is their count from `sink`."""
+    for index in range(count):
+        await stream.send(Piece(index), bytes(size))
+    await stream.end()
+    return (await stream.receive(Piece))[0].index
+
+
 async def items(stream: Stream) -> AsyncIterator[tuple[Piece, memoryview]]:
     while True:
         try:

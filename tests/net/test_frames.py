@@ -38,29 +38,27 @@ def test_a_payload_of_64_kib_travels_in_one_packet_aligned_for_floats() -> None:
     assert len(packet) - len(frame.message) - len(frame.payload) == HEADER.size == 16
 
 
-def test_a_truncated_frame_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="truncated"):
-        FrameReader().read(encode(FrameKind.ITEM, 1, b"message", b"payload")[:-1])
-    with pytest.raises(ProtocolError, match="truncated"):
-        FrameReader().read(encode(FrameKind.PING, 0)[:-1])
-    with pytest.raises(ProtocolError, match="truncated"):
-        FrameReader().read(encode(FrameKind.PING, 0) * 2 + b"x")
+def oversized(kind: FrameKind, message_bytes: int, payload_bytes: int) -> bytes:
+    """A packet whose header names lengths that it has no room for."""
+    header = HEADER.pack(1, payload_bytes, message_bytes << 8 | kind)
+    return header.ljust(MAX_PACKET_BYTES, b"\0")
 
 
-def test_oversized_lengths_are_refused_before_memory_is_set_aside() -> None:
-    for kind, message_bytes, payload_bytes in (
-        (FrameKind.ITEM, 0, MAX_PAYLOAD_BYTES + 1),
-        (FrameKind.ITEM, MAX_MESSAGE_BYTES + 1, 0),
-        (FrameKind.CALL, 0, 1),
-    ):
-        header = HEADER.pack(1, payload_bytes, message_bytes << 8 | kind)
-        with pytest.raises(ProtocolError, match="oversized"):
-            FrameReader().read(header.ljust(MAX_PACKET_BYTES, b"\0"))
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="unknown frame kind 99"):
-        FrameReader().read(encode(99, 1))
+@pytest.mark.parametrize(
+    ("packet", "fault"),
+    [
+        (encode(FrameKind.ITEM, 1, b"message", b"payload")[:-1], "truncated"),
+        (encode(FrameKind.PING, 0)[:-1], "truncated"),
+        (encode(FrameKind.PING, 0) * 2 + b"x", "truncated"),
+        (oversized(FrameKind.ITEM, 0, MAX_PAYLOAD_BYTES + 1), "oversized"),
+        (oversized(FrameKind.ITEM, MAX_MESSAGE_BYTES + 1, 0), "oversized"),
+        (oversized(FrameKind.CALL, 0, 1), "oversized"),
+        (encode(99, 1), "unknown frame kind 99"),
+    ],
+)
+def test_a_malformed_frame_is_refused_before_memory_is_set_aside(packet: bytes, fault: str) -> None:
+    with pytest.raises(ProtocolError, match=fault):
+        FrameReader().read(packet)
 
 
 def test_another_frame_inside_a_cut_one_is_refused() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError, WrongPeer
-from colab_swarm.net.handshake import HandshakeReceiver, Hello, Introduction
+from colab_swarm.net.handshake import VERSION, HandshakeReceiver, Hello, Introduction
 from colab_swarm.net.noise import TAG_BYTES, Keys
 from colab_swarm.net.peers import Contact
 from tests.net.swarm import identity
@@ -53,16 +53,13 @@ async def test_nothing_more_is_read_once_the_handshake_has_failed() -> None:
         await receiver.link
 
 
-def test_another_run_is_named() -> None:
-    alice, bob = ends(run_id="red", other_run_id="blue")
-    with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 2"):
-        reply(bob, alice.start())
-
-
-def test_an_older_protocol_is_refused_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, bob = ends(run_id="blue", other_run_id="blue")
-    monkeypatch.setattr("colab_swarm.net.handshake.VERSION", 1)
-    alice, _ = ends(run_id="blue", other_run_id="blue")
+@pytest.mark.parametrize(("run_id", "version"), [("red", VERSION), ("blue", 1)])
+def test_another_run_and_an_older_protocol_are_refused_with_ours(
+    run_id: str, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, bob = ends(other_run_id="blue")
+    monkeypatch.setattr("colab_swarm.net.handshake.VERSION", version)
+    alice, _ = ends(run_id=run_id)
     monkeypatch.undo()
     with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 2"):
         reply(bob, alice.start())

@@ -14,7 +14,7 @@ from colab_swarm.events import EventLog, Notice
 from colab_swarm.net import iroh as carrier
 from colab_swarm.net.addresses import host_of, is_address, may_dial_back, only_local
 from colab_swarm.net.peers import Contact, PeerId
-from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, meet_by_iroh, peers, sink, start, until, without_iroh
+from tests.net.swarm import LOOPBACK, Echo, peers, start, until, without_iroh
 
 pytestmark = without_iroh
 ID = "ab" * 32
@@ -22,19 +22,10 @@ BY_IROH = replace(LOOPBACK, listen=False, iroh="direct")
 
 
 def test_an_address_names_the_endpoint_and_where_to_find_it() -> None:
-    for address in (
-        f"iroh://{ID}@192.0.2.1:4500",
-        f"iroh://{ID}@[2001:db8::1]:4500",
-        f"iroh://{ID}@relay.test",
-    ):
-        assert is_address(address)
-    for address in (
-        f"iroh://{ID}",
-        f"iroh://{ID[:-1]}@192.0.2.1:1",
-        f"iroh://{ID}@relay.test/x",
-        f"iroh:{ID}",
-    ):
-        assert not is_address(address)
+    for place in ("192.0.2.1:4500", "[2001:db8::1]:4500", "relay.test"):
+        assert is_address(f"iroh://{ID}@{place}")
+    for wrong in (f"//{ID}", f"//{ID[:-1]}@192.0.2.1:1", f"//{ID}@relay.test/x", ID):
+        assert not is_address(f"iroh:{wrong}")
     assert host_of(f"iroh://{ID}@192.0.2.1:4500") == "192.0.2.1"
     assert not may_dial_back(f"iroh://{ID}@192.0.2.1:4500", "192.0.2.1")
     assert only_local([Contact(PeerId(bytes(32)), (f"iroh://{ID}@127.0.0.1:1",))])
@@ -47,18 +38,6 @@ async def test_the_endpoint_is_the_same_after_a_restart_with_the_same_key() -> N
             (address,) = alice.contact.addresses
             ids.append(address.partition("@")[0])
     assert ids[0] == ids[1] and alice.id.hex() not in ids[0]
-
-
-async def test_many_bytes_arrive_whole_and_the_receiver_sets_the_pace() -> None:
-    async with meet_by_iroh("alice", "bob") as (alice, bob):
-        bob.serve_stream(Talk, sink)
-        async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
-            for index in range(200):
-                await stream.send(Piece(index), bytes(100_000))
-            await stream.end()
-            assert (await stream.receive(Piece))[0] == Piece(200)
-        assert alice.way_to(bob.id) == bob.way_to(alice.id) == "iroh"
-        assert alice.statistics(bob.id).sent_bytes > 20e6
 
 
 async def test_without_iroh_a_peer_is_reached_at_its_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +65,7 @@ async def test_an_own_relay_that_is_dead_leaves_the_direct_addresses(monkeypatch
         assert [event.text for event in bob.linker.iroh._events.recent(Notice)] == [carrier.NO_RELAY]
         assert bob.linker.iroh.relayed  # nobody has come yet, and it was told to use one
         assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
+        assert alice.way_to(bob.id) == bob.way_to(alice.id) == "iroh"
         assert not bob.linker.iroh.relayed
         name = bob.contact.addresses[0].partition("@")[0]
         with pytest.raises(PeerUnreachable):

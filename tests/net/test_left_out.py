@@ -26,11 +26,16 @@ def test_failures_meanwhile_count_once_and_concern_nobody_else() -> None:
     assert left_out.holds("bob", 6.0) and not left_out.holds("carol", 6.0)
 
 
-def test_what_is_forgiven_starts_anew() -> None:
+def test_what_is_forgiven_starts_anew_and_each_change_has_its_version() -> None:
     left_out = LeftOut[str](5.0, 300.0)
+    left_out.forgive("bob")
+    assert left_out.version == 0 and not left_out.ends(0.0)
     for peer in ("bob", "carol"):
         left_out.fail(peer, 0.0)
+    assert left_out.version == 2 and left_out.ends(1.0) == {"bob": 5.0, "carol": 5.0}
+    assert not left_out.ends(5.0)
     left_out.forgive("bob")
+    assert left_out.version == 3
     assert not left_out.holds("bob", 0.0) and left_out.holds("carol", 0.0)
     assert left_out.fail("bob", 1.0) == 5.0
 
@@ -47,13 +52,3 @@ def test_memory_is_bounded_and_the_last_failures_count() -> None:
     for peer in range(MAX_LEFT_OUT + 10):
         left_out.fail(peer, 0.0)
     assert left_out.ends(0.0).keys() == set(range(10, MAX_LEFT_OUT + 10))
-
-
-def test_the_version_changes_with_everything_that_is_left_out_or_forgiven() -> None:
-    left_out = LeftOut[str](5.0, 300.0)
-    left_out.forgive("bob")
-    assert left_out.version == 0 and not left_out.ends(0.0)
-    left_out.fail("bob", 0.0)
-    assert left_out.version == 1 and left_out.ends(1.0) == {"bob": 5.0} and not left_out.ends(5.0)
-    left_out.forgive("bob")
-    assert left_out.version == 2

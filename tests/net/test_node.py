@@ -1,8 +1,6 @@
 """Two or more real nodes on loopback."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,6 @@ from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.link import LinkTable
 from colab_swarm.net.membership import OpenAdmission
-from colab_swarm.net.node import Node
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
 from colab_swarm.net.websocket import WebSocket
 from tests.net.swarm import Echo, Piece, Talk, deafen, echo, identity, peers, silence, start, until
@@ -28,25 +25,20 @@ async def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> Non
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
-@asynccontextmanager
-async def admitting(admission: OpenAdmission, role: Role = Role.VIEWER) -> AsyncIterator[Node]:
-    bob = await start("bob", admission=admission)
-    bob.serve(Echo, echo, role=role)
-    yield bob
-    await bob.close()
-
-
 async def test_a_renewed_membership_gives_its_role_to_open_links() -> None:
     class Viewers(OpenAdmission):
         def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
             return Role.WORKER if membership == b"renewed" else Role.VIEWER
 
-    async with admitting(Viewers(), role=Role.WORKER) as bob, peers("alice") as (alice,):
+    bob = await start("bob", admission=Viewers())
+    bob.serve(Echo, echo, role=Role.WORKER)
+    async with peers("alice") as (alice,):
         alice.learn(bob.contact)
         with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         assert bob.linker.readmit(alice.id, b"renewed") is Role.WORKER
         assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
+    await bob.close()
 
 
 async def test_two_peers_with_one_identity_say_so() -> None:

@@ -78,9 +78,7 @@ async def call_through(address: str, alice: Node, bob: Node) -> None:
 
 
 @pytest.mark.slow
-async def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_three_times(
-    folder: Path,
-) -> None:
+async def test_peers_link_through_a_tunnel_again_each_time_that_its_agent_is_killed(folder: Path) -> None:
     changes: asyncio.Queue[str | None] = asyncio.Queue()
     events = EventLog()
     async with peers("bob") as (bob,), peers("alice", listen=False) as (alice,):
@@ -88,7 +86,10 @@ async def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_
         async with tunnel(settings, bob.port, on_change=changes.put_nowait, events=events) as opened:
             assert opened.address is not None
             await call_through(opened.address, alice, bob)
-            for _ in range(3):
+            assert TOKEN.encode() not in read(agent_of(folder), "cmdline")
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            assert not any(TOKEN.encode() in path.read_bytes() for path in files)
+            for _ in range(2):
                 before, killed_at = opened.address, time.monotonic()
                 os.kill(agent_of(folder), signal.SIGKILL)
                 assert await changes.get() is None
@@ -96,7 +97,7 @@ async def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_
                 await until(lambda: bob.id not in alice.linked())
                 await call_through(opened.address, alice, bob)
                 assert time.monotonic() - killed_at < 10
-    assert ["lost" in change.text for change in events.recent(Notice)] == [False, *[True, False] * 3]
+    assert ["lost" in change.text for change in events.recent(Notice)] == [False, *[True, False] * 2]
     assert running(folder) == []
 
 
@@ -127,16 +128,16 @@ async def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
     ("token", "text"),
     [
         ("session-107", "does not accept this token .* get your token at .*ERR_NGROK_107"),
-        ("session-108", "stop another one"),
         ("session-9999", "docs/errors/err_ngrok_9999"),
         ("tunnel-8013", "card on file"),
-        ("tunnel-334", "in use by another agent"),
         ("offline", "Kaggle: Settings, Internet on"),
+        ("silent", "ngrok cannot be reached: .*no tunnel after 1 s"),
     ],
 )
 async def test_errors_of_ngrok_are_reported_with_their_fix_and_without_the_token(
-    folder: Path, token: str, text: str, caplog: pytest.LogCaptureFixture
+    folder: Path, token: str, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("colab_swarm.net.tunnels.OPEN_TIMEOUT_S", 1.0)
     caplog.set_level(logging.DEBUG)
     with pytest.raises(TunnelError, match=text) as caught:
         async with tunnel(ngrok(folder, token)):
@@ -170,17 +171,6 @@ async def test_an_opening_given_up_leaves_no_process(
     assert running(folder) == []
 
 
-@pytest.mark.slow
-async def test_a_silent_agent_is_given_up_and_the_error_names_the_timeout(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("colab_swarm.net.tunnels.OPEN_TIMEOUT_S", 1.0)
-    with pytest.raises(TunnelError, match=r"ngrok cannot be reached: .*no tunnel after 1 s"):
-        async with tunnel(ngrok(folder, "silent")):
-            pass
-    assert running(folder) == []
-
-
 async def test_without_token_or_agent_nothing_is_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused(text: str, *kind: Any, **settings: Any) -> None:
         with pytest.raises(TunnelError, match=text):
@@ -196,13 +186,6 @@ async def test_without_token_or_agent_nothing_is_tried(folder: Path, monkeypatch
     assert settings_of("cloudflared").auth_token is None
     with pytest.raises(ValueError, match="take 'ngrok' or 'cloudflared'"):
         TunnelSettings("carrier pigeon")  # type: ignore[arg-type]
-
-
-async def test_the_token_is_on_no_command_line_and_in_no_file_once_the_tunnel_is_open(folder: Path) -> None:
-    async with tunnel(ngrok(folder)):
-        assert TOKEN.encode() not in read(agent_of(folder), "cmdline")
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        assert not any(TOKEN.encode() in path.read_bytes() for path in files)
 
 
 async def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
