@@ -43,15 +43,6 @@ def test_nearer_peers_named_in_a_reply_are_asked_next() -> None:
     assert search.done(0.0) and search.hops(near(4).id) == 2 and search.nearest(1) == [near(4)]
 
 
-def test_a_failed_peer_gives_its_place_to_the_next() -> None:
-    search = lookup(1, 2, width=1, alpha=1)
-    search.next_queries(0.0)
-    search.on_answer(near(1).id, None)
-    assert search.next_queries(0.0) == [near(2)]
-    search.on_answer(near(2).id, [])
-    assert search.done(0.0) and search.nearest(3) == [near(2)]
-
-
 def test_a_slow_peer_blocks_neither_the_next_query_nor_the_end() -> None:
     search = lookup(1, 2, 3, width=2, alpha=1)
     assert search.next_queries(0.0) == [near(1)] and search.wake_at(0.0) == 1.0

@@ -46,8 +46,13 @@ class Peer:
         return self.trust._member
 
     @property
+    def admission(self) -> MembershipAdmission:
+        assert self.access.admission is not None
+        return self.access.admission
+
+    @property
     def shown(self) -> Membership:
-        return Membership.decode(self.member._admission.membership)
+        return Membership.decode(self.admission.membership)
 
     def invite(self, **options: Any) -> Invite:
         return Invite.parse(str(self.access.invite(self.node, self.trust.authority, **options)))

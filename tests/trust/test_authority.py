@@ -30,14 +30,14 @@ async def test_an_invited_peer_takes_part_and_invites_others(access: Access) -> 
         assert await call(bob, alice) == Echo(b"in")
 
 
-async def test_a_closed_run_admits_no_peer_without_an_invitation() -> None:
-    async with run_with("alice") as (here, (_, alice)):
-        mallory = await here.start("mallory", Invite(here.access.run_id, (), 4e9))
-        with pytest.raises(PeerError, match="no membership: join with an invitation"):
-            await call(mallory, alice)
-
-
 async def test_an_unusable_invitation_is_not_made() -> None:
+    async with run_with(access="open") as (here, _):
+        with pytest.raises(PermissionError, match="open run"):
+            here.invite(role="viewer")
+    async with run_with() as (here, _):
+        for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
+            with pytest.raises(ValueError, match="hours must be above 0"):
+                here.invite(**figures)
     async with run_with(listen=False) as (here, (authority,)):
         with pytest.raises(JoinError, match="start one on any machine"):
             here.invite()
@@ -45,12 +45,6 @@ async def test_an_unusable_invitation_is_not_made() -> None:
         assert here.invite().entries == (authority.node.contact,)
         with pytest.raises(JoinError, match="requires that others can dial this peer"):
             here.invite(uses=3)
-
-
-async def test_an_open_run_has_no_roles() -> None:
-    async with run_with(access="open") as (here, _):
-        with pytest.raises(PermissionError, match="open run"):
-            here.invite(role="viewer")
 
 
 def test_a_run_that_cannot_be_created_says_why(tmp_path: Path) -> None:
@@ -97,16 +91,9 @@ async def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_
         await alice.member.tick()
         assert alice.shown.grant is None
         assert notices(alice, "membership renewed for ") == ["membership renewed for 168.0 h"]
-        links = {link.remote.membership for link in bob.node.linker.table.of(alice.node.id)}
-        assert links == {alice.member._admission.membership}
+        (link,) = bob.node.linker.table.of(alice.node.id)
+        assert link.remote.membership == alice.admission.membership
         assert authority.node.role_of(alice.node.id) is Role.WORKER
-
-
-async def test_an_invitation_for_no_peer_is_not_made() -> None:
-    async with run_with() as (here, _):
-        for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
-            with pytest.raises(ValueError, match="hours must be above 0"):
-                here.invite(**figures)
 
 
 async def test_a_viewer_cannot_send_gradients() -> None:
@@ -152,7 +139,7 @@ def forged(invitation: Invite) -> Invite:
 
 async def test_a_proof_of_another_peer_is_refused() -> None:
     async with run_with("alice") as (here, (authority, alice)):
-        proof = alice.member._admission.membership
+        proof = alice.admission.membership
         with suppress(JoinError):
             await here.start("mallory", forged(here.invite(uses=1)))
         mallory = here.peers[-1]
@@ -179,9 +166,9 @@ def stand_in_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def run_listed(hours: float = 24.0) -> AsyncIterator[tuple[Run, Peer, Peer]]:
+async def run_listed() -> AsyncIterator[tuple[Run, Peer, Peer]]:
     async with run_with(access="allowlist") as (here, _):
-        invitation = here.invite(hours=hours)
+        invitation = here.invite()
         yield here, *[await here.start(name, invitation, f"hf_{name}") for name in ("alice", "bob")]
 
 
@@ -219,23 +206,6 @@ async def test_a_name_without_an_invitation_is_not_enough() -> None:
         assert authority.node.role_of(here.peers[-1].node.id) is Role.GUEST
 
 
-async def test_a_membership_is_renewed_at_half_of_its_life_and_nothing_is_interrupted() -> None:
-    async with run_listed(hours=1) as (here, alice, bob):
-        await call(alice, bob)
-        link, first = bob.node.linker.table.of(alice.node.id)[0], alice.shown
-        for hour in (1.5, 2.5, 4.0, 6.5):
-            for peer in here.peers:
-                peer.clock.ahead_s = hour * HOUR
-            await alice.member.tick()
-            for peer in here.peers:
-                peer.node.linker.recheck()
-            assert await call(alice, bob) == Echo(b"in")
-            await bob.member.tick()
-        assert bob.node.linker.table.of(alice.node.id) == [link]
-        assert alice.shown.expires_at > first.expires_at + 6 * HOUR
-        assert len(notices(alice, "membership renewed for ")) == 2
-
-
 async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it_is_back() -> None:
     async with run_with(access="allowlist") as (here, (authority,)):
         alice = await here.start("alice", here.invite(hours=1), "hf_alice")
@@ -253,7 +223,7 @@ async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_w
         assert len(notices(alice, "membership renewed for ")) == 1
 
 
-async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_membership_ends(
+async def test_an_account_that_leaves_the_list_is_warned_and_later_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with run_listed() as (here, alice, bob):
@@ -272,18 +242,13 @@ async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_member
             await call(bob, alice)
 
 
-async def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
-    async with run_with("alice", "bob") as (here, _):
-        clock = Clock(-540.0)
-        carol = await here.start("carol", here.invite(), clock=clock)
+async def test_a_clock_that_is_off_is_compensated_and_reported() -> None:
+    async with run_with("alice", "bob") as (here, (_, alice, _)):
+        carol = await here.start("carol", here.invite(), clock=Clock(-540.0))
         await carol.member.tick()
-        (skewed,) = [one for one in notices(carol, "") if "clock" in one]
+        (skewed,) = notices(carol, "this machine's clock")
         assert "9 minutes behind the other peers': compensated" in skewed
-        assert await call(carol, here.peers[1]) == Echo(b"in")
-        clock.ahead_s = -7200.0
-        with pytest.raises(PeerError, match="set the clock that is off"):
-            await here.start("dave", here.invite(), clock=clock)
-            await call(here.peers[-1], here.peers[1])
+        assert await call(carol, alice) == Echo(b"in")
 
 
 NOW = 1_750_000_000.0

@@ -125,13 +125,17 @@ def test_any_value_is_a_tally_or_ignored(value: bytes) -> None:
     assert tally is None or tally.key == KEYS[0]
 
 
-def ledgers(members: list[Member]) -> list[Contributions]:
-    return [Contributions(member.peers, member.dht, RUN) for member in members]
+def service_of(member: Member) -> Contributions:
+    return Contributions(member.peers, member.dht, RUN)
+
+
+async def run_of(count: int) -> tuple[list[Member], list[Contributions]]:
+    _, members = await swarm(count)
+    return members, list(map(service_of, members))
 
 
 async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() -> None:
-    _, members = await swarm(4)
-    services = ledgers(members)
+    members, services = await run_of(4)
     alice, bob, _, dave = (member.peers.id for member in members)
     services[0].ledger.credit(bob, "samples", 10.0)
     services[1].ledger.credit(alice, "samples", 4.0)
@@ -143,7 +147,7 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
     expected = (one, two, Contribution(dave, relayed_bytes=1e6))
     assert [await service.read() for service in services] == [expected] * 4
     await services[2].stop()
-    again = Contributions(members[2].peers, members[2].dht, RUN)
+    again = service_of(members[2])
     await again.resume()
     again.ledger.credit(alice, "samples", 1.0)
     await again.publish()
@@ -156,8 +160,7 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
 
 
 async def test_a_saved_tally_that_makes_no_sense_is_dropped() -> None:
-    _, members = await swarm(1)
-    service = Contributions(members[0].peers, members[0].dht, RUN)
+    _, (service,) = await run_of(1)
     service.saved = (module.TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
     with pytest.raises(ValueError, match=r"-1\.0"):
         await service.tick()
@@ -167,9 +170,8 @@ async def test_a_saved_tally_that_makes_no_sense_is_dropped() -> None:
 
 
 async def test_no_tally_is_published_before_the_last_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, members = await swarm(2)
+    members, (first, reader) = await run_of(2)
     dht, alice = members[0].dht, peer(1)
-    first = Contributions(members[0].peers, dht, RUN)
     first.ledger.credit(alice, "samples", 7.0)
     await first.publish()
     records, failures = dht.records, []
@@ -182,19 +184,18 @@ async def test_no_tally_is_published_before_the_last_can_be_read(monkeypatch: py
 
     monkeypatch.setattr(dht, "records", failing)
     for ticks, samples in ((1, 7.0), (2, 8.0)):  # stopped before it could read, and after
-        service = Contributions(members[0].peers, dht, RUN)
+        service = service_of(members[0])
         service.ledger.credit(alice, "samples", 1.0)
         for _ in range(ticks):
             await service.tick()
         await service.stop()
-        reader = Contributions(members[1].peers, members[1].dht, RUN)
         assert (await reader.read())[0].samples == samples
     assert len(failures) == 2
 
 
 async def test_only_what_reducers_and_workers_wrote_counts() -> None:
-    _, members = await swarm(4)
-    services, roles = ledgers(members), (Role.WORKER, Role.REDUCER, Role.VIEWER, Role.GUEST)
+    members, services = await run_of(4)
+    roles = (Role.WORKER, Role.REDUCER, Role.VIEWER, Role.GUEST)
     for member, service, role, amount in zip(members, services, roles, (1.0, 2.0, 4.0, 8.0), strict=True):
         member.peers.role = role
         service.ledger.credit(PeerId(b"t" * 32), "units", amount)
@@ -203,21 +204,18 @@ async def test_only_what_reducers_and_workers_wrote_counts() -> None:
 
 
 async def test_a_tally_published_under_many_keys_is_counted_once() -> None:
-    _, members = await swarm(3)
-    _, bob, _ = services = ledgers(members)
+    members, services = await run_of(3)
+    bob = services[1]
     bob.ledger.credit(members[0].peers.id, "samples", 5.0)
     await bob.publish()
-    dht = members[1].dht
     for shard in range(8):
-        key = f"{RUN}/credits/{shard}"
-        await dht.publish(key, bob._own_tally(), ttl_s=60)
+        await members[1].dht.publish(f"{RUN}/credits/{shard}", bob._own_tally(), ttl_s=60)
     for service in services:
         assert await service.read() == (Contribution(members[0].peers.id, samples=5.0),)
 
 
 async def test_a_stranger_s_record_is_passed_over() -> None:
-    _, members = await swarm(3)
-    service = Contributions(members[0].peers, members[0].dht, RUN)
+    members, (service, *_) = await run_of(3)
     for shard in range(8):
         for value in ({"a": 1}, [b"k" * 32, []], [members[1].peers.public_key, [[b"x", [1]]]]):
             await members[1].dht.publish(f"{RUN}/credits/{shard}", value, ttl_s=60)
