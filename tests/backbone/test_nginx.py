@@ -36,8 +36,6 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import short
 from tests.net.swarm import LOOPBACK, Echo, echo, start, until
 from tests.netlab.peer import Piece, send, take
-from tests.notebooks.kernel import opened
-from tests.notebooks.test_notebooks import connects, press
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [
@@ -77,11 +75,11 @@ def write_certificates(folder: Path) -> None:
     )
 
     def signed(name: x509.Name, public: ec.EllipticCurvePublicKey, kind: x509.ExtensionType) -> bytes:
+        now, day = datetime.now(UTC), timedelta(1)
         made = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(public)
-        made = made.serial_number(x509.random_serial_number()).not_valid_before(
-            datetime.now(UTC) - timedelta(1)
-        )
-        made = made.not_valid_after(datetime.now(UTC) + timedelta(1)).add_extension(kind, critical=False)
+        made = made.serial_number(x509.random_serial_number())
+        made = made.not_valid_before(now - day).not_valid_after(now + day)
+        made = made.add_extension(kind, critical=False)
         return made.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     authority = x509.BasicConstraints(ca=True, path_length=None)
@@ -117,17 +115,8 @@ class Nginx:
         text = WHOLE.format(folder=self.folder, server=server, user=user, idle=idle)
         (self.folder / "nginx.conf").write_text(text)
         assert NGINX is not None, "nginx is not installed: .ci/run does it"
-        self._process = subprocess.Popen(
-            [
-                NGINX,
-                "-p",
-                str(self.folder),
-                "-e",
-                f"{self.folder}/error.log",
-                "-c",
-                f"{self.folder}/nginx.conf",
-            ]
-        )
+        options = f"-p {self.folder} -e {self.folder}/error.log -c {self.folder}/nginx.conf"
+        self._process = subprocess.Popen([NGINX, *options.split()])
         deadline = time.monotonic() + LIMIT_S
         while True:
             assert self._process.poll() is None, (self.folder / "error.log").read_text()
@@ -157,14 +146,9 @@ def backbone_behind(nginx: Nginx) -> Iterator[Backbone]:
     own = free_port()
     nginx.start(own)
     network = Network(port=own, announce=(nginx.address,), lan=False)
-    with serve(
-        RunFile(
-            name="my-run",
-            folder=str(nginx.folder / "run"),
-            network=network,
-            dashboard=Dashboard(enabled=False),
-        )
-    ) as made:
+    page = Dashboard(enabled=False)
+    file = RunFile(name="my-run", folder=str(nginx.folder / "run"), network=network, dashboard=page)
+    with serve(file) as made:
         yield made
 
 
@@ -199,18 +183,6 @@ def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Ngi
             sent = alice.runtime.call(talk())
             assert sent["intact"] and sent["path"] == f"relayed by {short(there)}"
             assert all(address.startswith(nginx.address) for address in bob.contact.addresses)
-
-
-def test_the_four_cells_of_the_notebook_join_and_train_through_nginx(nginx: Nginx, tmp_path: Path) -> None:
-    trusted = {"SSL_CERT_FILE": str(nginx.folder / "ca.pem")}
-    with backbone_behind(nginx) as backbone, opened("swarm", tmp_path, **trusted) as alice:
-        connects(alice, 3)
-        shown = press(alice, name="alice", invitation=f" {backbone.invite[:90]}\n{backbone.invite[90:]} ")
-        assert "you are alice" in shown and f"reached {short(backbone.swarm.id)}: tunnel" in shown
-        assert "my-run: training, step" in alice.run()
-        assert alice.execute("print(optimizer.global_step)").endswith("3\n")
-        alice.run()
-        assert "left" in alice.execute("print(swarm)")
 
 
 @asynccontextmanager
