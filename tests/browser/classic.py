@@ -7,7 +7,7 @@ from typing import Any
 import nbformat
 
 from tests.browser.chromium import Window
-from tests.browser.lab import Server
+from tests.browser.lab import Server, written
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-classic"
 """Made by ``make classic``."""
@@ -24,8 +24,7 @@ class Classic(Server):
         super().__init__(folder, command, {name: str(folder / name.lower()) for name in FOLDERS}, folder)
 
     def open(self, window: Window, name: str, cells: list[str]) -> "ClassicNotebook":
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
+        notebook = written(cells)
         notebook.nbformat_minor = 4  # cells of this generation have no ids
         for cell in notebook.cells:
             cell.pop("id")

@@ -115,9 +115,7 @@ class Lab(Server):
             time.sleep(0.1)
 
     def open(self, window: Window, name: str, cells: list[str]) -> "Notebook":
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
-        return self._show(window, name, notebook)
+        return self._show(window, name, written(cells))
 
     def open_ours(self, window: Window, path: Path, **form: object) -> "Notebook":
         notebook = nbformat.read(path, as_version=4)
@@ -136,6 +134,13 @@ class Lab(Server):
         self._wait_kernel(f"{name}.ipynb")
         opened.wait_idle()
         return opened
+
+
+def written(cells: list[str]) -> Any:
+    """Return a notebook of these code cells."""
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
+    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
+    return notebook
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.backbone.backbone import Backbone, serve
-from colab_swarm.backbone.config import Dashboard, Network, RunFile
+from colab_swarm.backbone.backbone import Backbone
+from tests.backbone.test_join_page import SHOWN, served
 from tests.browser.chromium import Window, needs
 
 pytestmark = needs()
@@ -15,14 +15,8 @@ pytestmark = needs()
 
 @pytest.fixture
 def backbone(tmp_path: Path) -> Iterator[Backbone]:
-    file = RunFile(
-        name="my-run",
-        folder=str(tmp_path),
-        network=Network(port=0, announce=("wss://run.example.org",), lan=False),
-        dashboard=Dashboard(host="0.0.0.0", port=0),
-    )
-    with serve(file) as served:
-        yield served
+    with served(tmp_path, "wss://run.example.org", dashboard=SHOWN) as backbone:
+        yield backbone
 
 
 def opened(window: Window, backbone: Backbone, path: str) -> tuple[Any, list[str]]:
@@ -30,10 +24,11 @@ def opened(window: Window, backbone: Backbone, path: str) -> tuple[Any, list[str
     network = backbone.swarm.network
     assert network is not None
     page, asked = window.new_page(width=700, height=800), []
-    page.on(
-        "request",
-        lambda one: asked.append(f"{one.url.partition('#')[0]} {one.post_data} {one.all_headers()}"),
-    )
+
+    def note(request: Any) -> None:
+        asked.append(f"{request.url.partition('#')[0]} {request.post_data} {request.all_headers()}")
+
+    page.on("request", note)
     page.goto(f"http://127.0.0.1:{network.node.port}{path}")
     return page, asked
 

@@ -1,7 +1,7 @@
 """Peers on loopback for the tests, and a proxy between them that can misbehave."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -142,16 +142,19 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def deafen(node: Node) -> None:
-    """Let a peer accept WebSockets and never answer a handshake."""
+def deafen(node: Node) -> list[web.BaseRequest]:
+    """Let a peer accept WebSockets and never answer a handshake; return its visitors."""
     receive = node.linker.listener._receive
+    visitors: list[web.BaseRequest] = []
 
     def deaf(request: web.BaseRequest) -> HandshakeReceiver:
+        visitors.append(request)
         receiver = receive(request)
         receiver.on_message = lambda data: None  # type: ignore[method-assign]
         return receiver
 
     node.linker.listener._receive = deaf
+    return visitors
 
 
 class Collector:
@@ -169,15 +172,15 @@ class Collector:
 
 
 @asynccontextmanager
-async def silence() -> AsyncIterator[str]:
-    writers: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_server(lambda reader, writer: writers.append(writer), "127.0.0.1", 0)
+async def served(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """Serve HTTP by aiohttp; yields host and port."""
+    server = web.Server(handler, access_log=None)
+    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
-        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     finally:
-        server.close()
-        for writer in writers:
-            writer.close()
+        listening.close()
+        await server.shutdown()
 
 
 class Proxy:

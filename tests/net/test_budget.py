@@ -15,6 +15,8 @@ def test_a_bucket_lets_a_burst_through_and_then_keeps_the_rate() -> None:
     assert bucket.delay(0.0) == 0.0
     bucket.take(50_000, now=0.0)
     assert bucket.delay(0.0) == pytest.approx(0.05) and bucket.delay(0.05) == pytest.approx(0.0)
+    with pytest.raises(ValueError, match="rate_bps=0"):
+        TokenBucket(0, now=0.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0.0, 1.0)), min_size=1, max_size=30))
@@ -26,11 +28,6 @@ def test_waiting_for_the_delay_never_exceeds_the_rate(sends: list[tuple[int, flo
         assert sent_bytes <= 1e5 + now * rate_bps / 8 + 1e-3
         bucket.take(size_bytes, now)
         sent_bytes += size_bytes
-
-
-def test_a_limit_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="rate_bps=0"):
-        TokenBucket(0, now=0.0)
 
 
 def test_the_meter_remembers_the_best_busy_second() -> None:

@@ -48,8 +48,12 @@ async def ask(alice: Peers, bob: Peers, message: Message = Echo()) -> Message:  
     return await alice.call(bob.id, message, Echo, timeout_s=5)
 
 
-async def test_a_call_is_answered_both_ways_and_by_oneself(meet: Meet) -> None:
+async def test_a_call_is_counted_and_answered_both_ways_and_by_oneself(meet: Meet) -> None:
     async with meet("alice", "bob") as (alice, bob):
+        await ask(alice, bob, Echo(bytes(1000)))
+        sent, received = alice.statistics(), bob.statistics(alice.id)
+        assert (sent.rtt_s or 0) > 0
+        assert 1000 < received.received_bytes <= sent.sent_bytes < 1300 and sent.received_bytes > 1000
         for message in (Echo(b"hello"), Echo(bytes(200_000))):
             assert await ask(alice, bob, message) == message
         assert await ask(bob, alice, Echo(b"back")) == Echo(b"back")
@@ -194,14 +198,6 @@ async def test_a_peer_that_leaves_is_reported_and_its_calls_fail(meet: Meet) -> 
             await ask(alice, bob)
         with pytest.raises(errors.PeerError):
             await ask(bob, alice)
-
-
-async def test_bytes_are_counted_at_both_ends(meet: Meet) -> None:
-    async with meet("alice", "bob") as (alice, bob):
-        await ask(alice, bob, Echo(bytes(1000)))
-        sent, received = alice.statistics(), bob.statistics(alice.id)
-        assert (sent.rtt_s or 0) > 0
-        assert 1000 < received.received_bytes <= sent.sent_bytes < 1300 and sent.received_bytes > 1000
 
 
 @pytest.mark.parametrize("oneself", [False, True])

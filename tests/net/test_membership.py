@@ -18,7 +18,7 @@ from colab_swarm.net import membership as module
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import GUEST_S, Grant, Membership, MembershipAdmission, whoami
 from colab_swarm.net.peers import PeerId, Role
-from tests.net.swarm import run
+from tests.net.swarm import run, served
 
 RUN, NOW, HOUR = "my-run-0badcafe", 1_750_000_000.0, 3600.0
 NAMES = b"auth", b"alice", b"bob", b"link"
@@ -206,24 +206,16 @@ BIGGEST = json.dumps(ACCOUNT).encode().ljust(module.MAX_ANSWER_BYTES)
 
 @asynccontextmanager
 async def hub(answer: Any = ACCOUNT, status: int = 200) -> AsyncIterator[None]:
-    async def answer_whoami(request: web.Request) -> web.Response:
-        if request.headers["Authorization"] != f"Bearer {TOKEN}":
+    async def answer_whoami(request: web.BaseRequest) -> web.Response:
+        if request.path != "/api/whoami-v2" or request.headers["Authorization"] != f"Bearer {TOKEN}":
             return web.json_response({"error": "Invalid credentials"}, status=401)
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         return web.Response(body=body, status=status, headers={"Location": "/elsewhere"})
 
-    app = web.Application()
-    app.router.add_get("/api/whoami-v2", answer_whoami)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{runner.addresses[0][1]}/")
+    with pytest.MonkeyPatch.context() as patch:
+        async with served(answer_whoami) as at:
+            patch.setenv("HF_ENDPOINT", f"http://{at}/")
             yield
-    finally:
-        await runner.cleanup()
 
 
 async def test_a_token_names_its_user_and_organisations() -> None:

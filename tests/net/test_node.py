@@ -13,7 +13,7 @@ from colab_swarm.net.link import LinkTable
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
 from colab_swarm.net.websocket import WebSocket
-from tests.net.swarm import Echo, Piece, Talk, deafen, echo, identity, peers, silence, start, until
+from tests.net.swarm import Echo, Piece, Talk, deafen, echo, peers, start, until
 
 SMALL, BIG = PeerId(bytes(32)), PeerId(b"b" * 32)
 
@@ -175,14 +175,12 @@ async def test_a_busy_peer_refuses_more_links() -> None:
 
 
 async def test_close_wakes_tasks_that_wait_for_a_link_and_refuses_new_calls() -> None:
-    async with peers("alice") as (alice,):
-        bob = identity("bob").id
-        async with silence() as address:
-            alice.learn(Contact(bob, (address,)))
-            call = asyncio.create_task(alice.call(bob, Echo(), Echo, timeout_s=10))
-            await until(lambda: bob in alice.linker._awaited)
-            await alice.close()
-        for late in (call, alice.call(bob, Echo(), Echo, timeout_s=10)):
+    async with peers("alice", "bob") as (alice, bob):
+        visitors = deafen(bob)
+        call = asyncio.create_task(alice.call(bob.id, Echo(), Echo, timeout_s=10))
+        await until(lambda: bool(visitors))
+        await alice.close()
+        for late in (call, alice.call(bob.id, Echo(), Echo, timeout_s=10)):
             with pytest.raises(PeerLost, match="closed"):
                 await late
 

@@ -41,6 +41,11 @@ def test_places_and_circuits_are_counted() -> None:
     one.open(BOB, PeerId(b"d" * 32), 16.0, os.urandom)  # these two have none
     with pytest.raises(Refusal, match="2 circuits are open here"):
         one.open(PeerId(b"e" * 32), PeerId(b"f" * 32), 16.0, os.urandom)
+    wide = state(circuits_per_peer=32)
+    with pytest.raises(Refusal, match="between the two"):
+        for _ in range(32):
+            wide.open(ALICE, BOB, 0.0, os.urandom)
+    assert wide.open(CAROL, BOB, 0.0, os.urandom) and len(wide.circuits) == module.CIRCUITS_PER_PAIR + 1
 
 
 def test_a_ticket_is_good_once() -> None:
@@ -106,19 +111,23 @@ async def relayed(
 async def test_a_nearer_relay_replaces_the_farthest(monkeypatch: pytest.MonkeyPatch) -> None:
     async with peers("carol", "dave", "erin") as relays, peers("bob", listen=False) as (bob,):
         carol, dave, erin = (relay.id for relay in relays)
+        known = [relays[0].contact, relays[1].contact, bob.contact]
 
         async def rtt(circuits: Circuits, relay: PeerId) -> float:
             return {carol: 0.1, dave: 0.2, erin: 0.01}[relay]
 
+        async def look() -> list[Contact]:
+            return known
+
         monkeypatch.setattr(Circuits, "_rtt", rtt)
-        monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
+        for constant in ("RETRY_S", "_LOOK_EVERY_S"):
+            monkeypatch.setattr(module, constant, 0.01)
         for relay in relays:
             Relay(relay)
-        circuits = Circuits(bob, candidates(*relays[:2], bob), lambda: None, random.Random(1))
+        circuits = Circuits(bob, look, lambda: None, random.Random(1))
         circuits.start()
         await until(lambda: set(circuits.places) == {carol, dave})
-        circuits._candidates = candidates(*relays)
-        circuits._look.set()
+        known.append(relays[2].contact)
         await until(lambda: set(circuits.places) == {carol, erin})
 
 
@@ -257,14 +266,6 @@ async def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
             with pytest.raises(CallRefused, match="a third peer"):
                 await alice.call(carol.id, module.OpenCircuit(called), module.CircuitTicket, timeout_s=5)
         assert not relay.state.circuits
-
-
-def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
-    books = RelayState(RelayQuota(circuits_per_peer=32), now=0.0)
-    with pytest.raises(Refusal, match="between the two"):
-        for _ in range(32):
-            books.open(ALICE, BOB, 0.0, os.urandom)
-    assert books.open(CAROL, BOB, 0.0, os.urandom) and len(books.circuits) == module.CIRCUITS_PER_PAIR + 1
 
 
 async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:

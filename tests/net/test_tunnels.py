@@ -20,8 +20,7 @@ from colab_swarm.events import EventLog, Notice
 from colab_swarm.net.node import Node
 from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe, settings_of
 from tests.net import agents
-from tests.net.swarm import Echo, peers, until
-from tests.net.test_websocket import served
+from tests.net.swarm import Echo, peers, served, until
 
 TOKEN = "2abcDEFsecretTOKEN"
 PROCESSES = Path("/proc")

@@ -1,8 +1,6 @@
 """The WebSocket frames of the carrier, alone and against aiohttp's own implementation."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -13,20 +11,9 @@ from hypothesis import strategies as st
 from colab_swarm.errors import PeerLost
 from colab_swarm.net import websocket
 from colab_swarm.net.websocket import WebSocket, accept, read_head, write_head
-from tests.net.swarm import Collector, until
+from tests.net.swarm import Collector, served, until
 
 SIZES = (0, 1, 125, 126, 65535, 65536, websocket.MAX_MESSAGE_BYTES)
-
-
-@asynccontextmanager
-async def served(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
-    server = web.Server(handler, access_log=None)
-    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    finally:
-        listening.close()
-        await server.shutdown()
 
 
 def scratch() -> memoryview:
