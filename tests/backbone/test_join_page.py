@@ -71,9 +71,7 @@ def test_a_dashboard_of_this_machine_stays_there(tmp_path: Path, host: str) -> N
 @pytest.mark.parametrize(
     "announce", [(), ("ws://203.0.113.7:4500",), (f"wss://relay.example/relay/{'0' * 64}",)]
 )
-def test_without_an_https_address_of_its_own_there_is_no_page(
-    tmp_path: Path, announce: tuple[str, ...]
-) -> None:
+def test_without_an_own_https_address_there_is_no_page(tmp_path: Path, announce: tuple[str, ...]) -> None:
     with served(tmp_path, *announce) as backbone:
         assert backbone.invite.startswith("swarm://my-run.")
         assert asked(backbone, "/join")[0] == 426

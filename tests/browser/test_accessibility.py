@@ -102,9 +102,7 @@ def test_the_script_sees_what_is_wrong(window: Window) -> None:
 
 @pytest.mark.parametrize("theme", PAPER)
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_can_be_read_on_narrow_pages_in_both_themes(
-    window: Window, artifacts: Path, name: str, theme: str
-) -> None:
+def test_a_view_is_readable_in_both_themes(window: Window, artifacts: Path, name: str, theme: str) -> None:
     page = window.new_page(width=NARROW, height=2000)
     is_light = str(theme == "light").lower()
     page.set_content(
@@ -122,7 +120,7 @@ def themed(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
     lab.choose("apputils-extension:themes", {})
 
 
-def test_a_live_panel_can_be_read_and_its_controls_have_names(
+def test_a_live_panel_is_readable_and_its_controls_named(
     themed: Lab, window: Window, artifacts: Path
 ) -> None:
     notebook = themed.open(window, "accessible", [TRAINED])

@@ -46,9 +46,7 @@ def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Windo
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []
 
 
-def test_friends_start_and_join_with_the_four_cells(
-    classic: Classic, window: Window, artifacts: Path
-) -> None:
+def test_friends_start_and_join_by_the_four_cells(classic: Classic, window: Window, artifacts: Path) -> None:
     cells = list(code_cells(NOTEBOOKS / "swarm.ipynb"))
     alice, bob = (classic.open(window, f"swarm-{name}", cells) for name in ("alice", "bob"))
     connect(alice, bob, artifacts)

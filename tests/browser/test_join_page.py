@@ -33,9 +33,7 @@ def opened(window: Window, backbone: Backbone, path: str) -> tuple[Any, list[str
     return page, asked
 
 
-def test_the_line_is_copied_and_its_secret_stays_in_the_browser(
-    backbone: Backbone, browser: Any, artifacts: Path
-) -> None:
+def test_the_copied_lines_secret_stays_in_the_page(backbone: Backbone, browser: Any, artifacts: Path) -> None:
     window = Window(browser, artifacts, permissions=["clipboard-read", "clipboard-write"])
     code = backbone.invite.partition("#")[2]
     page, asked = opened(window, backbone, f"/join#{code}")

@@ -71,9 +71,7 @@ FORM = [
 ]
 
 
-def test_the_form_becomes_an_invitation_to_copy_and_a_panel_that_refreshes_by_itself(
-    lab: Lab, window: Window, artifacts: Path
-) -> None:
+def test_the_form_becomes_an_invitation_and_a_live_panel(lab: Lab, window: Window, artifacts: Path) -> None:
     alice = lab.open(window, "form", FORM)
     alice.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     alice.run(0)

@@ -197,9 +197,7 @@ def test_one_owner_fills_neither_a_peer_nor_more_than_its_part() -> None:
 
 @pytest.mark.parametrize("limits", [{"key_bytes": 20_000}, {"total_bytes": 20_000}])
 @pytest.mark.parametrize("size", [1, 900, 3000])
-def test_identities_of_one_invitation_push_out_their_own_records_only(
-    limits: dict[str, int], size: int
-) -> None:
+def test_identities_of_one_invitation_push_out_only_their_records(limits: dict[str, int], size: int) -> None:
     storage, honest = storage_of(**limits), [ALICE, BOB, CAROL]
     shared = Membership(RUN, Role.WORKER, bytes(32), "", WALL, WALL + 60, invited_by=b"mallory").encode()
     for by in honest:

@@ -41,7 +41,7 @@ async def answer(peer: PeerId, message: Any) -> Message:
     if message in LONG:
         return Long(bytes(LONG[message]))
     texts = {Ask("refused"): "not today", Ask("control"): "\x1b[31mred\a"}
-    raise Refusal(texts[message]) if message in texts else RuntimeError("a bug")
+    raise Refusal(texts[message]) if message in texts else RuntimeError("a bug \udc80")
 
 
 async def ask(alice: Peers, bob: Peers, message: Message = Echo()) -> Message:  # noqa: B008
@@ -201,9 +201,7 @@ async def test_a_peer_that_leaves_is_reported_and_its_calls_fail(meet: Meet) -> 
 
 
 @pytest.mark.parametrize("oneself", [False, True])
-async def test_items_arrive_in_order_and_stay_valid_and_the_buffer_may_be_reused(
-    meet: Meet, oneself: bool
-) -> None:
+async def test_items_arrive_in_order_and_their_buffer_may_be_reused(meet: Meet, oneself: bool) -> None:
     got: list[tuple[int, memoryview]] = []
 
     async def collect(opening: Talk, stream: Stream) -> None:

@@ -30,11 +30,15 @@ def as_bytes(properties: dict[str, str]) -> dict[bytes, bytes | None]:
     return {key.encode(): value.encode() for key, value in properties.items()}
 
 
-def test_an_announcement_is_read_back_unchanged() -> None:
+def test_an_announcement_is_read_back_but_for_addresses_that_cannot_be_dialled() -> None:
     assert read_announcement(properties(), ["192.0.2.7"], 4500) == announcement()
     long = properties("n" * 500, run_id="r" * 64)
     assert read_announcement(long, ["192.0.2.7"], 4500) is not None
     assert sum(len(key) + len(value or b"") + 2 for key, value in long.items()) < 300
+    ips = ["192.0.2.7", "fe80::1", "fe80::1%eth0", "2001:DB8::7", "nonsense", "192.0.2.7"]
+    said = read_announcement(properties(), ips, 4500)
+    assert said is not None
+    assert said.contacts[0].addresses == ("ws://192.0.2.7:4500", "ws://[2001:db8::7]:4500")
 
 
 def test_addresses_of_one_port_are_announced_and_loopback_only_alone() -> None:
@@ -44,13 +48,6 @@ def test_addresses_of_one_port_are_announced_and_loopback_only_alone() -> None:
     assert announced(Contact(ALICE, addresses)) == (["192.0.2.7", "2001:db8::7"], 4500)
     assert announced(Contact(ALICE, addresses[:2])) == (["127.0.0.1"], 4500)
     assert announced(Contact(ALICE, addresses[1:2])) == ([], 0)
-
-
-def test_both_ip_versions_are_read_and_addresses_that_cannot_be_dialled_are_left_out() -> None:
-    ips = ["192.0.2.7", "fe80::1", "fe80::1%eth0", "2001:DB8::7", "nonsense", "192.0.2.7"]
-    said = read_announcement(properties(), ips, 4500)
-    assert said is not None
-    assert said.contacts[0].addresses == ("ws://192.0.2.7:4500", "ws://[2001:db8::7]:4500")
 
 
 WRONG = [{"v": "2"}, {"peer": "zz"}, {"access": "x"}, {"run": ""}, {"run": "r" * 65}, {"run": "a\nb"}]
@@ -122,10 +119,6 @@ async def find(run_id: str, wanted: set[Contact]) -> LanSwarm:
                 return swarm
 
 
-async def test_a_foreign_name_in_the_network_is_nobodys_run() -> None:
-    assert await lan._ask(None, "evil.example.com.") is None  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 async def test_announced_peers_are_found_until_they_say_goodbye() -> None:
     if multicast_missing():
@@ -148,7 +141,8 @@ async def test_announced_peers_are_found_until_they_say_goodbye() -> None:
     await bob.close()
 
 
-async def test_where_there_is_no_multicast_nothing_is_found() -> None:
+async def test_neither_a_foreign_name_nor_a_network_without_multicast_has_a_run() -> None:
+    assert await lan._ask(None, "evil.example.com.") is None  # type: ignore[arg-type]
     assert await lan.find_swarms(seconds=0.01, interfaces=["192.0.2.250"]) == []
     with pytest.raises(OSError, match="no interface of this machine supports multicast"):
         LanAnnouncer(RUN_ID, "open", "alice", interfaces=["192.0.2.250"])

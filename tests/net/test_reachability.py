@@ -134,9 +134,7 @@ async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -
             await alice.call(bob.id, reachability.DialBack(()), DialledBack, timeout_s=5)
 
 
-async def test_a_dial_back_tells_silent_addresses_and_those_of_other_peers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_dial_back_names_silent_and_wrong_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "PROBE_TIMEOUT_S", 0.2)
     async with peers("alice", "bob", "carol", "dave") as (alice, bob, carol, dave), watched(bob):
         deafen(carol)

@@ -131,9 +131,7 @@ async def test_a_nearer_relay_replaces_the_farthest(monkeypatch: pytest.MonkeyPa
         await until(lambda: set(circuits.places) == {carol, erin})
 
 
-async def test_peers_that_cannot_be_dialled_talk_through_a_relay_that_sees_no_plaintext(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_peers_talk_through_a_relay_that_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = bytearray()
     pass_on = _Pump.on_message
 
@@ -197,16 +195,12 @@ async def test_when_a_relay_dies_calls_go_through_another() -> None:
         await until(lambda: nodes[dying].id.hex() not in "".join(bob.contact.addresses))
 
 
-async def test_a_circuit_over_its_quota_fails_with_the_reason() -> None:
+async def test_a_circuit_over_its_quota_and_a_peer_without_a_place_fail_with_the_reason() -> None:
     quota = RelayQuota(circuit_bytes=300_000)
-    async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, _):
+    async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, (relay,)):
         assert await alice.call(bob.id, Echo(bytes(100_000)), Echo, timeout_s=5)
         with pytest.raises(PeerLost, match=r"the relay carries 0\.3 MB per circuit"):
             await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
-
-
-async def test_peers_without_a_place_are_not_called() -> None:
-    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
         relay.state.places.clear()
         with pytest.raises(PeerError, match="holds no place"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)

@@ -122,7 +122,7 @@ async def test_a_busy_end_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("seen", [("", 0), ("192.0.2.1", 70_000), ("no address", -1)])
-async def test_a_relay_that_lies_about_an_address_prevents_no_upgrade(
+async def test_a_relay_that_lies_stops_no_upgrade(
     seen: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Relay, "_seen", lambda relay, peer: seen)
@@ -131,9 +131,7 @@ async def test_a_relay_that_lies_about_an_address_prevents_no_upgrade(
         await until(lambda: outcomes == {alice.id: None, bob.id: None})
 
 
-async def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_silent_requests_to_upgrade_are_refused_after_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upgrade, "TALK_TIMEOUT_S", 0.01)
     monkeypatch.setattr(upgrade, "PUNCH_S", 0.01)
     monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)

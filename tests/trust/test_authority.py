@@ -188,9 +188,7 @@ async def test_users_and_members_of_organisations_on_the_list_are_admitted_for_f
         ("", "a peer without a name", "you gave no token", "set HF_TOKEN"),
     ],
 )
-async def test_an_account_that_is_not_listed_gets_four_lines_of_help(
-    token: str, first: str, why: str, do: str
-) -> None:
+async def test_an_unlisted_account_gets_four_lines_of_help(token: str, first: str, why: str, do: str) -> None:
     async with run_with(access="allowlist") as (here, _):
         with pytest.raises(JoinError) as error:
             await here.start("mallory", here.invite(), token)
@@ -223,9 +221,7 @@ async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_w
         assert len(notices(alice, "membership renewed for ")) == 1
 
 
-async def test_an_account_that_leaves_the_list_is_warned_and_later_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_account_that_leaves_the_list_is_warned_and_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_listed() as (here, alice, bob):
         await call(alice, bob)
         for peer in here.peers:

@@ -41,9 +41,7 @@ class Asking:
 
 
 @pytest.mark.virtual_time
-async def test_a_membership_is_renewed_at_half_of_its_life_and_an_absent_authority_asked_ever_less(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_renewal_begins_at_half_of_life_and_asks_ever_less(monkeypatch: pytest.MonkeyPatch) -> None:
     asking = Asking(monkeypatch)
     await asyncio.sleep(LIFE / 2 - 1)
     await asking.member.tick()
