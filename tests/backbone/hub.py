@@ -31,7 +31,6 @@ class StandIn:
         self.failed = 0
         self.repos: dict[str, bool] = {}  # private?
         self.commits: list[Commit] = []
-        self.large: dict[str, bytes] = {}  # by SHA-256
         self.refused = 0
         self.changed = threading.Condition()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -65,15 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def read(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    def do_PUT(self) -> None:
-        self.hub.large[self.path.rpartition("/")[2]] = self.read()
-        self.answer({})
-
     def do_POST(self) -> None:
-        data = self.read()
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self.hub.refused += 1
             self.answer({"error": "Invalid username or password."}, 401)
@@ -85,10 +77,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.repos[name] = wanted.get("private") or wanted.get("visibility") == "private"
             self.answer({"url": f"{self.hub.endpoint}/{name}", "name": name})
         elif "/preupload/" in self.path:
-            files = [self.mode(file) for file in json.loads(data)["files"]]
+            inline = {"uploadMode": "regular", "shouldIgnore": False}
+            files = [{"path": file["path"], **inline} for file in json.loads(data)["files"]]
             self.answer({"files": files, "commitOid": "0" * 40})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            self.answer({"transfer": "basic", "objects": list(map(self.upload, json.loads(data)["objects"]))})
         elif "/commit/" in self.path and self.hub.failed < self.hub.fail:
             self.hub.failed += 1
             self.answer({"error": "the commit could not be made"}, 400)
@@ -99,23 +90,12 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.answer({}, 404)
 
-    @staticmethod
-    def mode(file: dict[str, Any]) -> dict[str, Any]:
-        kind = "lfs" if file["path"].endswith(".safetensors") else "regular"
-        return {"path": file["path"], "uploadMode": kind, "shouldIgnore": False}
-
-    def upload(self, one: dict[str, Any]) -> dict[str, Any]:
-        upload = {"href": f"{self.hub.endpoint}/large/{one['oid']}", "header": {}}
-        return {**one, "actions": {"upload": upload}}
-
     def commit(self, lines: list[dict[str, Any]]) -> None:
         made = Commit(next(line["value"]["summary"] for line in lines if line["key"] == "header"))
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
                 made.files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                made.files[value["path"]] = self.hub.large[value["oid"]]
         with self.hub.changed:
             self.hub.commits.append(made)
             self.hub.changed.notify_all()

@@ -17,9 +17,7 @@ TOKEN = "hf_secretsecretsecret"
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Speaks the older of the two ways to upload large files."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+def hub() -> Iterator[StandIn]:
     hub = StandIn(TOKEN)
     yield hub
     hub.close()

@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
+from typing import IO
 
 import pytest
 import torch
@@ -23,6 +27,16 @@ COMMAND = [sys.executable, "-m", "colab_swarm.cli"]
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
+
+
+@contextmanager
+def interrupted(*arguments: str, says: str = "") -> Iterator[IO[str]]:
+    """Run a command, yield its output, and end it by Ctrl-C; it ``says`` no more on stderr."""
+    with subprocess.Popen([*COMMAND, *arguments], stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        yield process.stdout
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130 and process.stderr.read() == says
 
 
 def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
@@ -89,22 +103,14 @@ def test_a_step_is_one_line() -> None:
 
 
 def test_ctrl_c_ends_a_command_with_one_line() -> None:
-    command = [*COMMAND, "create", "run", "--no-lan"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert any("Ctrl-C" in line for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130 and process.stderr.read() == "colab-swarm: stopped\n"
+    with interrupted("create", "run", "--no-lan", says="colab-swarm: stopped\n") as output:
+        assert any("Ctrl-C" in line for line in output)
 
 
-def test_a_backbone_prints_an_invitation_and_ctrl_c_ends_it() -> None:
-    """And it warns of one that only its own network can use."""
-    command = [*COMMAND, "create", "run", "--json-lines", "--no-lan", "--announce", "ws://192.168.1.5:4500"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        told, warned = (json.loads(process.stdout.readline()) for _ in range(2))
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130 and process.stderr.read() == ""
+def test_a_backbone_prints_an_invitation_and_warns_of_one_that_only_its_own_network_can_use() -> None:
+    options = ("--json-lines", "--no-lan", "--announce", "ws://192.168.1.5:4500")
+    with interrupted("create", "run", *options) as output:
+        told, warned = (json.loads(output.readline()) for _ in range(2))
     assert told["event"] == "invite" and told["invite"].startswith("swarm://run.")
     assert warned["event"] == "warning" and "same local network" in warned["warning"]
 
@@ -120,14 +126,10 @@ def test_a_run_in_a_bucket_prints_an_invitation_that_lasts_and_ends(tmp_path: Pa
 def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
     with cs.create("cli-experts", options=cs.NetworkOptions(lan=False)) as swarm:
         arguments = ["experts", str(swarm.invite()), "ffn", "--grid", "2x2", "--dim", "8", "--count", "3"]
-        command = [*COMMAND, *arguments, "--no-lan", "--json-lines"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stderr is not None
-            told = json.loads(process.stdout.readline())
+        with interrupted(*arguments, "--no-lan", "--json-lines") as output:
+            told = json.loads(output.readline())
             layer = swarm.mixture_of_experts("ffn", 8, grid=(2, 2))
             layer(torch.ones(4, 8)).sum().backward()
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130 and process.stderr.read() == ""
     assert told["event"] == "hosting" and set(layer.utilisation) == set(told["hosting"].split())
 
 

@@ -196,10 +196,6 @@ class Proxy:
     def freeze(self) -> None:
         self._moving.clear()
 
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
         self._writers += [writer, far_writer]
@@ -230,7 +226,8 @@ class Proxy:
         finally:
             server.close()
             self._moving.set()
-            self.cut()
+            for writer in self._writers:
+                writer.transport.abort()
             await asyncio.sleep(0)
             tasks = [task for task in asyncio.all_tasks() if "Proxy._" in repr(task)]
             await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
