@@ -1,22 +1,22 @@
 """A backbone as a process of its own, killed with SIGKILL while others train, and restarted."""
 
 import json
-import queue
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 from colab_swarm.files import StepFiles
 from colab_swarm.tensors.statedict import read_tensors
+from tests.netlab.lab import ROOT, Program
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120.0
@@ -57,32 +57,10 @@ keep = 2
 """
 
 
-class Process:
-    def __init__(self, script: str, *arguments: str) -> None:
-        command, root = [sys.executable, "-c", script, *arguments], Path(__file__).parents[2]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
-        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._messages.put(json.loads(line))
-        self._messages.put(None)
-
-    def wait_message(self, wanted: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        until = time.monotonic() + LIMIT_S
-        while True:
-            message = self._messages.get(timeout=max(0.1, until - time.monotonic()))
-            assert message is not None, f"it ended with {self.process.wait()}"
-            if wanted(message):
-                return message
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+def wait_message(program: Program, wanted: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    while not wanted(message := program.line(LIMIT_S)):
+        pass
+    return dict(message)
 
 
 class Scene:
@@ -95,14 +73,15 @@ class Scene:
         self.file.write_text(RUN.format(port=port))
         self.vault = folder / "killed" / "model"
 
-    def start(self, script: str, *arguments: str) -> Process:
-        process = Process(script, *arguments)
-        self.stack.callback(process.kill)
-        return process
+    def start(self, script: str, *arguments: str) -> Program:
+        command = [sys.executable, "-c", script, *arguments]
+        program = Program("this machine", subprocess.Popen(command, stdout=PIPE, text=True, cwd=ROOT))
+        self.stack.callback(program.kill)
+        return program
 
-    def backbone(self) -> tuple[Process, dict[str, Any]]:
-        process = self.start(BACKBONE, str(self.file))
-        return process, process.wait_message(lambda message: "invite" in message)
+    def backbone(self) -> tuple[Program, dict[str, Any]]:
+        program = self.start(BACKBONE, str(self.file))
+        return program, wait_message(program, lambda message: "invite" in message)
 
     def wait_checkpoint(self, step: int) -> int:
         until = time.monotonic() + LIMIT_S
@@ -120,7 +99,7 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         trainers = [run.start(TRAINER, before["invite"], name) for name in ("alice", "bob")]
         kept = run.wait_checkpoint(5)
         backbone.kill()
-        trainers[0].wait_message(lambda message: message.get("step", 0) > kept)  # they continue without it
+        wait_message(trainers[0], lambda message: message.get("step", 0) > kept)  # they continue without it
         backbone, after = run.backbone()
         assert after["id"] == before["id"]
         assert after["invite"][:16] == before["invite"][:16]
@@ -128,7 +107,7 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         for trainer in trainers:
             trainer.kill()
         carol = run.start(TRAINER, before["invite"], "carol")  # an old invitation is good for the same run
-        began_at = carol.wait_message(lambda message: "began_at" in message)["began_at"]
+        began_at = wait_message(carol, lambda message: "began_at" in message)["began_at"]
         assert began_at >= kept
         run.wait_checkpoint(began_at + 5)
         with urllib.request.urlopen(f"{after['dashboard']}status.json", timeout=10) as answer:
