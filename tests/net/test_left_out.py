@@ -44,7 +44,7 @@ def test_a_long_time_without_failures_resets_the_count_and_frees_memory() -> Non
     left_out = LeftOut[int](5.0, 300.0)
     for peer in range(100):
         left_out.fail(peer, 0.0)
-    assert left_out.fail(0, 305.0) == 5.0 and len(left_out._records) == 1
+    assert left_out.fail(0, 305.0) == 5.0 and left_out.ends(0.0).keys() == {0}
 
 
 def test_memory_is_bounded_and_the_last_failures_count() -> None:

@@ -158,19 +158,20 @@ class Mallory:
         self._ends = [Handshake(initiator=one, static=key, prologue=prologue) for one, key in keys.items()]
         self.overheard = b""
 
-    def pass_on(self, data: bytes, called: bool) -> bytes:
-        said = self._ends[called].read(data)
+    def pass_on(self, data: bytes) -> bytes:
+        """Read the message of one end and write hers to the other; the two take turns."""
+        said = self._ends[0].read(data)
         self.overheard += said
-        return self._ends[not called].write(said)
+        self._ends.reverse()
+        return self._ends[0].write(said)
 
 
 async def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mallory = Mallory(NodeSettings().run_id)
 
     def swap(pump: _Pump, data: memoryview) -> None:
-        called = pump._circuit.pumps[1] is pump
         assert pump.other is not None
-        pump.other.socket.send_bytes(mallory.pass_on(bytes(data), called))
+        pump.other.socket.send_bytes(mallory.pass_on(bytes(data)))
 
     async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
         monkeypatch.setattr(_Pump, "on_message", swap)
