@@ -5,8 +5,7 @@
 
 OPTIONS is JSON for `NetworkOptions`. The first line printed has the peer's contact (id and addresses), its reachability
 and an invitation; ``["reach"]`` prints the like again. The other commands are coroutines here of the same name:
-``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``, ``["call", CONTACT, SECONDS]``,
-``["drop", CONTACT]``.
+``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``, ``["drop", CONTACT]``.
 """
 
 import asyncio
@@ -73,22 +72,16 @@ async def send(node: Node, peer: PeerId, size: int) -> dict[str, Any]:
 
 
 async def path(node: Node, peer: PeerId, way: str, seconds: float) -> dict[str, Any]:
-    """Call the peer, then wait until the link to it runs one of the ways (any if empty): first and last path seen."""
+    """Call the peer, then wait until the link to it runs one of the ways (any if empty)."""
     began_at = time.monotonic()
     await node.call(peer, Echo("hello"), Echo, timeout_s=seconds)
-    first, linked_s = str(node.path_to(peer)), time.monotonic() - began_at
+    linked_s = time.monotonic() - began_at
     while (now := node.path_to(peer)) is None or (way and now.way.value not in way):
         if time.monotonic() - began_at > seconds:
             break
         await asyncio.sleep(LOOK_EVERY_S)
     times = {"linked_s": linked_s, "seconds": time.monotonic() - began_at}
-    return {"first": first, "path": str(node.path_to(peer)), **times}
-
-
-async def call(node: Node, peer: PeerId, seconds: float) -> dict[str, Any]:
-    began_at = time.monotonic()
-    await node.call(peer, Echo("hello"), Echo, timeout_s=seconds)
-    return {"path": str(node.path_to(peer)), "seconds": time.monotonic() - began_at}
+    return {"path": str(node.path_to(peer)), **times}
 
 
 async def drop(node: Node, peer: PeerId) -> dict[str, Any]:
@@ -98,7 +91,7 @@ async def drop(node: Node, peer: PeerId) -> dict[str, Any]:
     return {"dropped": len(links)}
 
 
-COMMANDS = {command.__name__: command for command in (send, path, call, drop)}
+COMMANDS = {command.__name__: command for command in (send, path, drop)}
 
 
 async def obey(node: Node, command: str, contact: tuple[str, list[str]], *rest: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ LEAVE_S = 20.0
 def meet_all(peers: list[LabPeer]) -> None:
     for k in range(1, len(peers)):
         for n, peer in enumerate(peers):
-            peer.tell("call", peers[(n + k) % len(peers)].contact, CALL_S)
+            peer.tell("path", peers[(n + k) % len(peers)].contact, "", CALL_S)
         answers = [peer.program.line() for peer in peers]
         assert all("path" in answer for answer in answers), answers
 

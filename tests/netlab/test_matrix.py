@@ -38,7 +38,7 @@ def test_two_peers_whose_link_breaks_are_punched_again_from_the_same_ports() -> 
         for one, other in ((alice, bob), (bob, alice), (alice, bob)):
             assert meet(one, other, "punched").way == meet(other, one, "punched").way == "punched"
             assert one.ask("drop", other.contact)["dropped"] > 0
-            other.ask("call", one.contact, FIRST_LINK_S)  # may fail: the link is lost under it
+            other.ask("path", one.contact, "", FIRST_LINK_S)  # may fail: the link is lost under it
 
 
 @pytest.mark.slow

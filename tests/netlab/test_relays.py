@@ -25,7 +25,7 @@ def test_peers_meet_again_when_the_only_relay_comes_back(tmp_path: Path) -> None
         alice, bob = join(lab, relay.invite, "a", "b", punch=False)
         assert alice.send(bob, 1 << 20)["intact"]
         relay.program.kill()
-        assert "error" in alice.ask("call", bob.contact, 1.0)
+        assert "error" in alice.ask("path", bob.contact, "", 1.0)
         back = create(lab, "pub", identity=str(tmp_path / "key"))
         assert back.id == relay.id
         for peer in (alice, bob):
