@@ -64,7 +64,7 @@ def test_late_joiners_download_the_saved_state(tmp_path: Path) -> None:
     assert again is not None and again.manifest.root == latest.manifest.root
 
 
-async def test_assistants_are_asked_where_trainers_fail(
+async def test_assistants_are_asked_only_if_no_trainer_gives_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, failing, snapshot = list[list[str]](), [["alice", "bob"]], replica(0).snapshot()

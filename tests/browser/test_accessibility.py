@@ -120,7 +120,7 @@ def themed(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
     lab.choose("apputils-extension:themes", {})
 
 
-def test_a_live_panel_is_readable_and_its_controls_named(
+def test_a_live_panel_can_be_read_and_its_controls_have_names(
     themed: Lab, window: Window, artifacts: Path
 ) -> None:
     notebook = themed.open(window, "accessible", [TRAINED])

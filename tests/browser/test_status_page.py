@@ -39,7 +39,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.ordeal)])
-def test_the_page_updates_and_runs_no_others_script(
+def test_the_page_draws_updates_itself_and_runs_no_script_of_others(
     site: Site, browser: Any, artifacts: Path, scheme: str
 ) -> None:
     window = Window(browser, artifacts, color_scheme=scheme)

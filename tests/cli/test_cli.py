@@ -70,7 +70,7 @@ def name(command: Command) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=name)
-def test_a_command_accepts_and_shows_its_examples(
+def test_a_command_accepts_its_examples_and_shows_them(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for example in command.examples:

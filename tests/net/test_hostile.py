@@ -144,7 +144,7 @@ async def fill(mallory: Node, victim: Node, streams: int, payload: bytes, opened
 
 
 @pytest.mark.parametrize("size", [100_000, 1])
-async def test_unread_streams_are_bounded_and_honest_ones_go_on(
+async def test_streams_that_nobody_reads_take_bounded_memory_and_honest_ones_go_on(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {"PEER_UNREAD_BYTES": 4 << 20, "UNREAD_BYTES": 6 << 20}

@@ -233,7 +233,7 @@ async def test_a_token_names_its_user_and_organisations() -> None:
         *(({"orgs": 3}, 200), (ACCOUNT, 503), (ACCOUNT, 302)),
     ],
 )
-def test_a_hub_in_trouble_is_no_token_leak(
+def test_a_hub_in_trouble_is_reported_without_the_token(
     answer: Any, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:

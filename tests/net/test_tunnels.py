@@ -101,7 +101,7 @@ async def test_peers_link_through_a_tunnel_again_each_time_that_its_agent_is_kil
 
 
 @pytest.mark.slow
-async def test_an_agent_that_hangs_or_misleads_is_replaced(
+async def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("colab_swarm.net.tunnels.PROBE_TIMEOUT_S", 0.2)
@@ -203,7 +203,7 @@ async def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
     assert warnings()[0] == "tunnel: 0 MB sent, 50% of the plan's 0 MB a month"
 
 
-async def test_pyngroks_own_agent_is_taken_or_downloaded(
+async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYNGROK_NGROK_PATH", raising=False)

@@ -122,7 +122,7 @@ async def test_a_busy_end_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("seen", [("", 0), ("192.0.2.1", 70_000), ("no address", -1)])
-async def test_a_relay_that_lies_stops_no_upgrade(
+async def test_a_relay_that_lies_about_an_address_prevents_no_upgrade(
     seen: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Relay, "_seen", lambda relay, peer: seen)
