@@ -2,6 +2,8 @@
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES, Handshake
@@ -36,13 +38,13 @@ def key(text: str) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(bytes.fromhex(text))
 
 
-def pair() -> tuple[Handshake, Handshake]:
-    def end(initiator: bool, static: str, ephemeral: str) -> Handshake:
+def pair(other_prologue: str = PROLOGUE) -> tuple[Handshake, Handshake]:
+    def end(initiator: bool, static: str, ephemeral: str, prologue: str) -> Handshake:
         keys = {"static": key(static), "ephemeral": key(ephemeral)}
-        return Handshake(initiator=initiator, prologue=bytes.fromhex(PROLOGUE), **keys)
+        return Handshake(initiator=initiator, prologue=bytes.fromhex(prologue), **keys)
 
-    initiator = end(True, INITIATOR_STATIC, INITIATOR_EPHEMERAL)
-    return initiator, end(False, RESPONDER_STATIC, RESPONDER_EPHEMERAL)
+    initiator = end(True, INITIATOR_STATIC, INITIATOR_EPHEMERAL, PROLOGUE)
+    return initiator, end(False, RESPONDER_STATIC, RESPONDER_EPHEMERAL, other_prologue)
 
 
 def test_handshake_and_transport_equal_the_published_vectors() -> None:
@@ -66,8 +68,44 @@ def test_handshake_and_transport_equal_the_published_vectors() -> None:
         assert receiver[1].decrypt(sealed).hex() == PAYLOADS[index]
 
 
+def test_another_prologue_is_refused_at_the_second_message() -> None:
+    alice, bob = pair(other_prologue="00")
+    bob.read(alice.write(b""))
+    with pytest.raises(ProtocolError, match="does not decrypt"):
+        alice.read(bob.write(b""))
+
+
 def test_a_public_key_of_small_order_is_refused() -> None:
     _, bob = pair()
     bob.read(bytes(MAX_HANDSHAKE_BYTES))
     with pytest.raises(ProtocolError, match="unusable public key"):
         bob.write(b"")
+
+
+@given(st.binary(max_size=200), st.integers(0, 2))
+def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, turn: int) -> None:
+    alice, bob = pair()
+    reader = bob
+    if turn >= 1:
+        bob.read(alice.write(b""))
+        reader = alice
+    if turn == 2:
+        alice.read(bob.write(b""))
+        alice.write(b"")
+        reader = bob
+    try:
+        reader.read(data)
+    except ProtocolError:
+        assert turn > 0 or len(data) < 32
+    else:
+        assert turn == 0 and len(data) >= 32
+
+
+@given(st.integers(0, 110), st.integers(1, 255))
+def test_any_changed_byte_of_the_second_message_is_noticed(position: int, change: int) -> None:
+    alice, bob = pair()
+    bob.read(alice.write(b"hello"))
+    message = bytearray(bob.write(bytes.fromhex(PAYLOADS[1])))
+    message[position % len(message)] ^= change
+    with pytest.raises(ProtocolError):
+        alice.read(bytes(message))
