@@ -275,6 +275,25 @@ def test_the_book_survives_a_restart(tmp_path: Path) -> None:
     assert os.name != "posix" or (tmp_path / "me.key.authority").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.real_time
+async def test_a_revocation_survives_the_authoritys_restart(tmp_path: Path) -> None:
+    here = Run("invite", listen=True)
+    here.access = found(key_file=tmp_path / "me.key")
+    authority = await here.start("authority")
+    alice = await here.start("alice", here.invite())
+    assert authority.trust.authority is not None
+    authority.trust.authority.revoke(alice.node.id)
+    await here.leave(alice)
+    await here.leave(authority)
+    here.access = found(key_file=tmp_path / "me.key")
+    authority = await here.start("authority")
+    alice = await here.start("alice", here.invite())
+    with pytest.raises(PeerError, match="revoked"):
+        await call(alice, authority)
+    for peer in list(here.peers):
+        await here.leave(peer)
+
+
 def test_invitations_that_ended_are_forgotten() -> None:
     book = AuthorityBook(RUN)
     for key, now, kept in ((b"k", NOW, 1), (b"l", NOW + 660, 2), (b"m", NOW + 661, 2)):
