@@ -1,7 +1,6 @@
 """Peers that would train something else are refused by name, before they train."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -164,21 +163,3 @@ def test_text_of_others_cannot_control_a_terminal() -> None:
     progress = Progress(ME, record("8", syncing=True))
     progress.on_records({BOB: record("\x1b[2J")}, now=0.0)
     assert progress.disagreement() == "target_batch_size: ?[2J there, 8 here"
-
-
-@pytest.mark.slow
-def test_models_that_were_initialised_differently_take_the_founders_state(alice: Swarm) -> None:
-    def late(swarm: Swarm) -> tuple[torch.Tensor, bytes]:
-        net = Adapted()
-        with torch.no_grad():
-            net.down.normal_()
-        optimizer = begin(swarm, net)
-        return net.down.detach().clone(), optimizer.lineage
-
-    with (
-        cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob,
-        ThreadPoolExecutor() as pool,
-    ):
-        down, lineage = pool.submit(late, bob).result(60)
-    mine = alice.optimizers["model"]
-    assert lineage == mine.lineage and torch.equal(down, mine.rule.model.down.detach())  # type: ignore[union-attr, arg-type]

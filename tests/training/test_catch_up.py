@@ -20,6 +20,7 @@ from colab_swarm.training.catch_up import ATTEMPTS, CatchUp
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
+from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import DonorsSilent
 from tests.training.toy import join_training, model, take
 
@@ -200,23 +201,26 @@ def test_a_late_joiner_whose_donors_are_gone_for_good_is_told_so() -> None:
         assert "carol" in sim.results and [fault.name for fault in sim.network.fired] == ["crash"]
 
 
-def test_a_donor_whose_state_does_not_load_sends_the_late_joiner_to_another() -> None:
-    garbage: list[str] = []
+def test_a_donor_whose_state_does_not_load_sends_the_late_joiner_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    garbage, rules, snapshot = list[Snapshot](), dict[str, UpdateRule](), Replica.snapshot
+
+    def spoil(replica: Replica) -> Snapshot:
+        true = snapshot(replica)
+        if replica.rule is not rules["alice"]:
+            return true
+        garbage.append(Snapshot.of(true.manifest.subject, true.manifest.step, b"", np.zeros(8, np.uint8)))
+        return garbage[-1]
+
+    monkeypatch.setattr(Replica, "snapshot", spoil)
     with cs.simulate(2, seed=1, samples_per_s=10.0) as sim:
         sim.join("carol", at=6.0)
 
         def train(swarm: Swarm) -> tuple[int, bytes]:
             optimizer = join_training(swarm, net := model())
+            rules[swarm.name] = optimizer.rule
             began = optimizer.global_step
-            if swarm.name == "alice":
-                sharing, given = optimizer.collaboration._states, optimizer._replica.snapshot
-
-                async def spoil() -> Snapshot:
-                    garbage.append(swarm.name)
-                    true = given().manifest
-                    return Snapshot.of(true.subject, true.step, b"", np.zeros(8, np.uint8))
-
-                sharing._provide = spoil
             while optimizer.global_step < 12:
                 take(optimizer, net, optimizer.global_step, slice(0, 2))
             return began, optimizer.lineage

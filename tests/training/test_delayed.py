@@ -11,7 +11,6 @@ from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.replica import Replica, UpdateRule
 from tests.training import toy
 
 
@@ -95,20 +94,9 @@ def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> No
         for step in range(3):
             toy.take(optimizer, net, step)
         optimizer.close()
-        newest = [parameter.detach().flatten() for parameter in optimizer._replica.parameters]
+        newest = [parameter.detach().flatten() for parameter in optimizer.param_groups[0]["params"]]
         return toy.parameters_of(net), torch.cat(newest)
 
     shown, newest = toy.alone(train)
     torch.testing.assert_close(shown, newest, rtol=0, atol=0)
     assert not torch.equal(shown, toy.parameters_of(toy.model()))
-
-
-def test_the_optimizers_state_moves_along_with_its_parameters() -> None:
-    net = toy.model()
-    optimizer = Lamb(net.parameters(), lr=0.01)
-    toy.loss_of(net, 0).backward()
-    optimizer.step()
-    replica = Replica(UpdateRule(optimizer, delayed=True))
-    assert set(map(id, optimizer.state)) == set(map(id, replica.parameters))
-    assert all(mine is theirs for mine, theirs in zip(replica.model, net.parameters(), strict=True))
-    assert [p is q for g in replica.groups() for p, q in zip(g["params"], net.parameters(), strict=True)]

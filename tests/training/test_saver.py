@@ -23,19 +23,6 @@ def kept_in(swarm: Swarm, folder: Path, net: torch.nn.Module | None = None) -> S
     return SwarmOptimizer(swarm.runtime, swarm.services, settings, rule, swarm.name, kept)
 
 
-def save_steps(folder: Path, *steps: int) -> list[int]:
-    """The steps in the folder after saving at each of these."""
-
-    def save(swarm: Swarm) -> None:
-        optimizer = kept_in(swarm, folder)
-        for step in steps:
-            optimizer._replica.step = step
-            optimizer._save_progress()
-
-    alone(save)
-    return steps_in(folder)
-
-
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.stem.partition("-")[2]) for path in folder.iterdir())
 
@@ -50,9 +37,29 @@ def test_only_new_steps_are_written_and_the_last_two_stay(
         saved.append(step)
         return save(folder, step, state)
 
+    def train(swarm: Swarm) -> None:
+        optimizer = kept_in(swarm, tmp_path / "kept", net := torch.nn.Linear(3, 1))
+
+        def wait_for_saving() -> None:
+            swarm.runtime.call(asyncio.sleep(SAVE_S + 1))
+
+        def train_on() -> None:
+            net(torch.ones(1, 3)).sum().backward()
+            optimizer.step(samples=10)
+            wait_for_saving()
+
+        train_on()
+        wait_for_saving()
+        optimizer.save(tmp_path / "first")
+        train_on()
+        train_on()
+        assert steps_in(tmp_path / "kept") == [2, 3] and saved == [1, 2, 3]
+        optimizer.load(tmp_path / "first")
+        wait_for_saving()
+        assert steps_in(tmp_path / "kept") == [1]  # the others were of a branch that the swarm left
+
     monkeypatch.setattr(CheckpointFolder, "save", counted)
-    assert save_steps(tmp_path, 1, 1, 2, 3) == [2, 3] and saved == [1, 2, 3]
-    assert save_steps(tmp_path / "left", 8, 9, 5) == [5]  # 8 and 9 were of a branch that the swarm left
+    alone(train)
 
 
 def test_a_full_disk_is_reported_and_saving_is_tried_again(
@@ -62,10 +69,10 @@ def test_a_full_disk_is_reported_and_saving_is_tried_again(
         raise StateError("no room")
 
     def save(swarm: Swarm) -> None:
-        optimizer = kept_in(swarm, tmp_path)
+        kept_in(swarm, tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(SwarmOptimizer, "save", full)
-            optimizer._save_progress()
+            swarm.runtime.call(asyncio.sleep(SAVE_S + 1))
         [fault] = swarm.events.recent(Fault)
         assert (fault.where, fault.text) == ("saving progress", "no room") and not steps_in(tmp_path)
         swarm.runtime.call(asyncio.sleep(SAVE_S + 1))
@@ -79,9 +86,10 @@ def test_saved_progress_is_loaded_unless_it_is_of_another_model(tmp_path: Path) 
 
     def resume(swarm: Swarm) -> None:
         first = kept_in(swarm, tmp_path, net)
-        first._replica.step = 4
+        net(torch.ones(1, 3)).sum().backward()
+        first.step(samples=10)
         first.close()
-        assert kept_in(swarm, tmp_path, other).global_step == 4
+        assert kept_in(swarm, tmp_path, other).global_step == 1
         torch.testing.assert_close(other.weight, net.weight)
         with pytest.raises(StateError, match=f"another model.*{tmp_path}"):
             kept_in(swarm, tmp_path, torch.nn.Linear(5, 1))

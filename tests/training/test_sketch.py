@@ -101,7 +101,7 @@ def test_a_late_joiner_gives_up_the_state_of_a_liar_and_loads_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lie(replica: Replica) -> Any:
-        if replica is not liars.get("dave"):
+        if replica.rule is not liars.get("dave"):
             if next(busy, False):
                 raise StateError("busy")
             return snapshot(replica)
@@ -114,13 +114,13 @@ def test_a_late_joiner_gives_up_the_state_of_a_liar_and_loads_another(
         net = toy.model()
         optimizer = toy.join_training(swarm, net)
         if swarm.name == "dave":
-            liars["dave"] = optimizer._replica
+            liars["dave"] = optimizer.rule
         while optimizer.global_step < 6 * SKETCH_STEPS:
             toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
             optimizer.step(samples=2)
         return toy.parameters_of(net)
 
-    liars: dict[str, Replica] = {}
+    liars: dict[str, UpdateRule] = {}
     busy = iter([True] * 3)  # the honest, when they are first asked
     snapshot = Replica.snapshot
     monkeypatch.setattr(Replica, "snapshot", lie)
