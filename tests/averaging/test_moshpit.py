@@ -168,13 +168,6 @@ async def test_an_unknown_codec_is_refused_at_once() -> None:
         await few("alice", codec="zip")
 
 
-async def test_the_caller_s_vector_is_left_as_it_is() -> None:
-    alice, bob = await few("alice", "bob")
-    values = ONES.copy()
-    (mean, _), _ = await asyncio.gather(alice.average(values), bob.average(3 * ONES))
-    assert mean[0] == 2.0 and values[0] == 1.0
-
-
 async def test_vectors_of_different_lengths_do_not_meet() -> None:
     alice, bob = await few("alice", "bob")
     results = await asyncio.gather(after(9.0, alice, ONES), after(9.0, bob, np.ones(11, np.float32)))

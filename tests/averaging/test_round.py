@@ -236,7 +236,11 @@ async def test_a_sender_of_garbage_is_left_out_and_gets_the_mean(index: int, pay
         answer, returned = await stream.receive(Chunk)
         result, ended_at = await going, clock()
         await averager.drain("")
-    assert clock() == ended_at + DRAIN_S, "its stream is open still"
+        assert clock() == ended_at + DRAIN_S, "its stream is open still"
+        draining = asyncio.create_task(averager.drain(""))
+        await asyncio.sleep(1.0)
+    await draining
+    assert clock() < ended_at + DRAIN_S + 1.5, "its stream is closed"
     assert result.contributors == (alice.id,) and answer.averaged
     np.testing.assert_allclose(np.frombuffer(returned, np.float32), vector(0, 10), rtol=1e-6)
 
