@@ -114,11 +114,6 @@ def test_code_for_an_architecture_runs_on_later_minor_versions_and_ptx_on_all_la
     assert checks.runs_on(capability, architectures) is runs
 
 
-def test_the_largest_micro_batch_is_told() -> None:
-    text = checks.check_compute(8, 9 * GB, T4, LARGE).text
-    assert text.endswith(f"; largest micro-batch of {LARGE.name}: 4")
-
-
 def test_reachability_says_why_it_is_not_better() -> None:
     reasons = ((Level.DIRECT, "nobody could dial 10.0.0.2"),)
     relayed = Reachability(Level.RELAYED, "by 3fa9c0de", reasons=reasons)

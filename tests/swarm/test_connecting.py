@@ -97,35 +97,40 @@ class Clicked(Connection):
         self._invitation.value, self._name.value = invitation, name
         self._button.click()
 
+    @property
+    def log(self) -> str:
+        return str(self._log.value)
 
-def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = cs.connect("", name="alice", run="ours")
+
+def open_form() -> Clicked:
     act: Any = connecting.partial(
         connecting._connect, run="mine", mailbox="", options=cs.NetworkOptions(), state_dir=None
     )
-    form = Clicked(act, JUPYTER, saved=False)
+    return Clicked(act, JUPYTER, saved=False)
+
+
+def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = cs.connect("", name="alice", run="ours")
+    form = open_form()
     with pytest.raises(JoinError, match="press Start / Join"):
         form.invite()
     form.press(invitation="hello")
-    assert "✖" in form._log.value and form._button.description == "Try again" and form.is_open
+    assert "✖" in form.log and form._button.description == "Try again" and form.is_open
     ended, later = str(alice.invite(hours=1)), time.time() + 3600 + 2 * SLACK_S
     with monkeypatch.context() as clock:
         clock.setattr(time, "time", lambda: later)
         form.press(invitation=ended)
-    assert "✖" in form._log.value and "expired" in form._log.value and form.is_open
+    assert "✖" in form.log and "expired" in form.log and form.is_open
     form.press(invitation=str(alice.invite()))
     assert form.name == "bob" and form.run == "ours" and form.swarm.run_id == alice.run_id
-    assert form._invitation.value == "" and "reached" in form._log.value and "✖" not in form._log.value
+    assert form._invitation.value == "" and "reached" in form.log and "✖" not in form.log
     assert repr(form) == repr(form.swarm) and form._box.children[0] is form._log
     form.leave()
     assert not form.is_open
 
 
 def test_a_starters_form_becomes_the_invitation() -> None:
-    act: Any = connecting.partial(
-        connecting._connect, run="mine", mailbox="", options=cs.NetworkOptions(), state_dir=None
-    )
-    form = Clicked(act, JUPYTER, saved=False)
+    form = open_form()
     form.press(name="alice")
     assert form.is_owner and "join mine as worker" in form._box.children[1].value
     assert not form.swarm.left and form._agreed.value is False

@@ -107,19 +107,6 @@ def test_a_folder_of_a_member_does_not_create_a_run_of_that_name(alice: Swarm, t
         cs.create("test-run", state_dir=tmp_path / "bob")
 
 
-@pytest.mark.slow
-def test_the_owner_continues_alone_if_no_peer_is_online(tmp_path: Path) -> None:
-    began = cs.create("test-run", state_dir=tmp_path / "alice")
-    cs.join(began.invite(), state_dir=tmp_path / "bob").leave()
-    first = train_alone(began, 3)
-    began.leave()
-    with resume(tmp_path / "alice") as alice:
-        optimizer = join_training(alice, net := model(seed=5))
-        assert optimizer.global_step == 3
-        torch.testing.assert_close(parameters_of(net), parameters_of(first))
-        assert alice.contact.addresses
-
-
 def test_a_member_that_reaches_no_peer_says_what_to_do(tmp_path: Path) -> None:
     with cs.create("test-run") as alice:
         cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
@@ -206,15 +193,6 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
         cs.create("new-run", state_dir=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
     with pytest.raises(StateError, match=r"cs\.join\(invitation, state_dir="):
         resume(tmp_path)
-
-
-def test_another_model_is_refused_with_the_path_of_the_saved_one(alice: Swarm, tmp_path: Path) -> None:
-    train_alone(alice, 1)
-    alice.leave()
-    with resume(tmp_path / "alice") as again:
-        sgd = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
-        with pytest.raises(StateError, match=r"another model.*checkpoints/model: to start again"):
-            again.optimizer(sgd, target_batch_size=8)
 
 
 @pytest.mark.slow
