@@ -1,19 +1,12 @@
 """accelerate's own wrapper around the swarm's optimizer."""
 
-from typing import Any
-
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-import colab_swarm as cs
 from colab_swarm.swarm.swarm import Swarm
 from tests.integrations.peer import loss_of, perceptron, points
-
-
-def alone(train: Any) -> Any:
-    with cs.simulate(1) as simulation:
-        return simulation.run(train)["alice"]
+from tests.training.toy import alone
 
 
 def test_a_step_that_its_scaler_skips_counts_nothing() -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import colab_swarm as cs
+from colab_swarm.events import StepFinished
 from colab_swarm.integrations.lightning import SwarmSteps
 from colab_swarm.swarm.swarm import Swarm
+from tests.training.toy import alone
 
 QUIET = {
     "logger": False,
@@ -43,27 +44,14 @@ def fit(swarm: Swarm, model: Model, steps: int = 3, rows: int = 10, **options: A
     return trainer
 
 
-def alone(train: Any) -> Any:
-    with cs.simulate(1) as simulation:
-        return simulation.run(train)["alice"]
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_it_counts_what_was_accumulated_and_ends_at_the_swarms_step(precision: str) -> None:
-    def train(swarm: Swarm) -> tuple[int, list[float], dict[str, Any]]:
-        model, counted = Model(swarm), []
-        count = model.optimizer._counted
+    def train(swarm: Swarm) -> tuple[list[float], dict[str, Any]]:
+        trainer = fit(swarm, Model(swarm), accumulate_grad_batches=2, precision=precision)
+        return [step.samples for step in swarm.events.recent(StepFinished)], trainer.callback_metrics
 
-        def spied(*given: Any) -> Any:
-            counted.append((found := count(*given))[0])
-            return found
-
-        model.optimizer._counted = spied
-        trainer = fit(swarm, model, accumulate_grad_batches=2, precision=precision)
-        return model.optimizer.global_step, counted, trainer.callback_metrics
-
-    step, counted, metrics = alone(train)
-    assert step == 3 and counted[:4] == [8.0, 2.0, 8.0, 2.0]  # batches of 4, 4 and 2
+    samples, metrics = alone(train)
+    assert samples == [8 + 2 + 8, 2 + 8 + 2, 8 + 2 + 8]  # of batches of 4, 4 and 2
     assert metrics["swarm_step"] == 3.0 and metrics["swarm_peers"] == 1.0
 
 

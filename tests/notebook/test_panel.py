@@ -48,12 +48,17 @@ def test_with_a_front_end_the_widget_comes_with_the_text_and_the_html() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, live=True)
     bundle = panel._repr_mimebundle_()
     assert bundle["text/plain"] == draw(SNAPSHOT).text()
-    assert bundle["text/html"] == draw(SNAPSHOT).html() == panel._view.value
-    assert bundle[VIEW] == {"model_id": panel._box.model_id, "version_major": 2, "version_minor": 0}
+    assert bundle["text/html"] == draw(SNAPSHOT).html() == shown(panel)
+    assert bundle[VIEW] == {"model_id": panel.widget().model_id, "version_major": 2, "version_minor": 0}
+
+
+def shown(panel: Panel[SwarmSnapshot]) -> str:
+    """The HTML of the page, below the controls."""
+    return str(panel.widget().children[-1].value)
 
 
 def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> Any:
-    row = [*panel._box.children, *panel._box.children[0].children]
+    row = [*panel.widget().children, *panel.widget().children[0].children]
     found = (one for one in row if type(one).__name__ == kind)
     return next(one for one in found if not description or one.description.startswith(description))
 
@@ -61,11 +66,11 @@ def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> An
 def test_the_play_button_refreshes_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 0.0)
     panel = Panel(steps(count=2), nothing, live=True)
-    before = panel._view.value
+    before = shown(panel)
     clock = control(panel, "Play")
     clock.value += 1
     assert "cs-live" in clock._dom_classes and "training, step 1<" in before
-    assert "training, step 2<" in panel._view.value
+    assert "training, step 2<" in shown(panel)
 
 
 async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_or_its_peer_left(
@@ -76,14 +81,14 @@ async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_
     panel = Panel(lambda: now, nothing, live=True)
     clock, switched = control(panel, "Play"), list[bool]()
     clock.observe(lambda change: switched.append(change["new"]), names="playing")
-    assert clock.playing and panel.widget() is panel.widget() is panel._box and not switched
+    assert clock.playing and panel.widget() is panel.widget() and not switched
     await until(lambda: len(switched) >= 4)
     assert switched[:4] == [False, True, False, True] and clock.playing  # a page hears it, once it is there
     clock.value += 1  # it runs
-    panel._keep_clock()
+    panel.widget()
     clock.playing = False  # by the user
     told = len(switched)
-    panel._keep_clock()
+    panel.widget()
     assert switched[told:] == []
     now = LEFT
     panel.refresh()
@@ -93,7 +98,7 @@ async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_
 def test_a_panel_without_a_front_end_or_a_loop_has_no_clock_to_start() -> None:
     assert Panel(lambda: SNAPSHOT, nothing, live=False).widget() is None
     panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    assert panel.widget() is panel._box and panel._beat is None
+    assert panel.widget() is not None and panel._beat is None
 
 
 def test_refresh_requests_queued_while_a_cell_ran_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +106,7 @@ def test_refresh_requests_queued_while_a_cell_ran_draw_once(monkeypatch: pytest.
     panel = Panel(steps(count=100), nothing, live=True)
     for _ in range(50):
         control(panel, "Play").value += 1
-    assert "training, step 1<" in panel._view.value
+    assert "training, step 1<" in shown(panel)
 
 
 def test_the_leave_button_needs_two_clicks_and_does_not_block_the_kernel() -> None:
@@ -164,9 +169,9 @@ def test_every_button_has_a_tooltip_and_a_panel_that_cannot_pause_no_such_button
     assert len(control(panel, "ToggleButtons").tooltips) == 3
     bare = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
     assert (
-        bare._box.children[1].value == "more" and bare._box.children[-1] is bare._view
+        bare.widget().children[1].value == "more" and shown(bare) == draw(SNAPSHOT).html()
     )  # controls are on top
-    assert [one.description for one in bare._box.children[0].children[3:]] == ["Stop cell", "Leave swarm"]
+    assert [one.description for one in bare.widget().children[0].children[3:]] == ["Stop cell", "Leave swarm"]
     left = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
     assert control(left, "Button", "Left").disabled and control(left, "Button", "Pause").disabled
 
@@ -189,10 +194,10 @@ def test_only_the_visible_page_is_drawn() -> None:
     slider = control(panel, "IntSlider")
     assert (slider.description, slider.max, slider.layout.display) == ("back", 3, "")
     slider.value = 2
-    assert "(2,)" in panel._view.value
+    assert "(2,)" in shown(panel)
     assert panel._repr_mimebundle_()["text/plain"] == "second 12: (2,)"
     control(panel, "ToggleButtons").value = "swarm"
-    assert slider.layout.display == "none" and "swarm 12" in panel._view.value
+    assert slider.layout.display == "none" and "swarm 12" in shown(panel)
 
 
 def test_a_view_that_cannot_be_drawn_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +245,7 @@ def test_an_interrupt_stops_watching_but_not_the_peer(capsys: pytest.CaptureFixt
 def test_watching_with_widgets_repaints_the_view() -> None:
     panel = Panel(steps(count=4), nothing, live=True)
     panel.watch(every_s=0)
-    assert panel._view.value == draw(LEFT).html()
+    assert shown(panel) == draw(LEFT).html()
 
 
 def test_tick_in_a_training_loop_reads_few_snapshots(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,4 @@
 import math
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -101,15 +100,6 @@ def test_a_failing_disk_ends_only_the_recording(path: Path) -> None:
 def test_an_event_without_a_valid_line_is_left_out(path: Path, text: str) -> None:
     record(path, EVENTS[0], Fault(1.0, "here", text), EVENTS[-1])
     assert replay(path).events == [EVENTS[0], EVENTS[-1]]
-
-
-def test_recording_does_not_block_the_emitter(path: Path) -> None:
-    log, event = EventLog(), finished(1)
-    with closing(Recorder(log, path, HEADER)):
-        began = time.perf_counter()
-        for _ in range(200):
-            log.emit(event)
-        assert (time.perf_counter() - began) / 200 < 1e-3
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:

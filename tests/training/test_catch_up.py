@@ -22,7 +22,7 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import DonorsSilent
-from tests.training.toy import join_training, model, take
+from tests.training.toy import alone, join_training, model, take
 
 ME = PeerId(bytes(16))
 CHECKPOINT = 10
@@ -141,17 +141,15 @@ def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: py
 
 
 def test_a_record_that_differs_from_the_state_is_put_right_before_the_next_batch() -> None:
-    with cs.simulate(1) as sim:
+    def train(swarm: Swarm) -> None:
+        optimizer = join_training(swarm, net := model())
+        optimizer.collaboration.progress.leap(9, b"other", syncing=False)
+        while optimizer.global_step == 0:
+            take(optimizer, net, 0)
+        own = optimizer.collaboration.progress.own
+        assert (own.step, own.lineage, own.syncing) == (1, optimizer.lineage, False)
 
-        def train(swarm: Swarm) -> None:
-            optimizer = join_training(swarm, net := model())
-            optimizer.collaboration.progress.leap(9, b"other", syncing=False)
-            while optimizer.global_step == 0:
-                take(optimizer, net, 0)
-            own = optimizer.collaboration.progress.own
-            assert (own.step, own.lineage, own.syncing) == (1, optimizer.lineage, False)
-
-        sim.run(train)
+    alone(train)
 
 
 @pytest.mark.parametrize("frozen_s", [15.0, 45.0])

@@ -13,7 +13,7 @@ from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.communication import ENOUGH, HOME_BPS, WAYS, plan_communication
 from colab_swarm.training.settings import TrainingSettings
-from tests.training.toy import join_training, model, take
+from tests.training.toy import join_training, model, take, wait_for_peers
 
 LAN_BPS = 1e9, 1e9
 
@@ -76,8 +76,7 @@ def train(swarm: Swarm, options: dict[str, Any]) -> tuple[float, float]:
     torch.nn.init.zeros_(net.weight)
     sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
     optimizer = swarm.optimizer(sgd, target_batch_size=PEERS * MICRO, matchmaking_timeout_s=20, **options)
-    while len(optimizer.collaboration.progress.records) < PEERS:
-        swarm.runtime.call(optimizer.collaboration.refresh())
+    wait_for_peers(swarm, optimizer, PEERS)
     noise = np.random.default_rng(swarm.id[0]).normal(size=NUMEL).astype(np.float32)
     stepped = list[float]()
     while optimizer.global_step < ROUNDS:

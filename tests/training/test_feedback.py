@@ -14,7 +14,7 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
-from tests.training.toy import join_training, model, take
+from tests.training.toy import alone, join_training, model, take
 
 
 def gathered() -> tuple[torch.nn.Linear, Gradients]:
@@ -96,8 +96,7 @@ def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path
             optimizer.load(path)
         assert optimizer.global_step == 0
 
-    with cs.simulate(1, network="lan", seed=1) as sim:
-        sim.run(load)
+    alone(load)
 
 
 def test_means_have_a_finer_codec_than_contributions_with_feedback() -> None:
