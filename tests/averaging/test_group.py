@@ -26,6 +26,22 @@ def contact(peer: PeerId) -> Contact:
     return Contact(peer, ("ws://somewhere",))
 
 
+def test_a_group_closes_when_all_accepted_peers_have_joined(g: GroupFormation) -> None:
+    g.expect(BOB, due=101.0, until=103.0)
+    assert g.closes_at() == 103.0
+    g.on_coming(BOB, 5.0, now=101.0)
+    assert g.closes_at() == 107.0
+    assert g.on_join(TICKET, contact(BOB), now=101.0) is None
+    assert g.closes_at() == -math.inf
+
+
+def test_a_group_does_not_wait_for_declined_peers_and_gives_silent_ones_the_window(g: GroupFormation) -> None:
+    g.expect(BOB, due=101.0, until=103.0)
+    g.on_declined(BOB)
+    g.expect(CAROL, due=102.0, until=102.0)
+    assert g.closes_at() == 102.0
+
+
 @pytest.mark.parametrize(
     ("ready_in_s", "closes_at"), [(1e9, 130.0), (math.inf, 130.0), (-5.0, 101.0), (math.nan, 101.0)]
 )
@@ -34,6 +50,13 @@ def test_no_peer_is_waited_for_beyond_the_longest_window_and_an_invalid_time_cou
 ) -> None:
     g.on_coming(BOB, ready_in_s, now=100.0)
     assert g.closes_at() == closes_at
+
+
+def test_a_peer_that_joined_and_gave_up_is_no_member(g: GroupFormation) -> None:
+    for peer in (ALICE, BOB):
+        g.on_join(TICKET, contact(peer), now=101.0)
+    g.on_lost(BOB)
+    assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e9, 1e-300])
@@ -56,6 +79,13 @@ def test_a_ticket_of_another_run_is_refused(
         groups.Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE), now=101.0
     )
     assert refusal is not None and refusal.reason == reason
+
+
+def test_members_are_sorted_and_share_equally_unless_in_client_mode(g: GroupFormation) -> None:
+    for peer, reduces in ((CAROL, True), (ALICE, True), (BOB, False)):
+        g.on_join(msgspec.structs.replace(TICKET, reduces=reduces), contact(peer), now=101.0)
+    group = g.form(bytes(16), equal_shares)
+    assert [(member.id, member.share) for member in group.members] == [(ALICE, 1), (BOB, 0), (CAROL, 1)]
 
 
 def test_a_client_alone_reduces_for_itself_but_two_clients_are_no_group(g: GroupFormation) -> None:

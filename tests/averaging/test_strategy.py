@@ -145,6 +145,31 @@ def test_bisection_and_highs_find_the_same_time(seed: int) -> None:
     assert not any(share for share, each in zip(ours.shares, peers, strict=True) if not each.reduces)
 
 
+def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
+    """Equation 1 as the paper has it, for peers that all compute: rates a_ij and g_ij of every pair, and xi."""
+    n = len(bytes_per_s)
+    a, g = np.arange(n * n).reshape(n, n), n * n + np.arange(n * n).reshape(n, n)
+    rows: list[tuple[dict[int, float], float]] = []
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        rows += [({g[i, j]: 1.0, a[k, i]: -1.0}, 0.0) for j in range(n) for k in range(n)]
+        rows.append(({x: 1.0 for j in others for x in (a[j, i], g[j, i])}, bytes_per_s[i]))
+        rows.append(({x: 1.0 for j in others for x in (a[i, j], g[i, j])}, bytes_per_s[i]))
+        rows.append(({2 * n * n: 1e6, **{g[j, i]: -1.0 for j in range(n)}}, 0.0))
+    matrix = np.zeros((len(rows), 2 * n * n + 1))
+    for row, (entries, _) in zip(matrix, rows, strict=True):
+        row[list(entries)] = list(entries.values())
+    goal = np.append(np.zeros(2 * n * n), -1.0)
+    return float(-linprog(goal, A_ub=matrix, b_ub=[limit for _, limit in rows], method="highs").fun)
+
+
+@given(st.lists(st.floats(0.05, 20), min_size=2, max_size=5))
+@settings(max_examples=25)
+def test_shares_alone_reach_the_optimum_of_all_rates_of_equation_1(megabytes_per_s: list[float]) -> None:
+    rates = rounds_per_s([rate * 1e6 for rate in megabytes_per_s])
+    assert 1 / plan_round(list(map(peer, megabytes_per_s))).averaging_s == pytest.approx(rates, rel=1e-5)
+
+
 def test_a_bottleneck_does_not_delay_the_other_peers() -> None:
     found = plan_round([peer(0.01), peer(1), peer(4), peer(4)])
     assert found.averaging_s == pytest.approx(100) and "of 1 peer (0.08 Mbit/s) are" in found.explanation

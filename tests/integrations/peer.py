@@ -18,7 +18,6 @@ import colab_swarm as cs
 from colab_swarm.events import StateReceived
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
-from tests.training.toy import wait_for_peers
 
 STEPS = 20
 TARGET = 24  # samples
@@ -102,6 +101,12 @@ def joined(swarm: Swarm, net: nn.Module, name: str) -> SwarmOptimizer:
     return swarm.optimizer(inner, name=name, max_grad_norm=CLIP, **settings)
 
 
+def meet(optimizer: SwarmOptimizer) -> None:
+    """Wait for the other peer, so that both start at step 0."""
+    while len(optimizer.collaboration.progress.records) < 2:
+        optimizer._runtime.call(optimizer.collaboration.refresh())
+
+
 def use_trainer(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record]:
     from transformers import Trainer
 
@@ -159,7 +164,7 @@ def _trained_by(
 
     trainer.get_batch_samples = recorded
     trainer.add_callback(Watch())
-    wait_for_peers(swarm, optimizer, 2)
+    meet(optimizer)
     trainer.train()
     return model, record
 
@@ -171,7 +176,7 @@ def use_accelerate(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Re
     swarms = joined(swarm, net, name)
     net, optimizer = accelerator.prepare(net, swarms)
     record = Record(swarms)
-    wait_for_peers(swarm, swarms, 2)
+    meet(swarms)
     for batch in points(swarm.name):
         accelerator.backward(loss_of(net, batch))
         optimizer.step()
@@ -187,7 +192,7 @@ def use_scaler(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record
     net = perceptron()
     optimizer = joined(swarm, net, name)
     record, scaler = Record(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    wait_for_peers(swarm, optimizer, 2)
+    meet(optimizer)
     for number, batch in enumerate(points(swarm.name)):
         optimizer.zero_grad()
         scaler.scale(loss_of(net, batch)).backward()
@@ -238,7 +243,7 @@ def use_lightning(
 
     optimizer = joined(swarm, net, name)
     record = Record(optimizer)
-    wait_for_peers(swarm, optimizer, 2)
+    meet(optimizer)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(STEPS)], enable_model_summary=False, **quiet

@@ -56,7 +56,7 @@ def train(
         told.lineages[optimizer.global_step] = optimizer.lineage
     told.requests, told.finite = bucket.requests - before, bool(parameters_of(net).isfinite().all())
     if leave_s:
-        while optimizer.collaboration.progress.own.samples < 2 * BATCH:
+        while optimizer._gathered.samples < 2 * BATCH:
             take(optimizer, net, optimizer.global_step, slice(0, BATCH))
             told.samples += BATCH
         swarm.leave(hand_over_s=leave_s)

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import colab_swarm as cs
+from colab_swarm.events import StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.rounds import (
+    MISSING_S,
     ManifestEntry,
     PseudoGradient,
     RoundManifest,
@@ -24,7 +26,7 @@ from colab_swarm.mailbox.rounds import (
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
-from tests.mailbox.run import ROUNDS, Create, Trained, agree, faults, manifests, train
+from tests.mailbox.run import ROUNDS, Create, Trained, agree, count, faults, manifests, train
 
 
 def resealed(part: Any, data: bytes, content: bytes | None = None, **changes: Any) -> bytes:
@@ -192,6 +194,32 @@ def test_contributions_that_are_overwritten_split_nobody_for_long(delay_s: float
         last = {results[name].lineages[30] for name in ("alice", "bob", "carol")}
         assert len(last) == 1 and len(overwritten) == 5
         assert delay_s or "cut off or changed" in faults(sim, "alice", "bob", "carol")
+
+
+@pytest.mark.slow
+def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
+    second: list[asyncio.Task[bool]] = []
+
+    async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
+        async def later(last: Any) -> bool:
+            await asyncio.sleep(MISSING_S + 1)
+            fields = {"round": last.before.round, "base": last.before.base}
+            data = part._journal.signed(RoundManifest, entries=last.manifest.entries[:2], **fields)
+            return await create(f"{last.before.folder}/manifest-01", data)
+
+        written = await create(path, data)
+        if part._last is not None and len(part._last.manifest.entries) == 3:
+            second.append(asyncio.create_task(later(part._last)))
+        return written
+
+    with cs.simulate(3, mailbox=True) as sim:
+        more: dict[str, Any] = {"target_batch_size": 700, "rounds": 4}
+        results = sim.run(
+            lambda one: train(one, write if one.name == "carol" else None, **more), seconds=6000
+        )
+        agree(results, "alice", "bob", "carol", rounds=4)
+        assert any(task.done() and task.result() for task in second)
+        assert count(sim, StateReceived) == 2  # when they joined
 
 
 @pytest.mark.slow

@@ -9,20 +9,22 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 import colab_swarm as cs
 from colab_swarm.errors import InviteError, JoinError, PortError
-from colab_swarm.events import PeerJoined
+from colab_swarm.events import PeerJoined, RoundFinished
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.net.addresses import host_of, is_local
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, loss_of, model
+from tests.training.toy import join_training, joint_reference, loss_of, model, train_own_rows
 
 
 @pytest.fixture
@@ -113,6 +115,22 @@ def test_the_same_identity_comes_back_after_a_restart(alice: Swarm, tmp_path: Pa
             again.services.rng.getstate()
 
 
+@pytest.mark.slow
+def test_four_peers_with_unequal_batches_equal_one_process(alice: Swarm) -> None:
+    invite = alice.invite()
+    swarms = [alice, *(cs.join(invite, peer_name=name) for name in ("bob", "carol", "dave"))]
+    with ThreadPoolExecutor(4) as pool:
+        meet = threading.Barrier(4).wait
+        results = list(pool.map(lambda swarm: train_own_rows(swarm, 20, meet), swarms))
+    for swarm in swarms[1:]:
+        swarm.leave()
+    rounds = [one for one in alice.events.recent(RoundFinished) if isinstance(one, RoundFinished)]
+    assert [len(one.contributors) for one in rounds] == 20 * [4]
+    assert len({lineage for _, lineage in results}) == 1
+    for parameters, _ in results:
+        torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
+
+
 def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
     former = join_training(alice, model())
     join_training(alice, model())
@@ -148,6 +166,13 @@ def test_ctrl_c_ends_a_blocking_call_and_leaves_the_peer_usable(alice: Swarm, bl
         assert time.monotonic() - began < 5
     loss_of(net, 0).backward()
     assert optimizer.step(samples=10) is not None
+
+
+def test_a_snapshot_is_safe_to_show(alice: Swarm) -> None:
+    with cs.join(alice.invite(), peer_name="<b>bob</b>") as bob:
+        join_training(bob, model())
+        html = bob._repr_html_()
+        assert "<b>bob" not in html and "bob" in html
 
 
 def test_a_backbone_needs_no_torch_and_none_of_the_extras() -> None:

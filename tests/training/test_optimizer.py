@@ -1,5 +1,6 @@
 """`SwarmOptimizer` in simulated swarms: the same parameters as one process, whatever happens to single peers."""
 
+import asyncio
 import inspect
 import threading
 from collections.abc import Callable
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.averaging.group import JoinRound, RoundTerms
+from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived, StepFinished
+from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
@@ -65,6 +69,18 @@ def test_a_crash_costs_the_others_nothing_and_late_joiners_catch_up(delayed: boo
         assert results.keys() == {"alice", "bob", "dave", "erin", "frank"} and len(toy.lineages(results)) == 1
         assert sim.swarms["erin"].events.recent(StateReceived)
         assert not any(e.kept_local for e in sim.swarms["alice"].events.recent(RoundFinished))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [RoundTerms, JoinRound])
+def test_organizers_that_vanish_do_not_stop_the_swarm(phase: type) -> None:
+    with simulation(4) as sim:
+        for name in ("alice", "bob"):  # each dies of the first round it organizes
+            role = {"sender": name} if phase is RoundTerms else {"receiver": name}
+            sim.network.when(lambda message: isinstance(message, phase), **role).crash(name)
+        results = sim.run(lambda swarm: toy.train_freely(swarm, 12))
+        assert len(sim.network.fired) == 2
+        assert results.keys() == {"carol", "dave"} and len(toy.lineages(results)) == 1
 
 
 def test_a_nan_gradient_is_dropped_and_reported() -> None:
@@ -159,7 +175,7 @@ def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow(delayed: bool, un
                 scaler.unscale_(optimizer)
             scaler.step(optimizer, samples=10)
             scaler.update()
-            if delayed and factor == 1.0:
+            if delayed and optimizer._flight is not None:
                 optimizer.wait_step()  # nothing is stale
         assert scaler.get_scale() < 2.0**8
         return toy.parameters_of(net)
@@ -246,21 +262,23 @@ def test_an_update_waits_until_a_save_by_another_thread_is_done(
     toy.alone(train)
 
 
-def test_a_folder_gives_back_the_latest_checkpoint(tmp_path: Path) -> None:
-    folder = cs.CheckpointFolder(tmp_path)
+def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path: Path) -> None:
+    folder = cs.CheckpointFolder(tmp_path, keep=2)
 
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, net := toy.model())
         with pytest.raises(StateError, match="no checkpoint"):
             optimizer.load(folder)
-        toy.take(optimizer, net, 0)
-        optimizer.save(folder)
+        for step in range(4):
+            toy.take(optimizer, net, step)
+            optimizer.save(folder)
         saved = toy.parameters_of(net)
         optimizer = toy.join_training(swarm, net := toy.model(seed=5))
         optimizer.load(folder)
-        assert optimizer.global_step == 1 and torch.equal(toy.parameters_of(net), saved)
+        assert optimizer.global_step == 4 and torch.equal(toy.parameters_of(net), saved)
 
     toy.alone(train)
+    assert len(folder.paths()) == 2
 
 
 def test_a_trainer_waits_for_a_step_until_its_time_is_over() -> None:
@@ -324,3 +342,19 @@ def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
         assert sim.run(train) == {"alice": 4, "bob": 4, "carol": 1}
         first = sim.swarms["alice"].events.recent(RoundFinished)[0]
     assert isinstance(first, RoundFinished) and len(first.contributors) == 3
+
+
+async def test_a_leaving_peer_serves_its_last_round_to_the_end() -> None:
+    averager = Averager(SimNetwork().peer("alice"))
+    exchange = type("Exchange", (), {"serving": 1, "served": asyncio.Event()})()
+    averager._finished["p"] = exchange
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await averager.drain("p")
+    gave_up = clock() - began
+    asyncio.get_running_loop().call_later(
+        1.0, lambda: (setattr(exchange, "serving", 0), exchange.served.set())
+    )
+    began = clock()
+    await averager.drain("p")
+    assert gave_up == pytest.approx(5.0) and clock() - began == pytest.approx(1.0)

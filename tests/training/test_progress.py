@@ -353,3 +353,11 @@ def test_a_trainer_is_ready_after_its_usual_time_until_it_is_far_overdue() -> No
     assert trainer.samples_per_s == pytest.approx(0.8 * 10 + 0.2 * 5)
     ready = {now: trainer.ready_in_s(now, patience_s=5.0) for now in (2.5, 8.0, 8.5)}
     assert ready == {2.5: 0.5, 8.0: 0.0, 8.5: None}
+
+
+def test_no_round_waits_for_idle_peers() -> None:
+    swarm = progress(NEW, {BOB: IDLE, CAROL: IDLE})
+    assert swarm.participants(3, b"old") == set() and {p for p, r in swarm.records.items() if r.absent} == {
+        BOB,
+        CAROL,
+    }

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.training import replica as module
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.replica import SMALL_VALUES, Replica, UpdateRule, only_reads, set_gradients
@@ -54,13 +55,11 @@ def setting(name: str, value: object) -> Callable[[Replica], None]:
     "poison",
     [
         *(poison_parameter, poison_moment, setting("lr", float("nan")), setting("lr", 1e30)),
-        *(setting("lr", -0.1), setting("weight_decay", float("inf")), setting("growth_rate", 1e7)),
+        *(setting("lr", -0.1), setting("weight_decay", float("inf"))),
     ],
 )
 def test_a_state_that_would_ruin_the_model_is_refused(poison: Callable[[Replica], Any]) -> None:
     donor, joiner = adam(model(seed=1)), adam(net := model(seed=2))
-    for replica in (donor, joiner):
-        setting("growth_rate", float("inf"))(replica)  # an own option may be infinite
     before = parameters_of(net)
     poison(donor)
     with pytest.raises(StateError, match=r"the state holds NaN|which nobody trains with"):
@@ -172,6 +171,14 @@ def test_another_model_has_another_schema() -> None:
     assert Replica(UpdateRule(torch.optim.SGD(both), local=True)).schema != sgd(both).schema
 
 
+def test_options_of_an_own_optimizer_may_be_infinite_and_those_of_others_not() -> None:
+    own = {"lr": 0.1, "growth_rate": float("inf"), "params": [0], "scale": torch.ones(2)}
+    module._check_options(own, dict(own))
+    for wrong in ({"lr": -0.1}, {"lr": float("inf")}, {"growth_rate": 1e7}):
+        with pytest.raises(ValueError, match="which nobody trains with"):
+            module._check_options(own, own | wrong)
+
+
 def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = torch.optim.Adam([parameter])
@@ -202,6 +209,14 @@ def test_a_delayed_round_keeps_the_local_steps_unless_a_state_was_loaded_meanwhi
     torch.testing.assert_close(parameters_of(net), swarms if caught_up else swarms - 0.1)
     replica.land()  # once
     torch.testing.assert_close(parameters_of(net), swarms if caught_up else swarms - 0.1)
+
+
+def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
+    first, second = both = parameters()
+    gathered = Gradients(sgd(both), lambda values: False)
+    first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
+    assert "not finite" in str(gathered.add(1.0, 1.0, None)) and second.grad is None
+    assert not gathered.samples and not gathered.contribution().values.any()
 
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW

@@ -86,11 +86,14 @@ def train_rows(optimizer: SwarmOptimizer, net: torch.nn.Module, rows: slice, ste
             optimizer.wait_step()
 
 
-def train_own_rows(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
+def train_own_rows(
+    swarm: Swarm, steps: int, meet: Callable[[], object] = lambda: None
+) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch; begins when all are there."""
     # all rows are needed, however busy the machine
     optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0)
     wait_for_peers(swarm, optimizer, len(ROWS))
+    meet()
     train_rows(optimizer, net, ROWS[swarm.name], steps)
     return parameters_of(net), optimizer.lineage
 
