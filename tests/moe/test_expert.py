@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
 from colab_swarm.moe import ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.expert import MOST, Expert, ExpertModel, measure
+from colab_swarm.moe.expert import MOST, Expert, ExpertModel, accelerator, measure
 from tests.moe.local import Function
 
 ADAM = ExpertRule(
@@ -45,18 +45,20 @@ def test_backward_steps_as_a_training_loop_would(norm: float) -> None:
     torch.manual_seed(0)
     module = FeedForward(4, 8)
     assert torch.equal(module(batch(0)), batch(0) + module.layers(batch(0))) and ADAM.scheduler
+    device = accelerator()
+    module.to(device)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     scheduler = ADAM.scheduler(optimizer)
     for step in range(5):
         inputs, grads = batch(step), batch(100 + step)
-        leaf = inputs.clone().requires_grad_()
-        module(leaf).backward(grads)
+        leaf = inputs.to(device, copy=True).requires_grad_()
+        module(leaf).backward(grads.to(device))
         nn.utils.clip_grad_norm_(module.parameters(), norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        assert leaf.grad is not None and torch.equal(ours.backward(inputs, grads), leaf.grad)
-    assert ours.step == 5 and equal(values(ours), dict(module.state_dict()))
+        assert leaf.grad is not None and torch.equal(ours.backward(inputs, grads), leaf.grad.cpu())
+    assert ours.step == 5 and equal(values(ours), dict(module.cpu().state_dict()))
 
 
 def test_forward_changes_nothing_not_even_batch_statistics() -> None:
@@ -105,7 +107,10 @@ def test_a_state_of_another_kind_is_refused(spoil: Any) -> None:
         (nn.Linear(4, 4).double(), "dtype"),
         (Function(lambda x: (x, x)), "became tuple"),
         (Function(lambda x: x.detach()), "does not require grad"),
-        (Function(torch.ones(4, requires_grad=True).expand_as), "do not depend on its inputs"),
+        (
+            Function(lambda x: torch.ones(4, device=x.device, requires_grad=True).expand_as(x)),
+            "do not depend on its inputs",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_an_expert_is_refused_at_once(module: nn.Module, why: str) -> None:
