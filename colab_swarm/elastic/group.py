@@ -48,9 +48,9 @@ class PeerExchange(PieceExchange):
         self._begun = asyncio.Event()
         self._all_ready = asyncio.Event()
         self._unready = {index for index in range(len(members)) if index != me}
-        self._queues: dict[int, asyncio.Queue[tuple[Piece, Buffer] | None]] = {
-            index: asyncio.Queue() for index in self._unready
-        }
+        self._queues: dict[int, asyncio.Queue[tuple[Piece, Buffer] | None]] = {}
+        for index in self._unready:
+            self._queues[index] = asyncio.Queue()
         self._streams: dict[int, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -125,13 +125,21 @@ class GradientLedger:
 
     def standing(self, now: float) -> StepStatus:
         oldest = self.step - self._scheduler.max_delay
-        keys = [(peer, self.step) for peer in self._others()]
-        owed = set(self._owed) | {key for key in keys if len(self._gradients[key]) < len(self._sizes)}
+        owed = set(self._owed)
+        norms = []
+        numels = []
+        for peer in self._others():
+            key = (peer, self.step)
+            arrived = self._gradients[key]
+            norms.append(math.sqrt(self._squares[key]))
+            numels.append(sum(self._sizes[bucket] for bucket in arrived))
+            if len(arrived) < len(self._sizes):
+                owed.add(key)
         return StepStatus(
             own_norm=math.sqrt(self._squares[self._me, self.step]),
             own_numel=sum(self._sizes),
-            norms=tuple(math.sqrt(self._squares[key]) for key in keys),
-            numels=tuple(sum(self._sizes[bucket] for bucket in self._gradients[key]) for key in keys),
+            norms=tuple(norms),
+            numels=tuple(numels),
             overdue=len({peer for peer, step in owed if step <= oldest}),
             owed=len(owed),
             lost=len(self.lost),
@@ -175,7 +183,10 @@ class GradientLedger:
 
     @property
     def missing(self) -> frozenset[Missing]:
-        return frozenset((*key, bucket) for key, buckets in self._owed.items() for bucket in buckets)
+        missing: set[tuple[int, int, int]] = set()
+        for (peer, step), buckets in self._owed.items():
+            missing.update((peer, step, bucket) for bucket in buckets)
+        return frozenset(missing)
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self._peers) if peer != self._me and peer not in self.lost]

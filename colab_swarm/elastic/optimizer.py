@@ -55,10 +55,10 @@ class Buckets:
         self._starts = dict(zip(reversed(parameters), [0, *ends], strict=True))
         self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
         self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        ]
+        self._hooks = []
+        for parameter in parameters:
+            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
         self.begin()
 
     def begin(self) -> None:

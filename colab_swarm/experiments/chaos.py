@@ -115,6 +115,11 @@ class ChaosMeter:
             leader = taken[max(last, key=lambda peer: last[peer])]
         else:
             leader = {}
+        forked = []
+        for peer, step in last.items():
+            lineage = taken[peer][step]
+            if leader.get(step, lineage) != lineage:
+                forked.append(peer)
         return {
             "faults": self.faults,
             "steps": self.step - self._first,
@@ -127,9 +132,7 @@ class ChaosMeter:
             "restarts that did not": len(self._started_at),
             "median time until then, s": statistics.median(starts) if starts else None,
             "worst, s": max(starts, default=None),
-            "forks that lasted": [
-                peer for peer, at in last.items() if leader.get(at, taken[peer][at]) != taken[peer][at]
-            ],
+            "forks that lasted": forked,
             "exceptions in a loop": self.errors,
         }
 

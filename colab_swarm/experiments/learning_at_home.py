@@ -188,9 +188,9 @@ class Experts:
 
     def __init__(self, count: int) -> None:
         self.blocks = [FeedForward(DIM, DIM) for _ in range(count)]
-        self.optimizers = [
-            torch.optim.Adam(block.parameters(), lr=LR, amsgrad=True, foreach=True) for block in self.blocks
-        ]
+        self.optimizers = []
+        for block in self.blocks:
+            self.optimizers.append(torch.optim.Adam(block.parameters(), lr=LR, amsgrad=True, foreach=True))
 
     def forward(self, x_ND: Tensor, experts_N: Tensor) -> Tensor:
         """Return (N, D), the output of each sample's expert."""

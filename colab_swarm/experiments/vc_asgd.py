@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from colab_swarm.experiments.report import Lines, Report, draw, reports
@@ -124,20 +125,25 @@ def run(report: Report, data: str = "digits") -> None:
 
 
 def _mean(curves: Sequence[Sequence[Epoch]], part: slice) -> float:
-    return 100 * statistics.mean(epoch.mean for curve in curves for epoch in curve[part])
+    epochs: list[Epoch] = []
+    for curve in curves:
+        epochs += curve[part]
+    return 100 * statistics.mean(epoch.mean for epoch in epochs)
 
 
 def spread(curves: Sequence[Sequence[Epoch]]) -> float:
-    return 100 * statistics.mean(epoch.high - epoch.low for curve in curves for epoch in curve)
+    epochs = chain.from_iterable(curves)
+    return 100 * statistics.mean(epoch.high - epoch.low for epoch in epochs)
 
 
 def plot(report: Report, path: str | Path) -> None:
     lines: Lines = {}
     for index, (name, (first, *_)) in enumerate(report.curves.items()):
         epochs = range(1, len(first) + 1)
-        lines[name] = epochs, [epoch.mean for epoch in first], f"C{index}o-"
-        lines[f"_{name}, lowest"] = epochs, [epoch.low for epoch in first], f"C{index}:"
-        lines[f"_{name}, highest"] = epochs, [epoch.high for epoch in first], f"C{index}:"
+        means, lows, highs = zip(*((epoch.mean, epoch.low, epoch.high) for epoch in first), strict=True)
+        lines[name] = epochs, means, f"C{index}o-"
+        lines[f"_{name}, lowest"] = epochs, lows, f"C{index}:"
+        lines[f"_{name}, highest"] = epochs, highs, f"C{index}:"
     draw(path, [({"xlabel": "epoch", "ylabel": "validation accuracy"}, lines)])
 
 

@@ -166,7 +166,11 @@ class Batching:
         self._byte_s += 0.2 * (seconds / size_bytes - self._byte_s)
 
     def queued(self, uid: str) -> int:
-        return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
+        samples = 0
+        for key, queue in self._queues.items():
+            if key.uid == uid:
+                samples += sum(call.samples for call in queue)
+        return samples
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
@@ -204,7 +208,10 @@ def _outcomes(
         if len(calls) == 1 or not (bad_data or len(tensors) == 1):
             return [Refusal(str(error)) if bad_data else error] * len(calls)
         parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
-        return [outcome for call, *own in parts for outcome in _outcomes(function, [call], own)]
+        outcomes = []
+        for call, *own in parts:
+            outcomes += _outcomes(function, [call], own)
+        return outcomes
     return list(map(_encoded, calls, torch.split(outputs, sizes)))
 
 

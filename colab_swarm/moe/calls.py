@@ -132,11 +132,13 @@ class ExpertCalls:
         total = sum(weights.values())
         with self._lock:
             if total:
-                shares = {
-                    uid: DECAY * self._shares.get(uid, 0.0) + (1 - DECAY) * weights.get(uid, 0.0) / total
-                    for uid in {*self._shares, *weights}
-                }
-                self._shares = {uid: share for uid, share in shares.items() if share >= FORGOTTEN}
+                shares = {}
+                for uid in {*self._shares, *weights}:
+                    new = (1 - DECAY) * weights.get(uid, 0.0) / total
+                    share = DECAY * self._shares.get(uid, 0.0) + new
+                    if share >= FORGOTTEN:
+                        shares[uid] = share
+                self._shares = shares
             return len(self._shares.keys() - weights.keys())
 
     def shares(self) -> dict[str, float]:
@@ -266,10 +268,14 @@ class _Served:
             self._last.append((now, now - call.arrived_at, call.samples))
 
     def statistics(self, queued: int, now: float) -> ExpertStatistics:
+        seconds = math.inf
+        latency_s = None
+        samples = 0
         if self._last:
+            _, latencies_s, sizes = zip(*self._last, strict=True)
             seconds = max(1.0, now - self._last[0][0])
-        else:
-            seconds = math.inf
+            latency_s = statistics.median(latencies_s)
+            samples = sum(sizes)
         return ExpertStatistics(
             uid=self.expert.uid,
             step=self.expert.step,
@@ -278,8 +284,8 @@ class _Served:
             batch_size=self._samples / self._batches if self._batches else None,
             queued=queued,
             calls_per_s=len(self._last) / seconds,
-            samples_per_s=sum(samples for _, _, samples in self._last) / seconds,
-            latency_s=statistics.median(took_s for _, took_s, _ in self._last) if self._last else None,
+            samples_per_s=samples / seconds,
+            latency_s=latency_s,
         )
 
 

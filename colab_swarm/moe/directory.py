@@ -269,7 +269,9 @@ class Directory:
 
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
         lengths = range(1, len(grid.sides) + 1)
-        pages = {GridPage.of(grid, place[:length]) for place in places for length in lengths}
+        pages: set[GridPage] = set()
+        for place in places:
+            pages.update(GridPage.of(grid, place[:length]) for length in lengths)
         await asyncio.gather(*map(self._publish_page, sorted(pages, key=lambda page: page[1:])))
 
     async def _publish_page(self, page: GridPage) -> None:
@@ -350,7 +352,9 @@ class Directory:
             await self._cache.get(listings, fresh=True)
             best, listings = await self._search(grid, scores, k)
         infos = self._infos(grid, set(itertools.chain(*best)), listings)
-        chosen = [[infos[index] for index in sample if index in infos] for sample in best]
+        chosen = []
+        for indices in best:
+            chosen.append([infos[index] for index in indices if index in infos])
         require(
             any(chosen) or not chosen,
             f"no expert of {grid} can be called: host some, check the prefix, or wait for their hosts",

@@ -138,10 +138,11 @@ class Expert:
             norm = clip_grad_norm_(
                 self._parameters, math.inf if self._rule.max_grad_norm is None else self._rule.max_grad_norm
             )
-            changes_are_finite = all(  # a constant mask may hold infinities
-                bool((buffers[name].isfinite() | (buffers[name] == old)).all())
-                for name, old in self._module.named_buffers()
-            )
+            changes_are_finite = True
+            for name, old in self._module.named_buffers():
+                # a constant mask may hold infinities
+                usable = buffers[name].isfinite() | (buffers[name] == old)
+                changes_are_finite = changes_are_finite and bool(usable.all())
             require(
                 norm.isfinite() and inputs.grad.isfinite().all() and changes_are_finite,
                 f"{self.uid}: these tensors lead to values that are not finite",
@@ -247,13 +248,19 @@ def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> Exper
             f"{type(module).__name__} failed on a batch of shape {shape}: {error}; "
             "an expert maps (n, *sample) to the same shape, float32, and has gradients"
         ) from error
-    tensors, skeleton = flatten(expert.state_dict())  # raises now if the state cannot be saved
+    # raises now if the state cannot be saved
+    tensors, skeleton = flatten(expert.state_dict())
+    each = 0
+    without_memory = {}
+    for name, tensor in tensors.items():
+        each += tensor.nbytes
+        without_memory[name] = tensor.to("meta")
     return ExpertModel(
-        each=sum(tensor.nbytes for tensor in tensors.values()),
+        each=each,
         gradients=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
         sample=(sum(activations.values()) + 4 * 4 * math.prod(shape)) // MEASURED_SAMPLES,
-        state_bytes=sum(64 + tensor.nbytes for tensor in tensors.values()),
-        state=unflatten({name: tensor.to("meta") for name, tensor in tensors.items()}, skeleton),
+        state_bytes=each + 64 * len(tensors),
+        state=unflatten(without_memory, skeleton),
     )
 
 

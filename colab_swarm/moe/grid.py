@@ -276,7 +276,9 @@ def beam_search(
     grown = True
     while grown:
         grown, unknown, experts, beam_NB = _descend(clean, k, children, barren)
-    best = [[experts[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
+    best = []
+    for row in beam_NB.tolist():
+        best.append([experts[u] for u in row if u != _NONE])
     return best, sorted(unknown)
 
 

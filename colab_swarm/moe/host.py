@@ -317,15 +317,18 @@ class ExpertsWatch:
             self._listing = asyncio.create_task(self._list(), name="list experts")
         left_out = self._seen & self._directory.banned()
         live = tuple(info for info in self._live if info.uid not in left_out)
+        gone = self._seen - left_out - {info.uid for info in live}
+        served = []
+        for uid, expert in sorted(self._served().items()):
+            if self._grid.contains(uid):
+                served.append(expert)
         self._last = ExpertsSnapshot(
             self._grid,
             live,
             left_out=tuple(sorted(left_out)),
-            dead=tuple(sorted(self._seen - left_out - {info.uid for info in live})),
+            dead=tuple(sorted(gone)),
             listed=bool(self._listings),
-            served=tuple(
-                expert for uid, expert in sorted(self._served().items()) if self._grid.contains(uid)
-            ),
+            served=tuple(served),
             fault=self._fault,
         )
         return self._last
@@ -341,7 +344,10 @@ class ExpertsWatch:
         self._fault = ""
         self._listings.append(found)
         self._seen.update(info.uid for info in found)
-        first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
+        first: dict[str, int] = {}
+        for listing in self._listings:
+            for info in listing:
+                first.setdefault(info.uid, info.step)
         grown = {info.uid: max(0, info.step - first[info.uid]) for info in found}
         total = sum(grown.values())
         self._live = []

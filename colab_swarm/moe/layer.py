@@ -138,9 +138,10 @@ class RemoteExpert(nn.Module):
         info = self.info()
         calls = self._calls
         sample = inputs.shape[-len(info.shape) :]
-        fits = inputs.ndim >= len(info.shape) and all(
-            expected in (-1, side) for expected, side in zip(info.shape, sample, strict=True)
-        )
+        fits = inputs.ndim >= len(info.shape)
+        if fits:
+            sides = zip(info.shape, sample, strict=True)
+            fits = all(expected in (-1, side) for expected, side in sides)
         require(
             fits,
             f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}",
@@ -386,10 +387,9 @@ class _Batch:
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
             self._calls.count(lost_gradients=len(groups))
             return np.full_like(self._inputs_BS, np.nan)
-        calls = [
-            self._calls.backward(info, self._inputs_BS[rows], grads_BKS[rows, slots])
-            for info, rows, slots in groups
-        ]
+        calls = []
+        for info, rows, slots in groups:
+            calls.append(self._calls.backward(info, self._inputs_BS[rows], grads_BKS[rows, slots]))
         results = await asyncio.gather(*calls, return_exceptions=True)
         grads_BS = np.zeros_like(self._inputs_BS)
         for (_, rows, _), result in zip(groups, results, strict=True):

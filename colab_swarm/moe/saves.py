@@ -189,8 +189,12 @@ class ReplicaStore:
         self._sweep(digests)
 
     def _needed(self) -> set[bytes]:
-        saves = [*self._saves.values(), *(save for save, _ in self._coming)]
-        return {digest for save in saves for digest in save.digests}
+        needed: set[bytes] = set()
+        for save in self._saves.values():
+            needed.update(save.digests)
+        for save, _ in self._coming:
+            needed.update(save.digests)
+        return needed
 
     def _sweep(self, digests: Iterable[bytes]) -> None:
         for digest in set(digests) - self._needed():

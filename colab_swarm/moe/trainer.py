@@ -126,10 +126,10 @@ class AsyncTrainer(Generic[Batch]):
         """
         run = _Run(iter(batches))
         replicas = [copy.deepcopy(self._model) for _ in range(self._concurrency)]
-        threads = [
-            threading.Thread(target=self._work, args=(run, replica), name="trainer", daemon=True)
-            for replica in replicas
-        ]
+        threads = []
+        for replica in replicas:
+            thread = threading.Thread(target=self._work, args=(run, replica), name="trainer", daemon=True)
+            threads.append(thread)
         try:
             for thread in threads:
                 thread.start()

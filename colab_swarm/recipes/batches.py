@@ -277,9 +277,9 @@ class TextMix:
         if not self.sources or not all(weight > 0 for weight in self.sources.values()):
             raise ValueError(f"sources={self.sources}: give at least one, with positive weights")
         if isinstance(text, Mapping):
-            self._readers = [
-                ShardReader(name, open_text(name), seed=seed, wait=wait) for name in self.sources
-            ]
+            self._readers = []
+            for name in self.sources:
+                self._readers.append(ShardReader(name, open_text(name), seed=seed, wait=wait))
         else:
             joined = [partial(_joined, shard) for shard in open_text(text)]
             self._readers = [ShardReader("the text", joined, seed=seed)]

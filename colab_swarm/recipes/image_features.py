@@ -318,7 +318,10 @@ def _batches(images: Sequence[Any], size: SwavSize, batch_size: int, rng: torch.
         chosen = [as_image(images[next(order)]) for _ in range(batch_size)]
         batch = {}
         for name, crops in (("large_crops", size.large), ("small_crops", size.small)):
-            views = [random_view(one, crops, size.flip, rng) for one in chosen for _ in range(crops.count)]
+            views = []
+            for image in chosen:
+                for _ in range(crops.count):
+                    views.append(random_view(image, crops, size.flip, rng))
             distorted = normalized(distort(torch.stack(views), size, rng))
             batch[name] = distorted.view(batch_size, crops.count, *distorted.shape[1:])
         yield batch

@@ -176,10 +176,18 @@ def albert_optimizer(
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
     """Return two groups for an optimizer: matrices with weight decay; biases and layer norms without."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = []
+    others = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() > 1:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
     return [
-        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
 
 
@@ -335,8 +343,11 @@ def fill_mask(
     scores = token_logits(call(model, weights, **batch))[0].cpu()[masked].float()
     chances, tokens = scores.softmax(-1).topk(min(top, scores.shape[1]))
     require(chances.isfinite().all(), "the model has diverged: go back to an earlier checkpoint")
-    rows = zip(tokens.tolist(), chances.tolist(), strict=True)
-    return [[Guess(tokenizer.decode([t]).strip(), p) for t, p in zip(*row, strict=True)] for row in rows]
+    guesses = []
+    for row_tokens, row_chances in zip(tokens.tolist(), chances.tolist(), strict=True):
+        row = zip(row_tokens, row_chances, strict=True)
+        guesses.append([Guess(tokenizer.decode([token]).strip(), chance) for token, chance in row])
+    return guesses
 
 
 def masked_loss(
@@ -368,7 +379,9 @@ def masked_loss(
     total = count = 0.0
     for start in range(0, len(samples), batch_size):
         rows = samples[start : start + batch_size]
-        batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        batch = {}
+        for name in rows[0]:
+            batch[name] = torch.cat([row[name] for row in rows])
         batch.pop("sentence_order_label")
         labels = batch.pop("labels").flatten()
         scores = token_logits(call(model, None, **batch)).float().flatten(0, 1).cpu()

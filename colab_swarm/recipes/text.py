@@ -50,7 +50,9 @@ def open_text(text: TextSource) -> list[Shard]:
         missing = [str(path) for path in text if not Path(path).is_file()]
         if missing:
             raise ValueError(f"there is no file {', '.join(missing)}")
-        shards = [shard for path in text for shard in _open_named(str(path))]
+        shards = []
+        for path in text:
+            shards += _open_named(str(path))
     else:
         shards = [partial(iter, [block]) for block in pack(map(str, text))]
     require(shards, f"there is no text in {text!s:.200}")
@@ -282,9 +284,10 @@ def _wrapped(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
-    known: dict[str, str | AddedToken] = {
-        name: token for name, token in SPECIALS.items() if tokenizer.token_to_id(token) is not None
-    }
+    known: dict[str, str | AddedToken] = {}
+    for name, token in SPECIALS.items():
+        if tokenizer.token_to_id(token) is not None:
+            known[name] = token
     if "mask_token" in known:
         # The mask stands for a word with its space: else "a [MASK]" would contain a lone space, unlike any text.
         known["mask_token"] = AddedToken(SPECIALS["mask_token"], lstrip=True, normalized=False, special=True)
@@ -320,7 +323,9 @@ def passages(text: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> It
     half = max(1, length // 2)  # a sentence over half a sample is cut: the sample needs a second part
     tokens: list[int] = []
     borders: list[int] = []
-    pieces = [ids[start : start + half] for ids in encoded for start in range(0, len(ids), half)]
+    pieces = []
+    for ids in encoded:
+        pieces += [ids[start : start + half] for start in range(0, len(ids), half)]
     for number, piece in enumerate(pieces, 1):
         if tokens:
             borders.append(len(tokens))

@@ -194,14 +194,12 @@ def as_bytes(tensors: "Mapping[str, torch.Tensor]") -> dict[str, TensorBytes]:
     """Return tensors from `flatten` as views of their memory."""
     import torch
 
-    return {
-        name: TensorBytes(
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.reshape(-1).view(torch.uint8).numpy().data,
-        )
-        for name, tensor in tensors.items()
-    }
+    views = {}
+    for name, tensor in tensors.items():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        views[name] = TensorBytes(kind, tuple(tensor.shape), data)
+    return views
 
 
 def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":

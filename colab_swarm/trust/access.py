@@ -342,10 +342,10 @@ class Trust:
             await self._member.join()
 
     def start(self) -> None:
-        self._tasks = [
-            self._node.linker.spawn(repeat(work, period_s, self._events, where, self._rng))
-            for work, period_s, where in self._work
-        ]
+        self._tasks = []
+        for work, period_s, where in self._work:
+            repeated = repeat(work, period_s, self._events, where, self._rng)
+            self._tasks.append(self._node.linker.spawn(repeated))
 
     async def stop(self) -> None:
         """End the background work, and publish the last contributions; while the DHT still runs."""

@@ -126,10 +126,9 @@ class ContributionLedger:
 
     def _largest(self) -> list[tuple[PeerId, list[float]]]:
         totals = [sum(column) or 1.0 for column in zip(*self._amounts.values(), strict=True)]
-        parts = {
-            peer: sum(amount / total for amount, total in zip(amounts, totals, strict=True))
-            for peer, amounts in self._amounts.items()
-        }
+        parts = {}
+        for peer, amounts in self._amounts.items():
+            parts[peer] = sum(amount / total for amount, total in zip(amounts, totals, strict=True))
         return sorted(self._amounts.items(), key=lambda entry: parts[entry[0]], reverse=True)[:MAX_ROWS]
 
 
