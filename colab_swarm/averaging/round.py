@@ -1,14 +1,4 @@
-"""Averaging rounds: a group's vectors become their weighted mean, even if single peers fail.
-
-The survivors recover a lost reducer's span within the round (DeDLOC section 3.2). The first live
-reducer after it, in member order, is the *coordinator*. It takes a chunk's mean if any survivor has
-it, or recomputes it from their contributions, in member order, as float32: all members end with
-equal bits. They fetch the result from it, or from the next one if it is lost too.
-
-Why it does not deadlock: a coordinator's request waits until the answering member is done with the
-*lost reducer*, a fetch until the *coordinator* is done with its own recovery, which only fetches
-from coordinators before it. An assistant collects no means and recovers a span on request.
-"""
+"""Averaging rounds: a group's vectors become their weighted mean, even if single peers fail."""
 
 import asyncio
 import logging
@@ -16,169 +6,27 @@ import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import (
-    AllReduce,
-    AveragingSettings,
-    Chunk,
-    RecallSpan,
-    ReduceSpan,
-    UploadEncoding,
-    Usual,
-)
+from colab_swarm.averaging.exchange import AllReduce
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.reducer import OUTLIER, average_chunk
+from colab_swarm.averaging.messages import AveragingSettings, RecallSpan, ReduceSpan, UploadEncoding, Usual
+from colab_swarm.averaging.recovery import recover, serve_recall
+from colab_swarm.averaging.reducer import OUTLIER
 from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import Applied, Contributed, EventLog, MemberTrace, RoundFinished, stride
 from colab_swarm.net.patience import Patience
-from colab_swarm.net.peers import Buffer, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.runtime import loop_now, wait_until, wake
-from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
+from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
 
-
-async def recover(round_: AllReduce, reducer: int) -> None:
-    """Get the missing chunks of a lost reducer's span, as far as members can give them."""
-    count = len(round_.group.members)
-    following = [(reducer + step) % count for step in range(1, count)]
-    for coordinator in following:  # the live reducers, starting after the lost one
-        if not round_.ledger.lacking(reducer):
-            return
-        if not round_.member(coordinator).share or coordinator in round_.lost:
-            continue
-        if coordinator == round_.me:
-            await _recompute(round_, reducer)
-            return
-        try:
-            async with _recall(round_, coordinator, reducer, contributions=False) as stream:
-                for index in round_.ledger.lacking(reducer):
-                    message, values = await _read(round_, stream, reducer, index)
-                    if message.averaged:
-                        round_.ledger.place(reducer, index, values, message.missing)
-        except (PeerError, TimeoutError, ValueError) as error:
-            name = short(round_.member(coordinator).id)
-            logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
-
-
-async def _serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
-    """Answer a `RecallSpan`; raises ValueError if it names a span or chunks that do not exist."""
-    require(0 <= opening.reducer < len(round_.group.members), f"there is no span {opening.reducer}")
-    for index in opening.wanted:
-        round_.ledger.chunk(opening.reducer, index)
-    if opening.contributions:
-        await round_.settled[opening.reducer].wait()
-    elif round_.collects or opening.reducer == round_.me:
-        await round_.final[opening.reducer].wait()
-    else:  # as an assistant: recover the span, once
-        async with round_.recovering[opening.reducer]:
-            if not round_.final[opening.reducer].is_set():
-                round_.lost.add(opening.reducer)
-                await recover(round_, opening.reducer)
-                round_.final[opening.reducer].set()
-    for index in opening.wanted:
-        message, payload = _answer(round_, opening, index)
-        # Copied: the round may end, and its vector be reused, while the item waits for room.
-        await stream.send(message, bytes(payload))
-        round_.sent_bytes += len(payload)
-    await stream.end()
-
-
-def _answer(round_: AllReduce, opening: RecallSpan, index: int) -> tuple[Chunk, Buffer]:
-    ledger = round_.ledger
-    chunk = round_.ledger.chunk(opening.reducer, index)
-    averaged = ledger.settled(opening.reducer, index)
-    (has_mean, missing) = ledger.result(opening.reducer, index)
-    if has_mean:
-        return Chunk(index, averaged, missing), ledger.values[chunk.start : chunk.stop].data.cast("B")
-    if opening.contributions and round_.member(round_.me).weight > 0 and not averaged:
-        return round_.encoded(opening.reducer, index, chunk)
-    return Chunk(index, averaged, missing), b""
-
-
-async def _recompute(round_: AllReduce, reducer: int) -> None:
-    wanted = round_.ledger.lacking(reducer)
-    survivors = [m for m in range(len(round_.group.members)) if m not in (round_.me, reducer)]
-    streams: dict[int, Stream] = {}
-    async with AsyncExitStack() as stack:
-        recalls = [_recall(round_, member, reducer, contributions=True) for member in survivors]
-        opened = await asyncio.gather(*map(stack.enter_async_context, recalls), return_exceptions=True)
-        for member, stream in zip(survivors, opened, strict=True):
-            if not isinstance(stream, BaseException):
-                streams[member] = stream
-            elif not isinstance(stream, PeerError | TimeoutError):
-                raise stream
-        for index in wanted:
-            await _recompute_chunk(round_, streams, reducer, index)
-
-
-async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reducer: int, index: int) -> None:
-    received: dict[int, tuple[Chunk, Floats | None]] = {}
-
-    async def receive(member: int, stream: Stream) -> None:
-        try:
-            received[member] = await _read(round_, stream, reducer, index)
-        except (PeerError, TimeoutError, ValueError) as error:
-            logger.debug("survivor %s failed: %s", short(stream.peer), error)
-            del streams[member]
-            stream.reset(str(error))
-
-    await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
-    for _, (message, values) in sorted(received.items()):
-        if message.averaged:
-            round_.ledger.place(reducer, index, values, message.missing)
-            return
-    chunk = round_.ledger.chunk(reducer, index)
-    contributions = {member: values for member, (_, values) in received.items() if values is not None}
-    with suppress(ValueError):  # it may not be finite
-        message, payload = round_.encoded(reducer, index, chunk)
-        codec = codec_of(message.codec or round_.group.terms.codec)
-        contributions[round_.me] = codec.decode(payload, chunk.numel)
-    weights = [member.weight for member in round_.group.members]
-    own_values = round_.ledger.values[chunk.start : chunk.stop]
-    mean, lacking = average_chunk(chunk, weights, contributions, round_.usual.most_rms, own=[own_values])
-    round_.ledger.place(reducer, index, mean, lacking)
-
-
-@asynccontextmanager
-async def _recall(
-    round_: AllReduce, member: int, reducer: int, *, contributions: bool
-) -> AsyncIterator[Stream]:
-    wanted = tuple(round_.ledger.lacking(reducer))
-    timeout_s = round_.settings.dial_timeout_s
-    opening = RecallSpan(round_.group.round_id, reducer, wanted, contributions)
-    async with await round_.peers.stream(round_.member(member).id, opening, timeout_s=timeout_s) as stream:
-        yield stream
-
-
-async def _read(round_: AllReduce, stream: Stream, reducer: int, index: int) -> tuple[Chunk, Floats | None]:
-    began = loop_now()
-    member = round_.group.index_of(stream.peer)
-    assert member is not None
-    try:
-        async with asyncio.timeout(round_.limit_s(member)):
-            message, payload = await stream.receive(Chunk)
-    except TimeoutError:
-        round_.late_s[member] = round_.late_s.get(member, 0.0) + loop_now() - began
-        raise
-    round_.received_bytes += len(payload)
-    require(message.index == index, f"received chunk {message.index}, expected {index}")
-    round_.check_missing(message)
-    if not len(payload):
-        return message, None
-    codec = codec_of("float32" if message.averaged else message.codec or round_.group.terms.codec)
-    values = codec.decode(payload, round_.ledger.chunk(reducer, index).numel)
-    require(all_finite(values), f"chunk {index} has values that are not finite")
-    return message, values
-
-
-__all__ = ["Averager", "AveragingSettings", "RoundResult"]
 
 DRAIN_S = 5.0
 _NORMS = 8  # rounds that say what is usual
@@ -291,7 +139,7 @@ class Averager:
 
     def holds(self, values: Floats) -> bool:
         """Return True if another member may still recover chunks from ``values``. Thread-safe."""
-        return any(exchange.ledger.values is values for exchange in list(self._rounds.values()))
+        return any(exchange.own.ledger.values is values for exchange in list(self._rounds.values()))
 
     async def average(
         self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, bounded: bool = False
@@ -323,8 +171,8 @@ class Averager:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
         exchange = self._finished.get(prefix)
         deadline = loop_now() + DRAIN_S
-        while exchange is not None and exchange.serving and loop_now() < deadline:
-            await wait_until(deadline, exchange.served)
+        while exchange is not None and exchange.server.open_streams and loop_now() < deadline:
+            await wait_until(deadline, exchange.server.idle)
 
     def forget(self, prefix: str) -> None:
         if exchange := self._finished.pop(prefix, None):
@@ -357,22 +205,22 @@ class Averager:
         finally:  # members may still recover from this round, no longer from the one before
             self.forget(prefix)
             self._finished[prefix] = exchange
-        exchange.release()
-        seconds = loop_now() - exchange.began_at
-        incomplete = exchange.ledger.incomplete()
+        exchange.server.release()
+        seconds = loop_now() - exchange.own.trace.began_at
+        incomplete = exchange.own.ledger.incomplete()
         members = enumerate(group.members)
         spans = group.spans()
         result = RoundResult(
             group=group,
             contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
-            spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.lost)),
-            kept_local=exchange.ledger.kept_local() if exchange.collects else (),
-            sent_bytes=exchange.sent_bytes,
-            received_bytes=exchange.received_bytes,
+            spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.own.lost)),
+            kept_local=exchange.own.ledger.kept_local() if exchange.collects else (),
+            sent_bytes=exchange.own.trace.sent_bytes,
+            received_bytes=exchange.own.trace.received_bytes,
             seconds=seconds,
             exchange_s=seconds if exchange.exchange_s is None else exchange.exchange_s,
-            members=exchange.trace.members(incomplete),
-            gaps=exchange.ledger.gaps(),
+            members=exchange.own.trace.members(incomplete),
+            gaps=exchange.own.ledger.gaps(),
         )
         self._learn(exchange)
         logger.info("%s", result)
@@ -395,42 +243,42 @@ class Averager:
         """Charge the members that this round waited for; what the median one did is usual."""
         members = exchange.group.members
         prefix = exchange.group.terms.prefix
-        late_s = {members[one].id: seconds for one, seconds in exchange.late_s.items()}
+        late_s = {members[one].id: seconds for one, seconds in exchange.lateness.late_s.items()}
         # Who sent all of its part here did not keep the reducer waiting either, whatever that one says.
         told = {
             members[reducer].id: members[other].id
-            for reducer, other in exchange.ledger.waited().items()
-            if not exchange.reducer.has_all_of(other)
+            for reducer, other in exchange.own.ledger.waited().items()
+            if not exchange.server.reducer.has_all_of(other)
         }
         everyone = [one.id for one in members]
-        standing = exchange.usual.standing
+        standing = exchange.own.usual.standing
         standing.settle("its part of a round", late_s, everyone, loop_now(), told)
-        if ended_s := exchange.trace.ended_s():
+        if ended_s := exchange.own.trace.ended_s():
             took = self._took.setdefault(prefix, Patience(_MIN_USUAL_S, self._settings.round_timeout_s))
             took.learn(statistics.median_low(ended_s))
-        if usual_rms := exchange.reducer.usual_rms:
+        if usual_rms := exchange.server.reducer.usual_rms:
             self._norms.setdefault(prefix, deque(maxlen=_NORMS)).append(usual_rms)
 
     async def _run(self, exchange: AllReduce) -> None:
-        stop_listening = self._peers.on_lost(exchange.on_lost)
+        stop_listening = self._peers.on_lost(exchange.server.on_lost)
         step = exchange.group.terms.step
         limit_s = self._limit_s(exchange.group)
-        awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
+        awaited = exchange.final if exchange.collects else [exchange.final[exchange.own.me]]
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(exchange.watch())
                 if exchange.collects:
                     tasks.create_task(exchange.contribute_own())
                     count = len(exchange.group.members)
-                    for reducer in ((exchange.me + step) % count for step in range(1, count)):
+                    for reducer in ((exchange.own.me + step) % count for step in range(1, count)):
                         tasks.create_task(_obtain(exchange, reducer))
                 for final in awaited:
                     await final.wait()
                 watch.cancel()
         except TimeoutError:
             logger.warning("the round of step %d timed out after %g s", step, limit_s)
-            for member in {*exchange.reducer.awaited(), *exchange.lost} - {exchange.me}:
-                exchange.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
+            for member in {*exchange.server.reducer.awaited(), *exchange.own.lost} - {exchange.own.me}:
+                exchange.own.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
         finally:
             stop_listening()
             for event in (*exchange.settled, *awaited):
@@ -445,34 +293,31 @@ class Averager:
         exchange = self._rounds[round_id]
         if (member := exchange.group.index_of(peer)) is None:
             raise Refusal("the group of this round was formed without you")
-        exchange.serving += 1
-        exchange.served.clear()
+        exchange.server.on_open()
         try:
             async with asyncio.timeout(self._limit_s(exchange.group)):
                 yield exchange, member
         finally:
-            exchange.serving -= 1
-            if not exchange.serving:
-                exchange.served.set()
-                if self._finished.get(exchange.group.terms.prefix) is exchange:
-                    exchange.release()
+            exchange.server.on_close()
+            if self._finished.get(exchange.group.terms.prefix) is exchange:
+                exchange.server.release()
 
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:
             async with self._round_for(opening.round_id, stream.peer) as (exchange, member), stream:
                 require(
-                    not exchange.member(member).weight or self._peers.role_of(stream.peer) >= Role.WORKER,
+                    not exchange.own.member(member).weight or self._peers.role_of(stream.peer) >= Role.WORKER,
                     "only a worker may contribute: ask for another invitation",
                     Refusal,
                 )
-                await exchange.serve(stream, member)
+                await exchange.server.serve(stream, member)
         except (PeerError, TimeoutError) as error:
             logger.debug("contribution ended: %s", error)
 
     async def _serve_recall(self, opening: RecallSpan, stream: Stream) -> None:
         try:
             async with self._round_for(opening.round_id, stream.peer) as (exchange, _), stream:
-                await _serve_recall(exchange, opening, stream)
+                await serve_recall(exchange, opening, stream)
         except (PeerError, TimeoutError) as error:
             logger.debug("recall ended: %s", error)
         except ValueError as error:
@@ -480,10 +325,10 @@ class Averager:
 
 
 async def _obtain(exchange: AllReduce, reducer: int) -> None:
-    if exchange.ledger.chunks[reducer]:
-        await exchange.talk_to(reducer)
-        exchange.exchange_s = loop_now() - exchange.began_at
-        if reducer in exchange.lost:
+    if exchange.own.ledger.chunks[reducer]:
+        await exchange.collection.talk_to(reducer)
+        exchange.exchange_s = loop_now() - exchange.own.trace.began_at
+        if reducer in exchange.own.lost:
             await recover(exchange, reducer)
     exchange.settled[reducer].set()
     exchange.final[reducer].set()

@@ -36,7 +36,8 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import read_tensors, write_tensors
-from colab_swarm.training.progress import WATCHING, Branch, Progress, ProgressRecord, progress_key
+from colab_swarm.training.progress import WATCHING, Branch, Progress
+from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
 

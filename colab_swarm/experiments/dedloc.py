@@ -31,7 +31,6 @@ import torch
 from numpy.typing import NDArray
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import Chunk, UploadEncoding
 from colab_swarm.averaging.group import (
     Group,
     GroupFormation,
@@ -42,8 +41,9 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
+from colab_swarm.averaging.messages import AveragingSettings, Chunk, UploadEncoding
 from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitResult, RoundMeter
-from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
+from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.strategy import adaptive_shares, plan_round
 from colab_swarm.dht.service import DHT, DHTSettings

@@ -154,7 +154,7 @@ from colab_swarm.runtime import Runner
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.communication import Communication, elected_agreement, options_by
 from colab_swarm.training.part import TrainingPart
-from colab_swarm.training.progress import read_participants
+from colab_swarm.training.records import read_participants
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 
 

@@ -31,7 +31,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import CaughtUp
 from colab_swarm.training.part import Apply, Due, TrainingPart
-from colab_swarm.training.progress import Branch, ProgressRecord, differing
+from colab_swarm.training.progress import Branch
+from colab_swarm.training.records import ProgressRecord, differing
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 PLAUSIBLE = 8.0  # times the median speed: more is not believed of a member

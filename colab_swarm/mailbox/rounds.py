@@ -24,7 +24,7 @@ from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, Signed
 from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats, codec_of
-from colab_swarm.training.progress import Agreement
+from colab_swarm.training.records import Agreement
 from colab_swarm.training.settings import HEAVIEST
 
 H = TypeVar("H", bound="Statement")

@@ -26,7 +26,7 @@ from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions, internet
 from colab_swarm.swarm.overview import MODEL
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.progress import ProgressRecord, read_participants
+from colab_swarm.training.records import ProgressRecord, read_participants
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,7 @@ from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.communication import Communication
-from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_participants
+from colab_swarm.training.records import AssistantRecord, ProgressRecord, read_participants
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution, Contributions
 

@@ -17,7 +17,8 @@ from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, loop_now
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.progress import WATCHING, AssistantRecord, Progress, assistants_key
+from colab_swarm.training.progress import WATCHING, Progress
+from colab_swarm.training.records import AssistantRecord, assistants_key
 from colab_swarm.training.settings import HEAVIEST, ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
 

@@ -15,9 +15,9 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.averaging.round import RoundResult, contributed
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.averaging.strategy import AdaptiveShares
@@ -29,12 +29,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import CatchUp, CaughtUp
 from colab_swarm.training.part import Apply, Due, TrainingPart
-from colab_swarm.training.progress import (
-    MAX_REPORT_S,
-    Branch,
-    ProgressRecord,
-    progress_key,
-)
+from colab_swarm.training.progress import Branch
+from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import (
     HEAVIEST,
     ROUND_TIMEOUT_S,
@@ -45,6 +41,7 @@ from colab_swarm.training.settings import (
 )
 from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch
 from colab_swarm.training.state import StateSharing
+from colab_swarm.training.throughput import MAX_REPORT_S
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colab_swarm.averaging.exchange import UploadEncoding
+from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.training.replica import Replica, parts

@@ -33,7 +33,7 @@ from colab_swarm.training.catch_up import CaughtUp
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.part import Due, TrainingPart
-from colab_swarm.training.progress import LINEAGE_BYTES, ProgressRecord
+from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of, uninterrupted
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint, shapes_at

@@ -13,8 +13,10 @@ from colab_swarm.events import BatchDropped, StepFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.catch_up import CaughtUp
-from colab_swarm.training.progress import Branch, Progress, ProgressRecord, ThroughputEstimator
+from colab_swarm.training.progress import Branch, Progress
+from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
+from colab_swarm.training.throughput import ThroughputEstimator
 
 Due: TypeAlias = Literal["nothing", "a local step", "a round", "catching up"]
 """What a trainer does next; it must catch up if the swarm moved on without it."""

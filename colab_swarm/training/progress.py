@@ -15,27 +15,30 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   3 s at most: a peer that is gone must not fill the batch.
 """
 
-import asyncio
 import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import msgspec
 from blake3 import blake3
 
-from colab_swarm.averaging.group import MAX_STEP, MAX_TEXT
 from colab_swarm.dht.service import DHT, Found
-from colab_swarm.markup import plain
 from colab_swarm.net.patience import LeftOut
-from colab_swarm.net.peers import Message, PeerId, Peers, Role
+from colab_swarm.net.peers import PeerId, Peers, Role
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.records import (
+    LINEAGE_BYTES,
+    AssistantRecord,
+    ProgressRecord,
+    differing,
+    read_participants,
+)
 from colab_swarm.training.sketch import StateSketch
 
-LINEAGE_BYTES = 16
 _EXTRAPOLATE_S = 3.0
 DISTRUST_S = 300.0  # at first
 _MAX_DISTRUST_S = 6 * 3600.0  # of peers that fail again and again
@@ -51,12 +54,6 @@ _READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, 
 _FIRST_PROMISE_S = 2.0  # before any micro-batch is known
 _MIN_PROMISE_S = 0.25
 PLAUSIBLE = 8.0  # times the median time or speed: more is not believed
-_LATE_BATCHES = 3.0  # micro-batches of silence after which a trainer joins no round soon
-MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
-_IDLE_BATCHES = 10.0
-_IDLE_S = 2 * MAX_REPORT_S
-_UNKNOWN_IDLE_S = 10 * MAX_REPORT_S
-"""Silence that makes a trainer idle: in micro-batches, and in seconds; the last while its speed is unknown."""
 
 _THREADS_PAY_BYTES = 1 << 20
 
@@ -68,80 +65,6 @@ def next_lineage(lineage: bytes, mean: Floats) -> bytes:
 
 
 C = TypeVar("C")
-Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
-_Text = Annotated[str, msgspec.Meta(max_length=100)]
-Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]
-
-
-def differing(there: Agreement, here: Agreement) -> str:
-    """Return the settings that differ, with both values, or nothing."""
-    theirs = dict(there)
-    mine = dict(here)
-    differs = [name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)]
-    told = (f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs)
-    return plain("; ".join(dict.fromkeys(told)), MAX_TEXT)
-
-
-class ProgressRecord(Message, frozen=True):
-    """A peer's progress, published in the DHT."""
-
-    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # updates applied to its parameters
-    lineage: Annotated[bytes, msgspec.Meta(max_length=LINEAGE_BYTES)]  # names the branch of its parameters
-    samples: Figure  # accumulated for the next step
-    samples_per_s: Figure  # its own speed
-    syncing: bool  # it has no state yet; it takes part with weight 0 and reduces nothing
-    reduces: bool  # other peers can reach it, and it takes a share of the averaging
-    name: str  # for people
-    addresses: tuple[str, ...] = ()  # where it can be dialled
-    loss: float | None = None  # mean loss of the samples, if reported
-    upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
-    download_bps: Figure | None = None
-    paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
-    idle: bool = False  # it has finished no micro-batch for long; counts like paused
-    batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
-    sketch: StateSketch | None = None  # of its state a few steps ago
-    agreement: Agreement = ()  # what must be equal at all peers, by name
-
-    @property
-    def absent(self) -> bool:
-        """True if the peer computes nothing now: it has no vote, and no round waits for it."""
-        return self.paused or self.idle
-
-
-class AssistantRecord(Message, frozen=True):
-    """A peer that reduces, and passes on the state, for a run's collaborations; published in the DHT."""
-
-    name: str  # for people
-    addresses: tuple[str, ...]  # where it can be dialled
-    collaboration: str  # prefix of the only one that it helps; empty: any of the run
-    told_at: float  # its swarm time; a record that is not newer is no sign of life
-
-
-def progress_key(prefix: str) -> str:
-    return f"{prefix}/progress"
-
-
-def assistants_key(prefix: str) -> str:
-    """Return the DHT key of a run's assistants; ``prefix`` is that of any of its collaborations."""
-    return f"{prefix.partition('/')[0]}/assistants"
-
-
-async def read_participants(
-    dht: DHT, prefix: str
-) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord], dict[PeerId, Found]]:
-    """Return the records of trainers and of assistants, and each trainer's role and voucher.
-
-    The record of a peer that may only reduce counts as a trainer's while no worker trains.
-    """
-    found, assistants = await asyncio.gather(
-        dht.found(progress_key(prefix), ProgressRecord),
-        dht.published(assistants_key(prefix), AssistantRecord),
-    )
-    training = any(one.role >= Role.WORKER and not record.syncing for record, one in found.values())
-    least = Role.WORKER if training else Role.REDUCER
-    found = {peer: one for peer, one in found.items() if one[1].role >= least}
-    standing = {peer: one for peer, (_, one) in found.items()}
-    return {peer: record for peer, (record, _) in found.items()}, assistants, standing
 
 
 def most_voted(choices: Iterable[tuple[C, float]], default: C) -> C:
@@ -513,39 +436,3 @@ class Progress:
     def round_samples(self) -> float:
         """Samples of all peers together from one round to the next."""
         return self.target_batch_size * self.local_steps
-
-
-class ThroughputEstimator:
-    def __init__(self, now: float) -> None:
-        self.samples_per_s = self.batch_s = 0.0  # moving averages; 0 until known
-        self._computing_since: float | None = None
-        self.active_at = now  # the trainer's last sign of work
-
-    def wait(self) -> None:
-        """The trainer stops computing, and is ready for a round."""
-        self._computing_since = None
-        self.active_at = math.inf
-
-    def work(self, now: float) -> None:
-        self._computing_since = self.active_at = now
-
-    def on_batch(self, samples: float, now: float) -> None:
-        if self._computing_since is not None:
-            took_s = max(now - self._computing_since, 1e-6)
-            speed = samples / took_s
-            self.batch_s = took_s if not self.batch_s else 0.7 * self.batch_s + 0.3 * took_s
-            self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
-        self.work(now)
-
-    def ready_in_s(self, now: float, *, patience_s: float) -> float | None:
-        """Return when the micro-batch will be done; None if it is overdue by more than ``patience_s``."""
-        if self._computing_since is None:
-            return 0.0
-        ready_in_s = self._computing_since + self.batch_s - now
-        late = ready_in_s < -max(_LATE_BATCHES * self.batch_s, patience_s)
-        return None if late else max(0.0, ready_in_s)
-
-    def idle(self, now: float) -> bool:
-        return now - self.active_at > max(
-            _IDLE_BATCHES * self.batch_s, _IDLE_S if self.batch_s else _UNKNOWN_IDLE_S
-        )

@@ -25,7 +25,8 @@ from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import flatten
 from colab_swarm.training.layerwise import Lamb, Lars
-from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
+from colab_swarm.training.progress import next_lineage
+from colab_swarm.training.records import LINEAGE_BYTES
 from colab_swarm.training.sketch import PROJECTIONS, StateSketch
 
 T = TypeVar("T")

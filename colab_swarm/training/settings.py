@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from colab_swarm.averaging.exchange import UploadEncoding
+from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices

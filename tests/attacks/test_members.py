@@ -27,7 +27,7 @@ from colab_swarm.net.peers import PeerId, Role, Stream
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.training.collaboration import Collaboration
-from colab_swarm.training.progress import ProgressRecord, progress_key
+from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import HEAVIEST
 from colab_swarm.training.sketch import SKETCH_STEPS
 from colab_swarm.trust.access import IssuedMembership

@@ -16,8 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import Chunk
 from colab_swarm.averaging.group import Joined
+from colab_swarm.averaging.messages import Chunk
 from colab_swarm.dht.records import FindNear, FoundNear
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault

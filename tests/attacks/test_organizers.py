@@ -20,7 +20,7 @@ from colab_swarm.invite import Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import PeerId, Stream
-from colab_swarm.training.progress import ProgressRecord, progress_key
+from colab_swarm.training.records import ProgressRecord, progress_key
 from tests.attacks.town import Mallory, Town, town
 
 LONGEST_WAIT_S = 12.0  # seconds; the bound is 10, and 2 in a LAN

@@ -4,14 +4,17 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import AllReduce, RecallSpan, ReduceSpan
 from colab_swarm.averaging.group import JoinRound, RoundRefused, RoundTerms
 from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.messages import RecallSpan, ReduceSpan
+from colab_swarm.averaging.span_server import SpanServer
+from colab_swarm.averaging.upload import Upload
 from colab_swarm.events import StepFinished, Waited
 from colab_swarm.net.peers import PeerId, Refusal, Role
 from colab_swarm.swarm.simulation import NAMES
@@ -65,7 +68,7 @@ def hesitant(method: Callable[..., Any], wild: dict[PeerId, Wild], own_id: str) 
     """The method, before which a hostile member hesitates; ``own_id``: where its object has the peer."""
 
     async def wildly(self: Any, *given: Any, **named: Any) -> Any:
-        if member := wild.get(getattr(self, own_id).id):
+        if member := wild.get(attrgetter(own_id)(self).id):
             try:
                 await member.hesitate(method.__name__)
             except Refusal:
@@ -81,8 +84,8 @@ def train_with(
     """Return the steps of the honest during the attack, what the hostile did, and the waits by the events."""
     rng, wild, steps, cost_s = random.Random(seed), dict[PeerId, Wild](), Counter[str](), Counter[str]()
     for owner, name, own_id in (
-        (AllReduce, "_send_chunks", "peers"),
-        (AllReduce, "_return_means", "peers"),
+        (Upload, "_send_chunks", "own.peers"),
+        (SpanServer, "_return_means", "own.peers"),
         (Matchmaker, "join", "_peers"),
     ):
         monkeypatch.setattr(owner, name, hesitant(getattr(owner, name), wild, own_id))

@@ -19,7 +19,7 @@ from colab_swarm.events import Fault, RoundFinished, Waited
 from colab_swarm.net.peers import PeerId, Refusal, Role, Stream
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Manifest, Snapshot, send_chunks
-from colab_swarm.training.progress import ProgressRecord, progress_key
+from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.state import DescribeState, FetchState
 from tests.training import toy
 

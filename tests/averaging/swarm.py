@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import Chunk, UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span
-from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
+from colab_swarm.averaging.messages import AveragingSettings, Chunk, UploadEncoding
+from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for

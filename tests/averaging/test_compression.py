@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from colab_swarm.averaging import exchange as module
-from colab_swarm.averaging.exchange import AllReduce, Chunk, UploadEncoding
+from colab_swarm.averaging import span_server as module
 from colab_swarm.averaging.group import Span, chunk_values, cut_chunks
+from colab_swarm.averaging.messages import Chunk, UploadEncoding
+from colab_swarm.averaging.upload import Upload
 from colab_swarm.net.peers import Buffer
 from colab_swarm.tensors import codecs
 from tests.averaging.swarm import NAMES, Outcome, run_round, vector
@@ -43,16 +44,16 @@ def test_a_member_may_send_less_than_the_group_has_agreed() -> None:
 
 
 def test_an_unknown_codec_costs_its_sender_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoilt, encoded = [], AllReduce.encoded
+    spoilt, encoded = [], Upload.encoded
 
-    def spoil(exchange: AllReduce, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
-        message, payload = encoded(exchange, reducer, index, chunk)
-        if exchange.me == 0:
+    def spoil(upload: Upload, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
+        message, payload = encoded(upload, reducer, index, chunk)
+        if upload.own.me == 0:
             spoilt.append(index)
             message = Chunk(index, codec="zip")
         return message, payload
 
-    monkeypatch.setattr(AllReduce, "encoded", spoil)
+    monkeypatch.setattr(Upload, "encoded", spoil)
     outcome = run_round()
     assert spoilt
     assert all(len(result.contributors) == 3 for result in outcome.results.values())

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import LEAD, LEFT_OUT, STALL_S, Pace, ReduceSpan, Trace
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
+from colab_swarm.averaging.messages import LEFT_OUT, ReduceSpan, Trace
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.standing import BURST_S, PART
+from colab_swarm.averaging.upload import LEAD, STALL_S, Pace
 from colab_swarm.events import EventLog, MemberTrace, Waited
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import LAN, SimNetwork

@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.exchange import AllReduce
 from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.span_server import SpanServer
 from colab_swarm.averaging.standing import BURST_S, SHARE
+from colab_swarm.averaging.upload import Upload
 from colab_swarm.events import EventLog, Waited
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
@@ -30,10 +31,10 @@ async def drip(send: Callable[..., Any], *message: Any) -> None:
     await send(*message)
 
 
-async def blame(self: AllReduce, stream: Any) -> None:
+async def blame(self: SpanServer, stream: Any) -> None:
     """Return the means late, and without a member that sent everything in time."""
     await asyncio.sleep(2.0)
-    other = (self.me + 1) % len(self.group.members)
+    other = (self.own.me + 1) % len(self.own.group.members)
     for message, payload in [*self._means]:
         await stream.send(msgspec.structs.replace(message, missing=(other,)), payload)
 
@@ -50,32 +51,32 @@ ATTACKS = (
 def attack(kind: str, fired: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the liar's rounds do that."""
 
-    def instead(name: str, liars: Callable[..., Any]) -> None:
-        honest = getattr(AllReduce, name)
+    def instead(part: type[Upload | SpanServer], name: str, liars: Callable[..., Any]) -> None:
+        honest = getattr(part, name)
 
-        async def method(self: AllReduce, *given: Any) -> Any:
-            if getattr(self.peers, "name", "") != LIAR:
+        async def method(self: Upload | SpanServer, *given: Any) -> Any:
+            if getattr(self.own.peers, "name", "") != LIAR:
                 return await honest(self, *given)
             fired.append(loop_now())
             return await liars(self, *given)
 
-        monkeypatch.setattr(AllReduce, name, method)
+        monkeypatch.setattr(part, name, method)
 
     if kind == "withholds its means":
-        instead("_return_means", hold)
+        instead(SpanServer, "_return_means", hold)
     elif kind == "blames another":
-        instead("_return_means", blame)
+        instead(SpanServer, "_return_means", blame)
     elif kind == "contributes nothing":
-        instead("_send_chunks", hold)
+        instead(Upload, "_send_chunks", hold)
     elif kind == "sends a chunk each two seconds":
-        honest = AllReduce._send_chunks
+        honest = Upload._send_chunks
 
-        async def slowly(self: AllReduce, stream: Any, reducer: int) -> None:
+        async def slowly(self: Upload, stream: Any, reducer: int) -> None:
             send = stream.send
             monkeypatch.setattr(stream, "send", lambda *message: drip(send, *message))
             await honest(self, stream, reducer)
 
-        instead("_send_chunks", slowly)
+        instead(Upload, "_send_chunks", slowly)
 
 
 @pytest.mark.parametrize("kind", ATTACKS)

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import AllReduce, Chunk, ReduceSpan
 from colab_swarm.averaging.group import RoundRefused
-from colab_swarm.averaging.round import DRAIN_S, PREDICTED, Averager, AveragingSettings, RecallSpan
+from colab_swarm.averaging.messages import AveragingSettings, Chunk, RecallSpan, ReduceSpan
+from colab_swarm.averaging.round import DRAIN_S, PREDICTED, Averager
+from colab_swarm.averaging.span_server import SpanServer
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerLost
-from colab_swarm.net.peers import Buffer, Message, Stream
+from colab_swarm.net.peers import Buffer, Message, Role, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
 from colab_swarm.sim.network import SILENCE_S
 from colab_swarm.tensors.codecs import Floats
@@ -107,19 +108,33 @@ def test_a_live_member_that_never_joins_is_dropped_after_the_patience() -> None:
     assert outcome.seconds["alice"] < 3 * SETTINGS.patience_s
 
 
+async def test_contributing_needs_the_role_of_a_worker() -> None:
+    network = SimNetwork(seed=1)
+    alice, bob, carol = peers = [network.peer(name) for name in NAMES[:3]]
+    network.introduce()
+    bob.role = Role.REDUCER
+    averagers = [Averager(peer, SETTINGS) for peer in peers]
+    group = make_group(peers, [1, 1, 1], 1000)
+    vectors = [vector(seed, 1000) for seed in range(3)]
+    results = await asyncio.gather(
+        *(averager.average(group, values) for averager, values in zip(averagers, vectors, strict=True))
+    )
+    assert set(results[0].contributors) == set(results[2].contributors) == {alice.id, carol.id}
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_a_mean_that_lacks_one_slow_member_stands_at_all_members(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = AllReduce._take
+    take = SpanServer.take
 
-    def take_others(round_: AllReduce, member: int, message: Chunk, payload: Buffer) -> None:
-        if member == 0 != round_.me:  # its line to the other reducers is slow: its values come too late
-            round_.drop(0, "too slow")
+    def take_others(server: SpanServer, member: int, message: Chunk, payload: Buffer) -> None:
+        if member == 0 != server.own.me:  # its line to the other reducers is slow: its values come too late
+            server.drop(0, "too slow")
         else:
-            take(round_, member, message, payload)
+            take(server, member, message, payload)
 
-    monkeypatch.setattr(AllReduce, "_take", take_others)
+    monkeypatch.setattr(SpanServer, "take", take_others)
     outcome = run_round(count)
     values = outcome.assert_equal_vectors()
     slow = next(name for name, span in outcome.spans.items() if span.start == 0)

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
+from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.averaging.moshpit import MoshpitAverager
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import RoundFinished
@@ -25,7 +25,8 @@ from colab_swarm.net.peers import Contact
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.collaboration import Collaboration
-from colab_swarm.training.progress import ProgressRecord, next_lineage
+from colab_swarm.training.progress import next_lineage
+from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.sketch import StateSketch
 from tests.benchmarks.harness import (

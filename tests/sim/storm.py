@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import Chunk
 from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
+from colab_swarm.averaging.messages import Chunk
 from colab_swarm.errors import StateError
 from colab_swarm.events import Applied, Notice
 from colab_swarm.swarm.simulation import NAMES, Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.progress import ProgressRecord
+from colab_swarm.training.records import ProgressRecord
 from tests.sim.histories import History, check
 from tests.training.toy import join_training, loss_of, model
 

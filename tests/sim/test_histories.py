@@ -19,7 +19,8 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training import catch_up as catch_up_module
 from colab_swarm.training import replica as replica_module
 from colab_swarm.training.gradients import Gradients
-from colab_swarm.training.progress import LINEAGE_BYTES, Progress
+from colab_swarm.training.progress import Progress
+from colab_swarm.training.records import LINEAGE_BYTES
 from colab_swarm.training.replica import Replica
 from tests.sim.histories import History, Violation, check
 from tests.sim.storm import (

@@ -12,7 +12,8 @@ from colab_swarm.errors import MismatchError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.progress import Progress, ProgressRecord
+from colab_swarm.training.progress import Progress
+from colab_swarm.training.records import ProgressRecord
 
 REFUSED_WITHIN_S = 5.0
 

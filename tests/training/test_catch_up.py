@@ -19,7 +19,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.catch_up import ATTEMPTS, CatchUp
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.progress import Branch, Progress, ProgressRecord
+from colab_swarm.training.progress import Branch, Progress
+from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import DonorsSilent
 from tests.training.toy import alone, join_training, model, take

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,14 +347,15 @@ def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
 
 async def test_a_leaving_peer_serves_its_last_round_to_the_end() -> None:
     averager = Averager(SimNetwork().peer("alice"))
-    exchange = type("Exchange", (), {"serving": 1, "served": asyncio.Event()})()
+    server = SimpleNamespace(open_streams=1, idle=asyncio.Event())
+    exchange: Any = SimpleNamespace(server=server)
     averager._finished["p"] = exchange
     clock = asyncio.get_running_loop().time
     began = clock()
     await averager.drain("p")
     gave_up = clock() - began
     asyncio.get_running_loop().call_later(
-        1.0, lambda: (setattr(exchange, "serving", 0), exchange.served.set())
+        1.0, lambda: (setattr(server, "open_streams", 0), server.idle.set())
     )
     began = clock()
     await averager.drain("p")

@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 
 from colab_swarm.dht.service import Found
 from colab_swarm.net.peers import PeerId, Role
-from colab_swarm.training import progress as module
 from colab_swarm.training.progress import (
     DISTRUST_S,
     FEW_STEPS,
     LAST_RECORD_S,
     PLAUSIBLE,
     RECENT_S,
-    AssistantRecord,
     Branch,
     Progress,
-    ProgressRecord,
 )
+from colab_swarm.training.records import AssistantRecord, ProgressRecord
+from colab_swarm.training.throughput import ThroughputEstimator
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 
@@ -336,7 +335,7 @@ def test_samples_are_counted_while_a_peer_is_lost_on_another_thread() -> None:
 
 
 def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
-    trainer = module.ThroughputEstimator(0.0)
+    trainer = ThroughputEstimator(0.0)
     assert not trainer.idle(600.0) and trainer.idle(601.0)  # its speed is unknown
     trainer.work(0.0)
     trainer.on_batch(1, 100.0)
@@ -346,7 +345,7 @@ def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
 
 
 def test_a_trainer_is_ready_after_its_usual_time_until_it_is_far_overdue() -> None:
-    trainer = module.ThroughputEstimator(0.0)
+    trainer = ThroughputEstimator(0.0)
     trainer.work(0.0)
     for samples, now in ((10, 1.0), (5, 2.0)):
         trainer.on_batch(samples, now)

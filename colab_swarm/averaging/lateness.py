@@ -1,0 +1,98 @@
+"""How late the members of a round are, and how long this peer waits for each. Pure: ``now`` is an argument."""
+
+import math
+
+from colab_swarm.averaging.messages import RoundMember
+from colab_swarm.averaging.standing import AWAKE_S, CHAINED
+from colab_swarm.net.patience import allowance_s
+
+TICK_S = 0.1  # longest time between two looks for late members
+SHORTEST_S = TICK_S / 10
+
+
+class Lateness:
+    """Knows when each member was last heard, and how long the round has waited for it beyond the usual.
+
+    ``late_s`` is the longest such wait, by member; a recovery adds to it. ``_since`` is the begin of the round, later
+    if this process was stopped.
+    """
+
+    def __init__(self, own: RoundMember, *, now: float) -> None:
+        self._own = own
+        self._since = now
+        self._heard_at = dict.fromkeys(range(len(own.group.members)), now)
+        self.late_s: dict[int, float] = {}
+
+    def on_heard(self, member: int, now: float) -> None:
+        self._heard_at[member] = now
+
+    def on_slept(self, slept_s: float, now: float) -> None:
+        """Excuse all members if this process was stopped, and took much longer for a tick."""
+        if slept_s > TICK_S + AWAKE_S:
+            self._since += slept_s
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+
+    def on_late(self, member: int, seconds: float) -> None:
+        """Add a wait of a recovery."""
+        self.late_s[member] = self.late_s.get(member, 0.0) + seconds
+
+    def silent_s(self, member: int, now: float) -> float:
+        return now - self._heard_at[member]
+
+    def is_silent(self, member: int, now: float) -> bool:
+        """Return True if no slow line explains that nothing comes of a member: it does not reduce either."""
+        return member not in self._own.streaming or self._line_silence_s(member, now) > 0
+
+    def left_s(self, member: int, now: float) -> float:
+        """Return how long the round still waits for a member's contribution."""
+        return self._patience_s(member, now) - self._beyond_s(member, now, self._since)
+
+    def reducer_left_s(self, reducer: int, averaged_at: float, now: float) -> float:
+        """Return how long the round still waits for a reducer's means.
+
+        The reducer may wait for the same contributor as this peer. So its time begins when the own span is averaged.
+        """
+        patience_s = CHAINED * self._patience_s(reducer, now)
+        late_s = 0.0
+        if averaged_at <= now:
+            late_s = self._beyond_s(reducer, now, averaged_at)
+        if not late_s:
+            return max(patience_s, SHORTEST_S)
+        return patience_s - late_s
+
+    def recovery_s(self, member: int, now: float) -> float:
+        """Return how long to wait for what a member gives in a recovery."""
+        usual_s = min(self._own.usual.round_s, self._own.settings.patience_s)
+        slow_s = allowance_s(self._own.peers, self._own.member(member).id)
+        return usual_s + slow_s + CHAINED * self._patience_s(member, now)
+
+    def _patience_s(self, member: int, now: float) -> float:
+        """Return how long to wait for a member beyond the usual: not at all if it is gone."""
+        own = self._own
+        peer = own.member(member).id
+        is_lost = member in own.lost and member not in own.streaming
+        if is_lost and peer not in own.peers.linked():
+            return 0.0
+        return own.usual.standing.patience_s(peer, now)
+
+    def _beyond_s(self, member: int, now: float, since: float) -> float:
+        """Return, and note, for how long the round has waited for a member beyond the usual."""
+        usual_s = self._own.usual.round_s
+        round_s = now - max(since, self._since + usual_s)
+        if usual_s == math.inf:
+            round_s = now - max(since, self._heard_at[member]) - self._own.settings.patience_s
+        silent_s = min(self._line_silence_s(member, now), now - since)
+        late_s = max(round_s, silent_s, 0.0)
+        self.late_s[member] = max(self.late_s.get(member, 0.0), late_s)
+        return late_s
+
+    def _line_silence_s(self, member: int, now: float) -> float:
+        """Return how much longer than a slow line explains nothing came of a member.
+
+        One that did not begin has more time: the group may come to it over anybody's slow line.
+        """
+        own = self._own
+        on_the_way = [member] if member in own.streaming else range(len(own.group.members))
+        slow_s = max(allowance_s(own.peers, own.member(index).id) for index in on_the_way)
+        read_at = own.peers.read_at(own.member(member).id)
+        return now - max(self._heard_at[member], read_at) - (own.settings.silence_s + slow_s)

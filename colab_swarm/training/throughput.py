@@ -1,0 +1,48 @@
+"""How fast this trainer computes, when its micro-batch will be done, and when it counts as idle. Pure."""
+
+import math
+
+MAX_REPORT_S = 60.0  # between two records of a peer; it is forgotten after four times as long
+_LATE_BATCHES = 3.0  # micro-batches of silence after which a trainer joins no round soon
+# Silence that makes a trainer idle: in micro-batches, and in seconds; the last while its speed is unknown.
+_IDLE_BATCHES = 10.0
+_IDLE_S = 2 * MAX_REPORT_S
+_UNKNOWN_IDLE_S = 10 * MAX_REPORT_S
+
+
+class ThroughputEstimator:
+    """Measures the trainer's micro-batches: ``samples_per_s`` and ``batch_s`` are moving averages, 0 until known."""
+
+    def __init__(self, now: float) -> None:
+        self.samples_per_s = self.batch_s = 0.0
+        self._computing_since: float | None = None
+        self.active_at = now  # the trainer's last sign of work
+
+    def wait(self) -> None:
+        """The trainer stops computing, and is ready for a round."""
+        self._computing_since = None
+        self.active_at = math.inf
+
+    def work(self, now: float) -> None:
+        self._computing_since = self.active_at = now
+
+    def on_batch(self, samples: float, now: float) -> None:
+        if self._computing_since is not None:
+            took_s = max(now - self._computing_since, 1e-6)
+            speed = samples / took_s
+            self.batch_s = took_s if not self.batch_s else 0.7 * self.batch_s + 0.3 * took_s
+            self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
+        self.work(now)
+
+    def ready_in_s(self, now: float, *, patience_s: float) -> float | None:
+        """Return when the micro-batch will be done; None if it is overdue by more than ``patience_s``."""
+        if self._computing_since is None:
+            return 0.0
+        ready_in_s = self._computing_since + self.batch_s - now
+        late = ready_in_s < -max(_LATE_BATCHES * self.batch_s, patience_s)
+        return None if late else max(0.0, ready_in_s)
+
+    def idle(self, now: float) -> bool:
+        return now - self.active_at > max(
+            _IDLE_BATCHES * self.batch_s, _IDLE_S if self.batch_s else _UNKNOWN_IDLE_S
+        )
