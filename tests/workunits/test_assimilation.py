@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.servers import LEASE_S, STORE, ParameterServer, ServerPool, stop_at_sigterm
+from colab_swarm.workunits.servers import STORE, ParameterServer, ServerPool, stop_at_sigterm
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import ParameterStore, Update
@@ -53,15 +53,6 @@ def test_a_result_is_assimilated_and_measured() -> None:
     assert [entry.unit.subset for entry in entries(store, Assimilated)] == [0, 1]  # type: ignore[attr-defined]
     measured = entries(store, Measured)
     assert [(entry.at, entry.unit) for entry in measured] == [(10.0, Unit(1, 0)), (11.0, Unit(1, 1))]  # type: ignore[attr-defined]
-
-
-def test_a_server_that_lost_its_lease_changes_nothing() -> None:
-    store = SqlStore(MEMORY, "digits")
-    fill(store, NUMEL, 0)
-    slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
-    assert slow is not None and ParameterServer(store, JOB, "fast").run_once(LEASE_S)
-    assert store.assimilate(slow, lambda values: values * 0, server="slow", now=LEASE_S) is None
-    assert float(store.parameters().values[0]) == 0.5 and len(entries(store, Assimilated)) == 1
 
 
 def test_an_accuracy_that_could_not_be_written_is_written_by_the_next_call() -> None:
@@ -267,17 +258,14 @@ def follow(waiting: dict[range, int]) -> list[int]:
     return servers
 
 
-def test_servers_are_added_one_by_one_while_results_pile_up() -> None:
-    servers = follow({range(0, 20): 50})
-    assert servers[:8] == [1, 1, 1, 2, 2, 3, 3, 4] and servers[-1] == 4
-
-
 def test_a_short_burst_adds_none_and_a_backlog_that_comes_and_goes_keeps_them() -> None:
     waves = {range(start, start + 10): (start // 10) % 2 * 5 for start in range(20, 200, 10)}
     assert follow({range(0, 20): 50, **waves})[-1] == 4
     assert set(follow({range(0, 2): 50, range(2, 20): 1, range(20, 22): 50, range(22, 40): 2})) == {1}
 
 
-def test_servers_go_one_by_one_when_nothing_waits_for_long_and_one_stays() -> None:
+def test_servers_come_one_by_one_while_results_pile_up_and_go_when_nothing_waits_for_long() -> None:
+    servers = follow({range(0, 20): 50})
+    assert servers[:8] == [1, 1, 1, 2, 2, 3, 3, 4] and servers[-1] == 4
     servers = follow({range(0, 10): 50, range(10, 40): 1, range(40, 200): 0})
     assert (servers[50], servers[72], servers[-1]) == (4, 3, 1)

@@ -226,14 +226,3 @@ async def test_a_coordinator_that_is_stopped_as_it_starts_leaves_no_parameter_se
         async with coordinating(tiny_job(), tmp_path / str(number)):
             pass
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("server-")] == []
-
-
-async def test_another_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    store = SqlStore(MEMORY, "tiny")
-    async with coordinating(tiny_job(subsets=4), tmp_path, store=store) as scene:
-        for stranger in (scene.alice, scene.bob):
-            await stranger.ask(4)
-        await until(lambda: scene.kinds().count("Assigned") == 4)
-    with pytest.raises(ValueError, match="another job's store"):
-        async with coordinating(tiny_job(subsets=1), tmp_path, store=store):
-            pass

@@ -56,7 +56,8 @@ def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tm
         alice.stop()
     serial, measured = job.train_serially()
     np.testing.assert_array_equal(trained, Schema.of(serial).flatten(serial))
-    assert accuracies == measured
+    assert accuracies == measured and measured[-1] > measured[0]
+    assert job.with_plan(target_accuracy=measured[0]).train_serially()[1] == measured[:1]
 
 
 @pytest.mark.slow
@@ -162,12 +163,9 @@ def broken(*_: Any) -> Any:
     ("changes", "text"),
     [
         ({"data": (INPUTS, np.array(["cat"] * 64))}, "column 1 holds <U3: tokenize or drop it"),
-        ({"data": (INPUTS, np.zeros(64, np.float32))}, "one batch could not be trained"),
         ({"data": (INPUTS[:, :3], np.zeros(64, int))}, "one batch could not be trained"),
         ({"validation": (INPUTS[:0], np.zeros(0, int))}, "hold no sample"),
-        ({"validation": broken}, "no such layer"),
         ({"loss": broken}, "one batch could not be trained: KeyError: 'no such layer'"),
-        ({"accuracy": broken}, "the accuracy could not be measured: KeyError: 'no such layer'"),
         ({"accuracy": lambda model, batch: torch.ones(2)}, "the accuracy could not be measured"),
         ({"accuracy": lambda model, batch: 87.5}, "accuracy is 87.5: it must be between 0 and 1"),
         ({"model": broken}, "no such layer"),

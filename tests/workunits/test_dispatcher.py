@@ -116,7 +116,7 @@ def test_a_volunteer_gets_units_of_data_that_it_holds() -> None:
 
 def test_an_expired_unit_goes_to_another_volunteer() -> None:
     desk, given = one_out()
-    desk.core.state._seen(BOB, desk.now + 99)
+    desk.core.state.volunteers[BOB] = state.VolunteerState(BOB, last_seen=desk.now + 99)
     desk.now += 100
     assert [entry.assignment for entry in desk.expire()] == [given.assignment]
     assert desk.refusal(given, ALICE) == ("", "")  # still the only one who has it
@@ -142,7 +142,8 @@ def test_a_unit_that_goes_out_again_is_of_the_newest_version() -> None:
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_failed_unit_returns_to_its_volunteer_at_once_or_when_none_took_it(alone: bool) -> None:
     desk, given = one_out()
-    desk.core.state._seen(BOB, desk.now - PRESENT_S + (0 if alone else 3))
+    seen_at = desk.now - PRESENT_S + (0 if alone else 3)
+    desk.core.state.volunteers[BOB] = state.VolunteerState(BOB, last_seen=seen_at)
     desk.give_back(ALICE, given)
     assert bool(desk.ask(ALICE)) == alone
     desk.now += 2
@@ -206,14 +207,11 @@ def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_a
     assert desk.core.state.finished == "all 3 epochs are done" and desk.ask(ALICE) == []
 
 
-def test_the_job_ends_at_the_target_accuracy() -> None:
+def test_a_job_ends_at_its_target_accuracy_and_an_epoch_without_one_that_never_came() -> None:
     desk = Desk(subsets=1, target_accuracy=0.9)
     desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=0.9)
     desk.advance()
     assert desk.core.state.finished == "accuracy 0.900 reached the target 0.9" and desk.ask(ALICE) == []
-
-
-def test_an_epoch_ends_without_an_accuracy_that_never_came() -> None:
     desk = Desk(subsets=1)
     desk.assimilate(desk.result(desk.ask(ALICE)[0]), accuracy=None)
     assert desk.core.advance(now=desk.now + MEASURE_S - 1) == []

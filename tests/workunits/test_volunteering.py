@@ -27,7 +27,7 @@ from colab_swarm.workunits.volunteering import Volunteer
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
 from tests.workunits.local import RUN, coordinating, until
-from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
+from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, says
 from tests.workunits.volunteer_process import SEED
 
 TIME_LIMIT_S = 90.0
@@ -79,18 +79,14 @@ async def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path:
         assert (snapshot.state, snapshot.over, snapshot.fault) == ("the job is finished", True, "")
         assert (snapshot.accepted, snapshot.samples) == (4, 512)
         assert snapshot.received_bytes > sum(map(len, standin.files))
+    fetched = sum(what.startswith("GET /api/data") for what in standin.seen)
+    assert fetched == 2 or units > 1, "each once, unless two units need the same data at once"
+    assert standin.asked[0].held == () and standin.asked[0].name == "alice"
+    assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
     assert len(standin.results) == 4
     for assignment, values in standin.results.items():
         np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))
     assert not list(tmp_path.glob("units/*.unit"))
-
-
-async def test_data_are_fetched_once_and_reported_as_cached(tmp_path: Path) -> None:
-    async with playing(StandIn(digits_job(), epochs=3), tmp_path) as (standin, alice):
-        await alice.wait_over()
-    assert sum(what.startswith("GET /api/data") for what in standin.seen) == 2
-    assert standin.asked[0].held == () and standin.asked[0].name == "alice"
-    assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
 
 
 async def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
@@ -211,13 +207,6 @@ async def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
     assert len(standin.returned) == 1
 
 
-async def test_another_model_than_the_coordinators_raises_at_once(tmp_path: Path) -> None:
-    other = replace(digits_job(), model=lambda: nn.Linear(64, 10))
-    with pytest.raises(ValueError, match=r"not that of 'digits': it lacks bias"):
-        async with playing(StandIn(digits_job()), tmp_path, other):
-            raise AssertionError("it must not start")
-
-
 @pytest.mark.slow
 async def test_a_paused_volunteer_stops_and_resumes(tmp_path: Path) -> None:
     gate, valve = PauseGate(), Valve(before=2)
@@ -261,7 +250,7 @@ async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication
         assert sum(volunteer.snapshot().accepted for volunteer in volunteers) == 6 * replication
         ended = [entry for entry in scene.log if isinstance(entry, EpochEnded)]
         assert len(ended) == 2 and ended[-1].accuracy > 0.5
-        assert isinstance(scene.log[-1], Finished)
+        assert isinstance(scene.log[-1], Finished) and scene.coordinator.status().units_per_s == 0
 
 
 def batches_saved(folder: Path) -> int:
@@ -295,13 +284,3 @@ async def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
     assert len(standin.given) == 2  # nothing was asked for twice
     for assignment, values in standin.results.items():
         np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))
-
-
-async def test_a_bad_connection_costs_time_only(tmp_path: Path) -> None:
-    standin = StandIn(digits_job())
-    for what in ("POST /api/units", "GET /api/data", "GET /api/parameters", "PUT /api/results"):
-        standin.meets(what, hangs_up, answers(502))
-    async with playing(standin, tmp_path) as (standin, alice):
-        await alice.wait_over()
-        assert alice.snapshot().accepted == 2
-    assert len(standin.fired) == 8
