@@ -58,6 +58,10 @@ class Run:
     def network(self) -> SimNetwork:
         return SimNetwork(LAN, seed=0)
 
+    def begin_again(self) -> None:
+        """Let the next peer join nobody."""
+        self._entry = None
+
     async def join(self, name: str, *, folder: Path | None = None) -> Member:
         peers = self.network.peer(name)
         dht = DHT(peers, DHTSettings(), random.Random(name))

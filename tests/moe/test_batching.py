@@ -19,16 +19,16 @@ LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
 FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
 
 
-def check_batching(batching: Batching) -> None:
-    """Assert that the sums are right and every waiting call was admitted."""
-    inside, held = batching._inside, batching._held
+def check_batching(batching: Batching, *, calls: int | None = None) -> None:
+    """Assert that the sums are right, every waiting call was admitted, and that ``calls`` are inside."""
+    inside, held, kin = batching._inside, batching._held, batching._kin
+    assert calls is None or len(inside) == calls
     assert held.total() == sum(one.held_bytes for one in inside) <= batching.limits.max_held_bytes
     assert held == Counter({c: sum(one.held_bytes for one in inside if one.caller == c) for c in held})
-    assert batching._kin == Counter(
-        {v: sum(one.held_bytes for one in inside if one.voucher == v) for v in batching._kin}
-    )
-    waiting = [one for queue in batching._queues.values() for one in queue]
-    assert all(batching._queues.values()) and set(waiting) <= inside.keys()
+    assert kin == Counter({v: sum(one.held_bytes for one in inside if one.voucher == v) for v in kin})
+    queues = list(batching._queues.values())
+    waiting = [one for queue in queues for one in queue]
+    assert all(queues) and set(waiting) <= inside.keys()
     assert len(set(waiting)) == len(waiting)
 
 

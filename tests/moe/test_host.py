@@ -63,15 +63,16 @@ async def test_hosts_share_the_grid_and_all_peers_find_their_experts(run: Run) -
 
 async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: Run) -> None:
     await run.host("alice", 1)
-    _, bob = await run.host("bob", 1)
+    member, bob = await run.host("bob", 1)
     carol, other = await run.host("carol", 1, capacity=2)
+    results = member.resources.saves.results
     (uid,) = bob.experts
     train(bob, 5)
     await asyncio.sleep(2 * PLAN.save_s)  # saved in the background
-    assert (bob._saves.results[uid].step, len(bob._saves.results[uid].holders)) == (5, 2)
-    last = bob._saves.results[uid]
+    last = results[uid]
+    assert (last.step, len(last.holders)) == (5, 2)
     await bob.save_changed()
-    assert bob._saves.results[uid] is last, "nothing has changed"
+    assert results[uid] is last, "nothing has changed"
     outputs = bob.experts[uid].forward(inputs := torch.rand(3, 4))
     train(bob, 2)  # lost: the steps since the save
     run.network.now().crash("bob")
@@ -82,7 +83,7 @@ async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: R
     found = await carol.resources.directory.find(GRID, uid)
     assert found is not None and found.host.id == carol.peers.id and found.step == 5
     await saved_by(other, 1)
-    assert other._saves.results[uid].step == 6  # and on from there
+    assert carol.resources.saves.results[uid].step == 6  # and on from there
 
 
 async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None:
@@ -90,11 +91,11 @@ async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None
     await saved_by(hosting, 4)
     uids = [*hosting.experts]
     run.network.now().crash("alice")
-    run._entry = None  # no other peer is left, and no record of it
+    run.begin_again()  # no other peer is left, and no record of it
     again, _ = await run.host("alice", 3)
     assert sorted(hosted(again)[:2]) == sorted((uid, 4, False) for uid in uids) and len(hosted(again)) == 3
     run.network.now().crash("alice")
-    run._entry = None
+    run.begin_again()
     (other, *_) = {GRID.uid(index) for index in GRID} - {*uids}
     third, _ = await run.host("alice", 3, uids=(other,))  # no others, though they are saved here
     assert hosted(third) == [(other, 0, False)]
@@ -127,9 +128,9 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     await mallory.services.dht.publish(f"run/experts/{uid}/save", SaveRecord((place,)), ttl_s=6000)
     run.network.now().crash("bob")
     await asyncio.sleep(EXPIRED_S)
-    carol, hosting = await run.host("carol", 1)
+    carol, _ = await run.host("carol", 1)
     assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-    assert [place.step for _, place in await hosting._saves.claims(uid)] == [10**9, 3]
+    assert [place.step for _, place in await carol.resources.saves.claims(uid)] == [10**9, 3]
 
 
 @pytest.mark.parametrize("sides", ["alice,dave|bob", "alice|bob,dave", "alice,dave|bob,erin"])
@@ -199,7 +200,7 @@ async def test_a_full_disk_is_reported_once_and_the_host_continues(run: Run, tmp
         await saved_by(hosting, 1)
     (fault,) = bob.events(Fault)
     assert "cannot write" in str(fault) and len(hosting.experts) == 1
-    assert {kept.step for kept in hosting._saves.results.values()} == {3}  # alice has it
+    assert {kept.step for kept in bob.resources.saves.results.values()} == {3}  # alice has it
 
 
 async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: Run) -> None:
@@ -240,8 +241,8 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
         await asyncio.sleep(10)
         victim = rng.choice(sorted(hosts))
         run.network.now().crash(victim)
-        _, dead = hosts.pop(victim)
-        for uid, kept in dead._saves.results.items():
+        dead, _ = hosts.pop(victim)
+        for uid, kept in dead.resources.saves.results.items():
             saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
         name = f"host {i}"
         members[name] = hosts[name] = await run.host(name, 2, **settings)
@@ -269,7 +270,7 @@ def test_the_host_shows_what_it_hosts_and_stops(run: Run) -> None:
         host.save()
         host.wait(1.0)
         assert [(uid, one.step) for uid, one in host.statistics().items()] == [(uid, 1) for uid in host.uids]
-        assert {kept.step for kept in host._saves.results.values()} == {1}
+        assert {kept.step for kept in member.resources.saves.results.values()} == {1}
         assert "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
     assert host.uids == [] and "stopped" in repr(host)
     runtime.close()

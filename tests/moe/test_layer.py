@@ -19,10 +19,11 @@ DIM = 4
 
 
 def make(
-    *, living: Sequence[tuple[int, int]] | None = None, **settings: Any
+    *, living: Sequence[tuple[int, int]] | None = None, timeout_s: float = 5.0, **settings: Any
 ) -> tuple[MixtureOfExperts, LocalExperts]:
     experts = LocalExperts(GRID, tanh_expert(DIM), living=living)
-    return MixtureOfExperts(LocalCalls(experts), GRID, DIM, **{"k": 2} | settings), experts
+    calls = LocalCalls(experts, timeout_s)
+    return MixtureOfExperts(calls, GRID, DIM, **{"k": 2} | settings), experts
 
 
 def prefer_the_first_row_if_positive(layer: MixtureOfExperts) -> None:
@@ -82,13 +83,15 @@ def test_any_leading_shape_comes_back(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(layer(x).reshape(-1, DIM), layer(x.reshape(-1, DIM)))
 
 
-def test_autocast_keeps_the_outer_dtype_and_float32_inside() -> None:
+def test_autocast_keeps_the_outer_dtype_and_float32_inside_and_half_precision_works() -> None:
     layer, _ = make()
     x = torch.randn(3, DIM)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = layer(x.bfloat16())
     assert mixed.dtype == torch.bfloat16
     torch.testing.assert_close(mixed, layer(x.bfloat16().float()).bfloat16())
+    halves = layer.bfloat16()(x.bfloat16())
+    assert halves.dtype == torch.bfloat16 and halves.shape == x.shape and halves.isfinite().all()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -160,8 +163,7 @@ def test_a_sample_whose_experts_all_failed_does_not_prolong_the_wait() -> None:
 
 
 def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
-    layer, experts = make(k=6, k_min=6, grace_s=0.0)
-    layer._calls.timeout_s = 0.05
+    layer, experts = make(k=6, k_min=6, grace_s=0.0, timeout_s=0.05)
     experts.late = {"ffn.0.0"}
     layer(torch.randn(4, DIM))
     assert experts.failures == [("ffn.0.0", "expert ffn.0.0 at 00000000 did not answer in 0.05 s")]
@@ -286,13 +288,6 @@ def test_copies_have_their_own_gating_and_share_the_experts() -> None:
     assert layer.gating.maps.weight.grad is None and experts.backwards
     assert layer.statistics().batches == 2
     assert repr(layer).startswith("MixtureOfExperts(\n  ffn[2 x 3], k=2")
-
-
-def test_half_precision_models_work() -> None:
-    layer, _ = make()
-    x = torch.randn(3, DIM)
-    mixed = layer.bfloat16()(x.bfloat16())
-    assert mixed.dtype == torch.bfloat16 and mixed.shape == x.shape and mixed.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -165,16 +165,6 @@ async def test_a_lost_holder_is_replaced(scene: Scene) -> None:
     assert scene.run.network.fired
 
 
-async def test_a_holder_without_space_refuses_and_another_is_used(scene: Scene) -> None:
-    await scene.open("alice", "bob", "carol")
-    full = scene.saves("bob")
-    full.store._quota_bytes = 1000
-    with pytest.raises(CallRefused, match="1,000 bytes are left here"):
-        await expert_saves.send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved())
-    kept = await scene.save(saved(), copies=1)
-    assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.saves() == []
-
-
 async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol", "dave")
     kept = await scene.save(saved(step=7))

@@ -156,10 +156,3 @@ def test_a_state_of_other_shapes_or_with_more_in_it_does_not_fit() -> None:
     for wrong in (model | {"more": 1}, None):
         with pytest.raises(StateError):
             check_fit(wrong, model)
-
-
-def test_a_damaged_chunk_is_detected_and_dropped(shelf: ReplicaStore, tmp_path: Path) -> None:
-    digest = shelf.put(b"weights")
-    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    path.write_bytes(b"wEights")
-    assert shelf.get(digest) is None and digest not in shelf

@@ -27,10 +27,11 @@ def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
 
 async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
     """Return the snapshot after ``after_s``, reading every half second as a panel does."""
+    read = watch._look
     for _ in range(int(2 * after_s)):
-        await watch._look()
+        await read()
         await asyncio.sleep(0.5)
-    return await watch._look()
+    return await read()
 
 
 async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_experts(run: Run) -> None:
@@ -87,5 +88,5 @@ async def test_a_failed_listing_is_reported_and_a_closed_watch_reads_nothing(
     assert "no way" in (await look(watch, 1.0)).fault
     watch.close()
     assert watch.snapshot().over
-    await watch._look()  # was queued
+    await look(watch)  # was queued
     assert watch.snapshot().over
