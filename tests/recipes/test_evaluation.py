@@ -46,12 +46,6 @@ def test_guesses_are_the_likeliest_tokens_with_their_probabilities(tokenizer: Wo
     assert str(guesses[0]) == "n 50%"
 
 
-def test_the_loss_of_a_model_that_knows_nothing_is_the_logarithm_of_the_vocabulary(tokenizer: Words) -> None:
-    ignorant = Prejudiced(torch.zeros(len(tokenizer)))
-    loss = masked_loss(ignorant, tokenizer, RHYME, sequence_length=32)
-    assert loss == pytest.approx(math.log(len(tokenizer)))
-
-
 def test_the_loss_counts_the_hidden_tokens_and_no_others(tokenizer: Words) -> None:
     ids = tokenizer(RHYME[0], add_special_tokens=False)["input_ids"]
     knowing = torch.full((len(tokenizer),), -1e4)

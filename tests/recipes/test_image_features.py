@@ -198,31 +198,14 @@ def test_the_loss_is_the_mean_over_swapped_predictions() -> None:
     torch.testing.assert_close(output.loss, expected)
 
 
-def test_the_length_of_prototypes_does_not_matter() -> None:
-    model = small()
-    with torch.no_grad():
-        before = model(batch_of_crops()).loss
-        model.prototypes.mul_(torch.tensor([[0.1], [2.0], [3.0], [5.0]]))
-        torch.testing.assert_close(model(batch_of_crops()).loss, before)
-
-
-def test_the_queue_counts_once_it_is_full_and_its_step_is_reached() -> None:
+def test_the_queue_of_training_counts_once_it_is_full_and_its_step_is_reached_and_is_not_saved() -> None:
     model, plain = small(queue=12, queue_from_step=5), small()
+    model.eval()(batch_of_crops(), step=0)
+    model.train()
     losses = [model(batch_of_crops(seed), step=step).loss for seed, step in enumerate([0, 5, 4, None, 5])]
     alone = [plain(batch_of_crops(seed)).loss for seed in range(5)]
     assert [bool(a == b) for a, b in zip(losses, alone, strict=True)] == [True, True, True, True, False]
-
-
-def test_the_queue_grows_in_training_only_and_is_not_saved() -> None:
-    model = small(queue=12)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.eval()(batch_of_crops(), step=0)
-    assert model._queue_VQD is None
-    model.train()
-    for seed in range(3):
-        model(batch_of_crops(seed), step=0)
-    assert model._queue_VQD is not None and model._queue_VQD.shape == (2, 12, 8)
-    assert model.state_dict().keys() == state.keys()
+    assert model.state_dict().keys() == plain.state_dict().keys()
 
 
 STILL = replace(image_features.SIZES["resnet50"], flip=0.0, colour=0.0, grey=0.0, blur=0.0)
