@@ -89,6 +89,12 @@ def test_two_peers_that_never_wait_reach_their_bound_and_do_not_pass_it(steps: i
         assert bound and 0.9 * bound < member.meter.measured <= bound * (1 + 1e-6)
 
 
+def test_a_synchronous_group_measures_nothing() -> None:
+    run = emulate(Synchronous)
+    assert run.measured < 1e-4
+    assert all(member.meter.measured == 0.0 for member in run.members)
+
+
 @pytest.mark.parametrize(("bound", "passed"), [(None, False), (0.0, False), (1.0, True), (2.0, False)])
 def test_a_distance_above_its_bound_is_noticed(bound: float | None, passed: bool) -> None:
     assert ElasticStep(0, 0.0, 0.0, inconsistency=1.5, bound=bound, lost=()).passed == passed
@@ -123,6 +129,13 @@ def test_the_measured_distance_stays_under_the_target_and_close_to_it(target: fl
         windows = [rms(exact[begin : begin + 40]) for begin in range(0, len(exact) - 40, 10)]
         assert max(windows) < 1.1 * target
         assert 0 < np.mean(member.betas[SETTLED:]) < 1
+
+
+def test_it_does_not_stick_at_beta_1_when_there_is_room() -> None:
+    run, synchronous = emulate(lambda: AdaptiveBeta(2.0), 60), emulate(lambda: NormBounded(1.0), 60)
+    for member, slow in zip(run.members, synchronous.members, strict=True):
+        assert member.betas[0] == 1.0 and member.betas[-1] == 0.0
+        assert member.waited_s < 0.8 * slow.waited_s
 
 
 def test_one_large_distance_is_compensated_by_many_waiting_steps() -> None:

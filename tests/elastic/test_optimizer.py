@@ -11,7 +11,7 @@ from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.schedulers import Scheduler
 from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.errors import StateError
-from colab_swarm.events import BatchDropped
+from colab_swarm.events import BatchDropped, PeerLeft
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import LR, join_group, reference, rows_of, take
@@ -101,6 +101,24 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_no_member_is_lost(fact
     (alice, dropped, step), (bob, others, _) = results.values()
     assert torch.equal(alice, bob) and alice.isfinite().all() and not step.lost
     assert len(dropped + others) == 1 and "NaN" in (dropped + others)[0].reason
+
+
+def test_the_others_continue_when_a_member_closes() -> None:
+    def leave_early(swarm: Swarm) -> list[tuple[int, ...]]:
+        optimizer = join_group(swarm, net := model(), 3)
+        steps_done = []
+        for step in range(3 if optimizer.member == 2 else 8):
+            steps_done.append(take(optimizer, net, step, 3).lost)
+        optimizer.close()
+        assert swarm.events.recent(PeerLeft) or optimizer.member == 2
+        return steps_done
+
+    with simulation(3) as sim:
+        results = sim.run(leave_early)
+    stayed = [steps_done for steps_done in results.values() if len(steps_done) == 8]
+    assert len(stayed) == 2
+    for steps_done in stayed:
+        assert steps_done[2] == () and steps_done[4] == (2,)
 
 
 @pytest.mark.slow

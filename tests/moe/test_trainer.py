@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import colab_swarm as cs
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe import trainer as module
 from colab_swarm.moe.grid import Grid
@@ -176,6 +177,16 @@ def test_an_optimizer_that_counts_samples_gets_their_number(model: nn.Linear) ->
 
     AsyncTrainer(model, square, Counting(model.parameters(), lr=0.1), **QUIET).fit(batches(3))
     assert [samples for samples, _ in steps] == [8, 8, 8] and all(loss > 0 for _, loss in steps)
+
+
+@pytest.mark.slow
+def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> None:
+    with cs.create("together", options=cs.NetworkOptions(lan=False)) as swarm:
+        model = nn.Linear(4, 2)
+        optimizer = swarm.optimizer(sgd(model), target_batch_size=32)
+        before = square(model, torch.cat(batches(20))).item()
+        assert AsyncTrainer(model, square, optimizer, **QUIET).fit(batches(20)).samples == 160
+        assert optimizer.global_step == 5 and square(model, torch.cat(batches(20))) < before
 
 
 def test_a_scheduler_fits_into_on_update_and_progress_is_printed(

@@ -198,6 +198,14 @@ def test_the_loss_is_the_mean_over_swapped_predictions() -> None:
     torch.testing.assert_close(output.loss, expected)
 
 
+def test_the_length_of_prototypes_does_not_matter() -> None:
+    model = small()
+    with torch.no_grad():
+        before = model(batch_of_crops()).loss
+        model.prototypes.mul_(torch.tensor([[0.1], [2.0], [3.0], [5.0]]))
+        torch.testing.assert_close(model(batch_of_crops()).loss, before)
+
+
 def test_the_queue_of_training_counts_once_it_is_full_and_its_step_is_reached_and_is_not_saved() -> None:
     model, plain = small(queue=12, queue_from_step=5), small()
     model.eval()(batch_of_crops(), step=0)

@@ -191,12 +191,14 @@ async def uploading() -> AsyncIterator[tuple[StandIn, CoordinatorClient, str, by
 async def test_an_upload_is_sent_again_until_the_coordinator_itself_answers() -> None:
     async with uploading() as (standin, client, name, result):
         other = msgspec.msgpack.encode(Taken("f" * 32))
-        strangers = (answers(200, body=body) for body in (b"<html>proxy</html>", b"\x91\x01", other))
+        bad_text, nested = b"\x91\xa1\xff", b"\x91" * 100_000
+        bodies = (b"<html>proxy</html>", b"\x91\x01", bad_text, nested, other)
+        strangers = (answers(200, body=body) for body in bodies)
         standin.meets("PUT /api/results", hangs_up, answers(502), *strangers)
         await client.upload(name, result)
         np.testing.assert_array_equal(standin.results[name], standin.values + 1)
         assert client.sent_bytes == len(result)
-    assert len(standin.fired) == 5
+    assert len(standin.fired) == 7
 
 
 async def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:

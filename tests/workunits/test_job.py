@@ -100,7 +100,7 @@ def test_subsets_follow_the_volunteers_but_keep_some_batches_each() -> None:
     plan = WorkPlan(expected_volunteers=3, batch_size=32)
     sizes = (100_000, 10**6), (600, 10**6), (20, 10**3), (100_000, 10**10)  # rows, bytes
     assert [plan.subsets_of(*size) for size in sizes] == [12, 4, 1, 150]  # at last none over 64 MiB
-    assert WorkPlan(subsets=50, seed=0).subsets_of(50, 1) == 50
+    assert WorkPlan(subsets=50).subsets_of(50, 1) == 50
     with pytest.raises(ValueError, match="only 10 samples"):
         WorkPlan(subsets=50).subsets_of(10, 1)
 
@@ -154,6 +154,12 @@ def test_a_unit_saved_between_two_batches_ends_as_if_it_had_not_stopped() -> Non
     np.testing.assert_array_equal(schema.flatten(whole.model), schema.flatten(second.model))
     with pytest.raises(ValueError, match="another unit"):
         training(job).load_state_dict(training(job, seed=8).state_dict())
+
+
+def test_a_seed_may_be_0() -> None:
+    assert WorkPlan(seed=0).seed == 0
+    with pytest.raises(ValueError, match="seed=-1: it must be a whole number, 0 at least"):
+        WorkPlan(seed=-1)
 
 
 IMAGES, LABELS = np.arange(24, dtype=np.float32).reshape(6, 2, 2), np.arange(6)

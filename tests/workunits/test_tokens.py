@@ -64,6 +64,8 @@ GOOD = token().header("GET", "/api/job", now=NOW)
         (GOOD.replace("Swarm2", "Swarm"), "your colab-swarm is older than the coordinator's"),
         (GOOD.replace("Swarm2", "Swarm99"), "ask its organizer to update"),
         ("Swarm2 ####", "cannot be read"),
+        ("Swarm2 \u00e9\u00b2", "cannot be read"),
+        ("Swarm\u00b2 AAAA", "no token"),
         ("Swarm2 " + "A" * 100_000, "no token"),
     ],
 )

@@ -163,7 +163,9 @@ async def test_a_range_lies_within_the_file_or_is_refused(tmp_path: Path) -> Non
         for given, part in {"0-0": whole[:1], "3-": whole[3:], "3-9999": whole[3:], "-5": whole[-5:]}.items():
             answer = await scene.alice.send("GET", "/api/parameters", Range=f"bytes={given}")
             assert (answer.status, answer.body) == (206, part)
-        words = ["bytes=", "bytes=9999-", "bytes=5-4", "bytes=0-1,3-4", "items=0-1"]
+        words = ["bytes=", "bytes=9999-", "bytes=5-4", "bytes=0-1,3-4", "items=0-1", "bytes=\u00b2-"]
         for bad in ("", *words, f"bytes={'9' * 5000}-"):
             answer = await scene.alice.send("GET", "/api/parameters", Range=bad)
             assert answer.status == 416 and "no such range" in answer.problem.text
+        answer = await scene.alice.send("GET", "/api/parameters", Range="bytes=3-", If_Range="\u00b2")
+        assert (answer.status, answer.body) == (200, whole)
