@@ -225,13 +225,17 @@ def test_the_error_of_any_vector_is_within_gamma(name: str, values: Floats) -> N
 
 
 ADVERSARIAL = {
+    "zeros": np.zeros,
     "denormals": lambda numel: np.full(numel, DENORMAL),
+    "denormals of both signs": lambda numel: DENORMAL * (-1.0) ** np.arange(numel),
     "one huge value": lambda numel: np.eye(1, numel, numel // 2)[0] * LARGEST,
     "one huge value among small ones": lambda numel: np.eye(1, numel)[0] * LARGEST + 1e-3,
+    "huge values": lambda numel: np.full(numel, LARGEST),
     "huge values of both signs": lambda numel: LARGEST * (-1.0) ** np.arange(numel),
     "alternating": lambda numel: (-1.0) ** np.arange(numel),
     "alternating with the period of the sample": lambda numel: np.arange(numel) % 3 == 0,
     "one denormal": lambda numel: np.eye(1, numel)[0] * DENORMAL,
+    "one positive": lambda numel: np.eye(1, numel)[0] * 2 - 1,
     "ascending": np.arange,
 }
 
@@ -251,6 +255,13 @@ def test_gamma_is_reached_by_some_vector_so_it_is_not_too_large(name: str) -> No
     codec = codec_of(name)
     lost = codec.decode(codec.encode(values), numel).astype(np.float64) - values
     assert lost @ lost == pytest.approx(codec.gamma(numel) * (values @ values), rel=1e-6)
+
+
+@codecs
+def test_a_vector_without_values_loses_none(name: str) -> None:
+    codec = codec_of(name)
+    assert 0 <= codec.gamma(0) < 1 and codec.encoded_bytes(0) == 0
+    assert len(codec.encode(np.empty(0, np.float32))) == 0 and len(codec.decode(b"", 0)) == 0
 
 
 biased = pytest.mark.parametrize("name", ["int8", "onebit", "sparseloco", "topk:0.1"])
@@ -309,3 +320,15 @@ def test_a_saved_state_is_restored_and_an_invalid_one_refused() -> None:
             ErrorFeedback(10, {"residual": residual})
     with pytest.raises(StateError, match="error feedback"):
         ErrorFeedback(10, {})
+
+
+@biased
+def test_the_residual_stays_bounded(name: str) -> None:
+    """By ``2 sqrt(gamma) / (1 - gamma) max ||g||``, much less in practice; without feedback, losses would sum."""
+    feedback, numel = ErrorFeedback(500), 500
+    norms = []
+    for meant in vectors(0, 200, numel):
+        feedback.encode(codec_of(name), 0, meant)
+        feedback.settle()
+        norms.append(float(np.linalg.norm(feedback.residual)))
+    assert max(norms[100:]) <= 1.2 * max(norms[:100])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.tensors import sparse as module
 from colab_swarm.tensors import vectors
-from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats, codec_of
+from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
 from colab_swarm.tensors.sparse import SparseLoCo, TopK
 
 lengths = st.sampled_from(
@@ -118,6 +118,11 @@ def test_the_quantiser_keeps_what_has_no_more_than_two_values(values: list[float
     np.testing.assert_array_equal(round_trip("sparseloco", np.array(values, np.float32)), values)
 
 
+def test_with_all_values_kept_the_places_are_all_in_order() -> None:
+    rows = normal(1, 3, 50)
+    np.testing.assert_array_equal(module._largest(rows, 50).reshape(3, 50), [range(50)] * 3)
+
+
 @given(lengths, st.integers(0, 1 << 32), st.sampled_from([2, 1000]))
 @settings(max_examples=60)
 def test_sparseloco_sends_the_largest_of_every_block(numel: int, seed: int, kinds: int) -> None:
@@ -137,6 +142,10 @@ def test_sparseloco_sends_the_largest_of_every_block(numel: int, seed: int, kind
     assert codec.encoded_bytes(numel) == len(codec.encode(values)) == size
 
 
+def test_sparseloco_sends_14_bits_of_every_64th_value_and_a_small_header() -> None:
+    assert SparseLoCo().encoded_bytes(15 * BLOCK_VALUES) == 15 * 64 * 14 // 8 + 16
+
+
 def test_sparseloco_refuses_what_no_encoder_writes() -> None:
     numel = BLOCK_VALUES + 300  # 64 + 4 values: 16 bytes of means, 17 of codes, 102 of places
     encoded = bytes(SparseLoCo().encode(normal(0, numel)))
@@ -154,6 +163,41 @@ def test_sparseloco_refuses_what_no_encoder_writes() -> None:
         assert len(damaged) == len(encoded)
         with pytest.raises(ValueError, match=words):
             SparseLoCo().decode(damaged, numel)
+
+
+def test_what_sparseloco_sent_and_the_residual_are_all_gradients() -> None:
+    numel = 3 * BLOCK_VALUES + 77
+    feedback, arrived, gradients = ErrorFeedback(numel), np.zeros(numel), normal(0, 30, numel)
+    for gradient in gradients:
+        arrived += feedback.encode(SparseLoCo(), 0, gradient)[1]
+        feedback.settle()
+    assert np.count_nonzero(arrived) < 0.5 * numel
+    np.testing.assert_allclose(arrived + feedback.residual, gradients.sum(0, dtype=np.float64), atol=1e-4)
+
+
+def descend(name: str, *, feedback: bool) -> float:
+    """The loss that four peers with other minima end with, in parts of the first one."""
+    rng, numel = np.random.default_rng(0), 2 * BLOCK_VALUES
+    curvature = rng.uniform(0.5, 1.5, numel).astype(np.float32)
+    minima = rng.standard_normal((4, numel), dtype=np.float32)
+    best, codec = minima.mean(0), codec_of(name)
+    position = start = best + normal(1, numel)
+    residuals = [ErrorFeedback(numel) for _ in minima]
+    for _ in range(400):
+        arrived = []
+        for minimum, residual in zip(minima, residuals, strict=True):
+            arrived.append(residual.encode(codec, 0, np.float32(0.005) * curvature * (position - minimum))[1])
+            if feedback:
+                residual.settle()
+        position = position - np.mean(arrived, axis=0)
+    return float(curvature @ (position - best) ** 2 / (curvature @ (start - best) ** 2))
+
+
+@pytest.mark.slow
+def test_with_feedback_a_quadratic_bowl_is_descended_as_far_as_without_compression() -> None:
+    exact = descend("float32", feedback=False)
+    assert descend("sparseloco", feedback=True) < 1.05 * exact
+    assert descend("sparseloco", feedback=False) > 10 * exact
 
 
 @given(lengths, st.floats(0, 1), st.integers(0, 1 << 32))
@@ -219,7 +263,7 @@ def test_a_list_of_values_that_is_damaged_is_refused() -> None:
     halves = mean_of(4)
     numel, sparse = len(halves) // 2, module.drop_zeros(mean_of(4))
     kept = int.from_bytes(sparse[:4], "little")
-    begin = module.sparse16_bytes(kept, numel, bits=0.0) - 2
+    begin = 4 + module._index_bytes(kept, numel)
     count = int.from_bytes(sparse[begin : begin + 2], "little")
     listed = sparse[begin + 2 : begin + 2 + 2 * count]
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))

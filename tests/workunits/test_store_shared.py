@@ -78,6 +78,22 @@ def test_a_server_killed_in_the_middle_of_an_assimilation_leaves_nothing_of_it(u
 
 
 @pytest.mark.slow
+def test_a_server_killed_anywhere_leaves_all_or_nothing_of_each_assimilation(url: str) -> None:
+    job, numel = new_job(), 300_000
+    store = begun(url, job, units=200, numel=numel)
+    with server_process(url, job, "bob") as bob:
+        go(bob)
+        assert bob.stdout is not None
+        for _ in range(7):
+            assert bob.stdout.readline() == "in the middle\n"
+        kill(bob)
+    parameters = store.parameters()
+    assert 6 <= parameters.version < 200
+    np.testing.assert_array_equal(parameters.values, np.full(numel, parameters.version, np.float32))
+    close_checked(store)
+
+
+@pytest.mark.slow
 def test_two_processes_share_the_results_and_assimilate_each_once(url: str) -> None:
     job = new_job()
     store = begun(url, job, units=20, numel=100_000)
