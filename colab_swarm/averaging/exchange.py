@@ -4,168 +4,41 @@ One stream to each reducer: outgoing connections are enough. No task, timer or c
 """
 
 import asyncio
-import logging
 
-from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.collection import Collection
 from colab_swarm.averaging.lateness import SHORTEST_S, TICK_S, Lateness
-from colab_swarm.averaging.messages import (
-    AveragingSettings,
-    Chunk,
-    ReduceSpan,
-    RoundMember,
-    UploadEncoding,
-    Usual,
-)
-from colab_swarm.averaging.reducer import root_mean_square
+from colab_swarm.averaging.member import RoundMember
+from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.recovery import Recovery
 from colab_swarm.averaging.span_server import SpanServer
 from colab_swarm.averaging.upload import Upload
-from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
-from colab_swarm.net.peers import Peers, Role, Stream, short
 from colab_swarm.runtime import loop_now
-from colab_swarm.tensors.codecs import Buffer, Floats, codec_of
-from colab_swarm.tensors.sparse import SPARSE16, restore_zeros
-
-logger = logging.getLogger(__name__)
-
-_LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
-
-
-class Collection:
-    """Gets the means of the other members' spans, while the upload sends them this peer's contribution.
-
-    ``ended[reducer]`` is set when all means that this reducer could give have arrived. ``_limits`` are the timeouts
-    of the open streams, by reducer.
-    """
-
-    def __init__(self, own: RoundMember, upload: Upload, lateness: Lateness) -> None:
-        self.own = own
-        self._upload = upload
-        self._lateness = lateness
-        self.ended = [asyncio.Event() for _ in own.group.members]
-        self._limits: dict[int, asyncio.Timeout] = {}
-
-    async def talk_to(self, reducer: int) -> None:
-        """Contribute to a reducer's span and collect its means; note it as lost if some did not arrive."""
-        own = self.own
-        peer = own.member(reducer).id
-        try:
-            async with asyncio.timeout(None) as self._limits[reducer]:
-                try:
-                    await self._converse(reducer)
-                except PeerLost:
-                    if peer not in own.peers.linked():
-                        raise
-                    # one of two links was lost, not the peer
-                    await self._converse(reducer)
-        except (PeerError, TimeoutError, ValueError) as error:
-            reason = str(error)
-            if not reason:
-                reason = f"too slow: no mean for {self._lateness.silent_s(reducer, loop_now()):.1f} s"
-            if isinstance(error, CallRefused):
-                reason = f"refused: {reason}"
-            logger.debug("reducer %s is lost: %s", short(peer), reason)
-            own.trace.on_dropped(reducer, reason)
-        finally:
-            del self._limits[reducer]
-            if own.ledger.lacking(reducer):
-                own.lost.add(reducer)
-            self.ended[reducer].set()
-
-    async def _converse(self, reducer: int) -> None:
-        own = self.own
-        opening = ReduceSpan(own.group.round_id)
-        peer = own.member(reducer).id
-        async with await own.peers.stream(peer, opening, timeout_s=own.settings.dial_timeout_s) as stream:
-            require(own.peers.role_of(peer) >= Role.REDUCER, "its role does not let it reduce")
-            upload = asyncio.create_task(self._upload.send(stream, reducer))
-            try:
-                await self._collect(stream, reducer)
-            finally:
-                upload.cancel()
-
-    async def _collect(self, stream: Stream, reducer: int) -> None:
-        own = self.own
-        for _ in own.ledger.chunks[reducer]:
-            message, payload = await stream.receive(Chunk)
-            now = loop_now()
-            self._lateness.on_heard(reducer, now)
-            own.trace.on_traffic("means", reducer, now)
-            own.trace.received_bytes += len(payload)
-            own.check_missing(message)
-            mean = self._decoded(reducer, message, payload)
-            own.ledger.place(reducer, message.index, mean, message.missing)
-
-    def _decoded(self, reducer: int, message: Chunk, payload: Buffer) -> Floats | None:
-        """Return a mean, None if there is none; raises ValueError if it cannot be one."""
-        own = self.own
-        numel = own.ledger.chunk(reducer, message.index).numel
-        if not len(payload):
-            return None
-        name = message.codec or own.group.terms.mean_codec
-        if name == SPARSE16:
-            name = "float16"
-            payload = restore_zeros(payload, numel)
-        mean = codec_of(name).decode(payload, numel, scratch=own.scratch)
-        rms = root_mean_square(mean)
-        # False for NaN, too.
-        is_credible = rms < _LARGEST_MEAN * own.usual.most_rms
-        if not is_credible:
-            # the others recover the span
-            text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
-            raise ValueError(text)
-        return mean
-
-    def waiting_for(self) -> list[int]:
-        """Return the reducers whose streams are open."""
-        return list(self._limits)
-
-    def give_up(self, reducer: int, now: float) -> None:
-        """Wait no longer for a reducer's means."""
-        if reducer in self._limits:
-            self._limits[reducer].reschedule(now)
 
 
 class AllReduce:
-    """One round at one member, whose ``values`` become the means; an assistant, which does not collect, only reduces.
+    """One round at one member, whose vector becomes the means; an assistant, which does not collect, only reduces.
 
-    The parts share ``own``, the `RoundMember`. ``final[reducer]`` is set when all means of its span that any member
-    could give have arrived. Raises ValueError if this peer is no member.
+    ``exchange_s`` is the time until the last other reducer was done or lost.
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        group: Group,
-        values: Floats,
-        settings: AveragingSettings,
-        *,
-        encoding: UploadEncoding | None = None,
-        collects: bool = True,
-        usual: Usual | None = None,
+        self, own: RoundMember, encoding: UploadEncoding | None = None, *, collects: bool = True
     ) -> None:
-        now = loop_now()
+        now = own.trace.began_at
         encoding = encoding or UploadEncoding()
-        self.own = RoundMember(peers, group, values, settings, usual or Usual(), now=now)
+        self.own = own
+        self.group = own.group
         self.collects = collects
-        self.lateness = Lateness(self.own, now=now)
-        self.upload = Upload(self.own, encoding, now=now)
-        self.server = SpanServer(self.own, self.lateness, encoding.fine, collects=collects)
-        self.collection = Collection(self.own, self.upload, self.lateness)
-        self.final = [asyncio.Event() for _ in group.members]
-        self.final[self.own.me] = self.server.done
-        self.settled = self.collection.ended
-        self.settled[self.own.me] = self.server.done
-        self.recovering = [asyncio.Lock() for _ in group.members]
-        # until the last other reducer was done or lost
+        self.lateness = Lateness(own, now=now)
+        self.upload = Upload(own, encoding, now=now)
+        self.server = SpanServer(own, encoding.fine, collects=collects)
+        self.collection = Collection(own, self.upload)
+        self.recovery = Recovery(own, self.upload, self.lateness, collects=collects)
         self.exchange_s: float | None = None
         if not collects:
-            for settled in self.settled:
-                if settled is not self.server.done:
+            for reducer, settled in enumerate(own.settled):
+                if reducer != own.me:
                     settled.set()
-
-    @property
-    def group(self) -> Group:
-        return self.own.group
 
     async def contribute_own(self) -> None:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
@@ -178,6 +51,17 @@ class AllReduce:
                 await asyncio.sleep(0)
         except ValueError as error:  # the codec cannot encode it
             self.server.drop(own.me, str(error))
+
+    async def obtain(self, reducer: int) -> None:
+        """Collect the means of a reducer's span, from other members if it is lost."""
+        own = self.own
+        if own.ledger.chunks[reducer]:
+            await self.collection.talk_to(reducer)
+            self.exchange_s = loop_now() - own.trace.began_at
+            if reducer in own.lost:
+                await self.recovery.recover(reducer)
+        own.settled[reducer].set()
+        own.final[reducer].set()
 
     async def watch(self) -> None:
         """Go on without each member that is later than usual by more than it has earned."""
@@ -198,7 +82,7 @@ class AllReduce:
                 continue
             left_s = self.lateness.left_s(member, now)
             if left_s <= 0:
-                silent_s = self.lateness.silent_s(member, now)
+                silent_s = self.own.silent_s(member, now)
                 self.server.drop(member, f"too slow: nothing came for {silent_s:.1f} s")
                 if self.lateness.is_silent(member, now):
                     self.collection.give_up(member, now)

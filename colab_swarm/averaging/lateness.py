@@ -2,7 +2,7 @@
 
 import math
 
-from colab_swarm.averaging.messages import RoundMember
+from colab_swarm.averaging.member import RoundMember
 from colab_swarm.averaging.standing import AWAKE_S, CHAINED
 from colab_swarm.net.patience import allowance_s
 
@@ -11,7 +11,7 @@ SHORTEST_S = TICK_S / 10
 
 
 class Lateness:
-    """Knows when each member was last heard, and how long the round has waited for it beyond the usual.
+    """Knows how long the round has waited for each member beyond the usual.
 
     ``late_s`` is the longest such wait, by member; a recovery adds to it. ``_since`` is the begin of the round, later
     if this process was stopped.
@@ -20,24 +20,17 @@ class Lateness:
     def __init__(self, own: RoundMember, *, now: float) -> None:
         self._own = own
         self._since = now
-        self._heard_at = dict.fromkeys(range(len(own.group.members)), now)
         self.late_s: dict[int, float] = {}
-
-    def on_heard(self, member: int, now: float) -> None:
-        self._heard_at[member] = now
 
     def on_slept(self, slept_s: float, now: float) -> None:
         """Excuse all members if this process was stopped, and took much longer for a tick."""
         if slept_s > TICK_S + AWAKE_S:
             self._since += slept_s
-            self._heard_at = dict.fromkeys(self._heard_at, now)
+            self._own.heard_at = dict.fromkeys(self._own.heard_at, now)
 
     def on_late(self, member: int, seconds: float) -> None:
         """Add a wait of a recovery."""
         self.late_s[member] = self.late_s.get(member, 0.0) + seconds
-
-    def silent_s(self, member: int, now: float) -> float:
-        return now - self._heard_at[member]
 
     def is_silent(self, member: int, now: float) -> bool:
         """Return True if no slow line explains that nothing comes of a member: it does not reduce either."""
@@ -80,7 +73,7 @@ class Lateness:
         usual_s = self._own.usual.round_s
         round_s = now - max(since, self._since + usual_s)
         if usual_s == math.inf:
-            round_s = now - max(since, self._heard_at[member]) - self._own.settings.patience_s
+            round_s = now - max(since, self._own.heard_at[member]) - self._own.settings.patience_s
         silent_s = min(self._line_silence_s(member, now), now - since)
         late_s = max(round_s, silent_s, 0.0)
         self.late_s[member] = max(self.late_s.get(member, 0.0), late_s)
@@ -95,4 +88,4 @@ class Lateness:
         on_the_way = [member] if member in own.streaming else range(len(own.group.members))
         slow_s = max(allowance_s(own.peers, own.member(index).id) for index in on_the_way)
         read_at = own.peers.read_at(own.member(member).id)
-        return now - max(self._heard_at[member], read_at) - (own.settings.silence_s + slow_s)
+        return now - max(self._own.heard_at[member], read_at) - (own.settings.silence_s + slow_s)

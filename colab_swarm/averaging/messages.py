@@ -1,20 +1,11 @@
-"""What the members of a round send each other, and what each of them knows of the round."""
+"""What the members of a round send each other, and the settings of a round."""
 
 import math
-from collections.abc import Container
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from colab_swarm.averaging.group import Group, GroupMember, chunk_values
-from colab_swarm.averaging.reducer import SpanLedger
 from colab_swarm.averaging.standing import Standing
-from colab_swarm.errors import require
-from colab_swarm.events import MemberTrace
-from colab_swarm.net.peers import Message, PeerId, Peers
-from colab_swarm.tensors.codecs import ErrorFeedback, Floats
-
-LEFT_OUT = "a reducer did not receive its whole contribution"
+from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.tensors.codecs import ErrorFeedback
 
 
 class ReduceSpan(Message, frozen=True):
@@ -70,101 +61,3 @@ class Usual:
     round_s: float = math.inf  # until a member's contribution has come; infinite: not known yet
     most_rms: float = math.inf  # in a chunk of any contribution, unless this peer's is as large
     standing: Standing = field(default_factory=lambda: Standing(PeerId(b"")))
-
-
-class Trace:
-    """Begin and end of the ``sent``, ``received`` and ``means`` of each member, see `MemberTrace`, and all bytes."""
-
-    def __init__(self, group: Group, *, now: float) -> None:
-        self.began_at = now
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self._group = group
-        self._times: dict[tuple[str, int], tuple[float, float]] = {}
-        self._dropped: dict[int, str] = {}
-
-    def on_traffic(self, kind: str, member: int, now: float) -> None:
-        since = now - self.began_at
-        began, _ = self._times.get((kind, member), (since, since))
-        self._times[kind, member] = began, since
-
-    def on_dropped(self, member: int, reason: str) -> None:
-        self._dropped.setdefault(member, reason[:200])
-
-    def ended_s(self) -> list[float]:
-        """Return when each other member's contribution had arrived; where none did, its means."""
-        for wanted in ("received", "means"):
-            ended = []
-            for (kind, member), (_, end_s) in self._times.items():
-                if kind == wanted and member not in self._dropped:
-                    ended.append(end_s)
-            if ended:
-                return ended
-        return []
-
-    def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
-        """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
-        total = sum(member.share for member in self._group.members) or 1.0
-        traces = []
-        for index, member in enumerate(self._group.members):
-            dropped = self._dropped.get(index, "")
-            if not dropped and index in incomplete:
-                dropped = LEFT_OUT
-            trace = MemberTrace(
-                peer=member.id.hex(),
-                samples=member.samples,
-                share=member.share / total,
-                sent=self._times.get(("sent", index)),
-                received=self._times.get(("received", index)),
-                means=self._times.get(("means", index)),
-                dropped=dropped,
-            )
-            traces.append(trace)
-        return tuple(traces)
-
-
-class RoundMember:
-    """This peer as a member of a round: what the parts of its `AllReduce` share.
-
-    Its ``ledger`` holds the vector. ``scratch`` is memory for one chunk, for use without an await. ``streaming``
-    are the members that opened a stream here; the span server writes it. ``lost`` are the reducers that were lost
-    before all of their means arrived; the collection writes it. Raises ValueError if this peer is no member.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        group: Group,
-        values: Floats,
-        settings: AveragingSettings,
-        usual: Usual,
-        *,
-        now: float,
-    ) -> None:
-        me = group.index_of(peers.id)
-        if me is None:
-            raise ValueError("only a member can take part in a round")
-        self.peers = peers
-        self.group = group
-        self.me = me
-        self.settings = settings
-        self.usual = usual
-        self.ledger = SpanLedger(group, values)
-        self.trace = Trace(group, now=now)
-        longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
-        self.scratch = np.empty(longest, np.float32)
-        self.contributors = frozenset(i for i, member in enumerate(group.members) if member.weight > 0)
-        self.streaming: set[int] = set()
-        self.lost: set[int] = set()
-
-    def member(self, index: int) -> GroupMember:
-        return self.group.members[index]
-
-    @property
-    def contributes(self) -> bool:
-        return self.me in self.contributors
-
-    def check_missing(self, mean: Chunk) -> None:
-        """Raise ValueError if a mean lacks members that have nothing to contribute, or do not exist."""
-        missing = frozenset(mean.missing)
-        require(missing <= self.contributors, "its mean lacks members that contribute nothing")

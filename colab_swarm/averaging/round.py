@@ -13,8 +13,8 @@ import numpy as np
 
 from colab_swarm.averaging.exchange import AllReduce
 from colab_swarm.averaging.group import Group, RoundRefused, Span
+from colab_swarm.averaging.member import RoundMember
 from colab_swarm.averaging.messages import AveragingSettings, RecallSpan, ReduceSpan, UploadEncoding, Usual
-from colab_swarm.averaging.recovery import recover, serve_recall
 from colab_swarm.averaging.reducer import OUTLIER
 from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
@@ -190,15 +190,10 @@ class Averager:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         prefix = group.terms.prefix
-        exchange = self._rounds[group.round_id] = AllReduce(
-            self._peers,
-            group,
-            values,
-            self._settings,
-            encoding=encoding,
-            collects=collects,
-            usual=self._usual_in(group, bounded=bounded),
-        )
+        usual = self._usual_in(group, bounded=bounded)
+        own = RoundMember(self._peers, group, values, self._settings, usual, now=loop_now())
+        exchange = AllReduce(own, encoding, collects=collects)
+        self._rounds[group.round_id] = exchange
         wake(self._begun)
         try:
             await self._run(exchange)
@@ -206,21 +201,21 @@ class Averager:
             self.forget(prefix)
             self._finished[prefix] = exchange
         exchange.server.release()
-        seconds = loop_now() - exchange.own.trace.began_at
-        incomplete = exchange.own.ledger.incomplete()
+        seconds = loop_now() - own.trace.began_at
+        incomplete = own.ledger.incomplete()
         members = enumerate(group.members)
         spans = group.spans()
         result = RoundResult(
             group=group,
             contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
-            spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.own.lost)),
-            kept_local=exchange.own.ledger.kept_local() if exchange.collects else (),
-            sent_bytes=exchange.own.trace.sent_bytes,
-            received_bytes=exchange.own.trace.received_bytes,
+            spans_lost=tuple(spans[reducer] for reducer in sorted(own.lost)),
+            kept_local=own.ledger.kept_local() if collects else (),
+            sent_bytes=own.trace.sent_bytes,
+            received_bytes=own.trace.received_bytes,
             seconds=seconds,
             exchange_s=seconds if exchange.exchange_s is None else exchange.exchange_s,
-            members=exchange.own.trace.members(incomplete),
-            gaps=exchange.own.ledger.gaps(),
+            members=own.trace.members(incomplete),
+            gaps=own.ledger.gaps(),
         )
         self._learn(exchange)
         logger.info("%s", result)
@@ -263,7 +258,7 @@ class Averager:
         stop_listening = self._peers.on_lost(exchange.server.on_lost)
         step = exchange.group.terms.step
         limit_s = self._limit_s(exchange.group)
-        awaited = exchange.final if exchange.collects else [exchange.final[exchange.own.me]]
+        awaited = exchange.own.final if exchange.collects else [exchange.own.final[exchange.own.me]]
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(exchange.watch())
@@ -271,7 +266,7 @@ class Averager:
                     tasks.create_task(exchange.contribute_own())
                     count = len(exchange.group.members)
                     for reducer in ((exchange.own.me + step) % count for step in range(1, count)):
-                        tasks.create_task(_obtain(exchange, reducer))
+                        tasks.create_task(exchange.obtain(reducer))
                 for final in awaited:
                     await final.wait()
                 watch.cancel()
@@ -281,7 +276,7 @@ class Averager:
                 exchange.own.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
         finally:
             stop_listening()
-            for event in (*exchange.settled, *awaited):
+            for event in (*exchange.own.settled, *awaited):
                 event.set()
 
     @asynccontextmanager
@@ -317,18 +312,8 @@ class Averager:
     async def _serve_recall(self, opening: RecallSpan, stream: Stream) -> None:
         try:
             async with self._round_for(opening.round_id, stream.peer) as (exchange, _), stream:
-                await serve_recall(exchange, opening, stream)
+                await exchange.recovery.serve(opening, stream)
         except (PeerError, TimeoutError) as error:
             logger.debug("recall ended: %s", error)
         except ValueError as error:
             raise Refusal(str(error)) from error
-
-
-async def _obtain(exchange: AllReduce, reducer: int) -> None:
-    if exchange.own.ledger.chunks[reducer]:
-        await exchange.collection.talk_to(reducer)
-        exchange.exchange_s = loop_now() - exchange.own.trace.began_at
-        if reducer in exchange.own.lost:
-            await recover(exchange, reducer)
-    exchange.settled[reducer].set()
-    exchange.final[reducer].set()

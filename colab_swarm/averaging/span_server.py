@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from colab_swarm.averaging.lateness import Lateness
-from colab_swarm.averaging.messages import Chunk, RoundMember
+from colab_swarm.averaging.member import RoundMember
+from colab_swarm.averaging.messages import Chunk
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, Stream, StreamEnded, short
@@ -19,16 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class SpanServer:
-    """Reduces the own span for the whole group; ``done`` is set when all of its chunks are averaged.
+    """Reduces the own span for the whole group; ``averaged_at`` is when all of its chunks were averaged.
 
     ``_means`` are the encoded means, in the order of completion: each stream returns them in this order.
     ``open_streams`` counts the streams that members have open here, of contributions and of recoveries; ``idle`` is
     set when the last one ends.
     """
 
-    def __init__(self, own: RoundMember, lateness: Lateness, fine: int | None, *, collects: bool) -> None:
+    def __init__(self, own: RoundMember, fine: int | None, *, collects: bool) -> None:
         self.own = own
-        self._lateness = lateness
         self._precision = Precision(own.group.terms.mean_codec, fine)
         values = own.ledger.values
         span = own.group.spans()[own.me]
@@ -39,7 +38,6 @@ class SpanServer:
         sums = np.empty(span.numel, np.float32) if collects else values[span.start : span.stop]
         self.reducer = SpanReducer(chunks, weights, sums, own.usual.most_rms, own=contribution)
         self.averaged_at = math.inf
-        self.done = asyncio.Event()
         self.open_streams = 0
         self.idle = asyncio.Event()
         self._means: list[tuple[Chunk, Buffer]] = []
@@ -72,7 +70,7 @@ class SpanServer:
             while True:
                 message, payload = await stream.receive(Chunk)
                 now = loop_now()
-                self._lateness.on_heard(member, now)
+                self.own.on_heard(member, now)
                 trace.on_traffic("received", member, now)
                 trace.received_bytes += len(payload)
                 self.take(member, message, payload)
@@ -128,7 +126,8 @@ class SpanServer:
         wake(self._more_means)
         if not self.reducer.unfinished:
             self.averaged_at = loop_now()
-            self.done.set()
+            self.own.settled[self.own.me].set()
+            self.own.final[self.own.me].set()
 
     def _place(self, index: int) -> None:
         """Encode the mean of a chunk, and let this member take what the others will decode."""

@@ -45,8 +45,7 @@ from colab_swarm.net.peers import PeerId, Role, remember
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Manifest, Snapshot
 from colab_swarm.tensors.codecs import Floats, codec_of
-from colab_swarm.training.collaboration import SMALL_STATE, STATE_PER_VALUE
-from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.settings import PeerServices, TrainingSettings, most_state_bytes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -142,7 +141,7 @@ class Journal:
     async def newest_state(self, after: int = -1) -> tuple[RoundChain, Snapshot] | None:
         """Return the newest state that can be read of those later than a round, if there are any, and its chain."""
         found = await self._states()
-        limit = STATE_PER_VALUE * self.numel + SMALL_STATE
+        limit = most_state_bytes(self.numel)
         for round, one in reversed(found.items()):
             if round <= after or one in self._faulty:
                 continue

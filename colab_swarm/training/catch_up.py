@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from colab_swarm.errors import StateError, require
 from colab_swarm.events import Notice
@@ -13,8 +13,10 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import Branch, Progress, next_lineage
-from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import DonorsSilent
+
+if TYPE_CHECKING:
+    from colab_swarm.training.settings import PeerServices
 
 ATTEMPTS = 5  # downloads per branch
 _BRANCHES = 4  # of trainers that died together
@@ -31,7 +33,7 @@ class _Follower(Protocol):
     """A trainer without the swarm's state: a `Collaboration`."""
 
     progress: Progress
-    services: PeerServices
+    services: "PeerServices"
 
     async def refresh(self) -> Branch: ...
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot: ...

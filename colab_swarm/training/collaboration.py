@@ -38,6 +38,7 @@ from colab_swarm.training.settings import (
     PeerServices,
     RoundInput,
     TrainingSettings,
+    most_state_bytes,
 )
 from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch
 from colab_swarm.training.state import StateSharing
@@ -45,9 +46,6 @@ from colab_swarm.training.throughput import MAX_REPORT_S
 
 logger = logging.getLogger(__name__)
 
-# bytes that a state may take: parameters and optimizer
-STATE_PER_VALUE = 64
-SMALL_STATE = 64 << 20
 _MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
 
 
@@ -75,7 +73,7 @@ class Collaboration(TrainingPart):
         patience_s = settings.matchmaking_timeout_s
         self._numel = numel
         self._schema = schema
-        self._limit_bytes = STATE_PER_VALUE * numel + SMALL_STATE
+        self._limit_bytes = most_state_bytes(numel)
         self._bandwidth = LinkBandwidth(peers)
         self._shares = AdaptiveShares()
         self._matchmaker = Matchmaker(

@@ -18,6 +18,11 @@ _MAX_LOCAL_STEPS = 1000
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
+def most_state_bytes(numel: int) -> int:
+    """Return how many bytes a state may take: parameters and optimizer of a model of ``numel`` values."""
+    return 64 * numel + (64 << 20)
+
+
 _MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
 KEPT_PER_ROUND = 0.98
 ROUNDS = 4  # number of rounds before their best counts: a single round may have waited for anything

@@ -1,0 +1,130 @@
+"""This peer as a member of a round: what it knows, and when it exchanged what with the others."""
+
+import asyncio
+from collections.abc import Container
+
+import numpy as np
+
+from colab_swarm.averaging.group import Group, GroupMember, chunk_values
+from colab_swarm.averaging.messages import AveragingSettings, Chunk, Usual
+from colab_swarm.averaging.reducer import SpanLedger
+from colab_swarm.errors import require
+from colab_swarm.events import MemberTrace
+from colab_swarm.net.peers import Peers
+from colab_swarm.tensors.codecs import Floats
+
+LEFT_OUT = "a reducer did not receive its whole contribution"
+
+
+class Trace:
+    """Begin and end of the ``sent``, ``received`` and ``means`` of each member, see `MemberTrace`, and all bytes."""
+
+    def __init__(self, group: Group, *, now: float) -> None:
+        self.began_at = now
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._group = group
+        self._times: dict[tuple[str, int], tuple[float, float]] = {}
+        self._dropped: dict[int, str] = {}
+
+    def on_traffic(self, kind: str, member: int, now: float) -> None:
+        since = now - self.began_at
+        began, _ = self._times.get((kind, member), (since, since))
+        self._times[kind, member] = began, since
+
+    def on_dropped(self, member: int, reason: str) -> None:
+        self._dropped.setdefault(member, reason[:200])
+
+    def ended_s(self) -> list[float]:
+        """Return when each other member's contribution had arrived; where none did, its means."""
+        for wanted in ("received", "means"):
+            ended = []
+            for (kind, member), (_, end_s) in self._times.items():
+                if kind == wanted and member not in self._dropped:
+                    ended.append(end_s)
+            if ended:
+                return ended
+        return []
+
+    def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
+        """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
+        total = sum(member.share for member in self._group.members) or 1.0
+        traces = []
+        for index, member in enumerate(self._group.members):
+            dropped = self._dropped.get(index, "")
+            if not dropped and index in incomplete:
+                dropped = LEFT_OUT
+            trace = MemberTrace(
+                peer=member.id.hex(),
+                samples=member.samples,
+                share=member.share / total,
+                sent=self._times.get(("sent", index)),
+                received=self._times.get(("received", index)),
+                means=self._times.get(("means", index)),
+                dropped=dropped,
+            )
+            traces.append(trace)
+        return tuple(traces)
+
+
+class RoundMember:
+    """This peer as a member of a round: what the parts of its `AllReduce` share.
+
+    Raises ValueError if this peer is no member. What changes, by member, and who writes it:
+
+    - ``ledger``, with the vector: the span server, the collection and the recovery place means.
+    - ``heard_at``: the span server and the collection, by `on_heard`.
+    - ``streaming``, the members that opened a stream here: the span server.
+    - ``lost``, reducers before all of their means arrived: the collection; a recovery, at an assistant.
+    - ``settled``, set when all means that this reducer could give have arrived, and ``final``, that any member could
+      give: the span server for its own span, else the collection and the recovery.
+
+    ``scratch`` is memory for one chunk, for use without an await.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        group: Group,
+        values: Floats,
+        settings: AveragingSettings,
+        usual: Usual,
+        *,
+        now: float,
+    ) -> None:
+        me = group.index_of(peers.id)
+        if me is None:
+            raise ValueError("only a member can take part in a round")
+        self.peers = peers
+        self.group = group
+        self.me = me
+        self.settings = settings
+        self.usual = usual
+        self.ledger = SpanLedger(group, values)
+        self.trace = Trace(group, now=now)
+        longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
+        self.scratch = np.empty(longest, np.float32)
+        self.contributors = frozenset(i for i, member in enumerate(group.members) if member.weight > 0)
+        self.heard_at = dict.fromkeys(range(len(group.members)), now)
+        self.streaming: set[int] = set()
+        self.lost: set[int] = set()
+        self.settled = [asyncio.Event() for _ in group.members]
+        self.final = [asyncio.Event() for _ in group.members]
+
+    def member(self, index: int) -> GroupMember:
+        return self.group.members[index]
+
+    @property
+    def contributes(self) -> bool:
+        return self.me in self.contributors
+
+    def on_heard(self, member: int, now: float) -> None:
+        self.heard_at[member] = now
+
+    def silent_s(self, member: int, now: float) -> float:
+        return now - self.heard_at[member]
+
+    def check_missing(self, mean: Chunk) -> None:
+        """Raise ValueError if a mean lacks members that have nothing to contribute, or do not exist."""
+        missing = frozenset(mean.missing)
+        require(missing <= self.contributors, "its mean lacks members that contribute nothing")
