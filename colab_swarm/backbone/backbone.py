@@ -110,7 +110,7 @@ class Backbone:
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
         branch = keeper.branch
-        records = (keeper.trainers, keeper.progress.assistants)
+        records = (keeper.trainers, keeper.progress.known.assistants)
         rows = peer_rows(self.swarm.services.peers, self._file.peer_name, *records)
         return replace(
             seen,

@@ -36,7 +36,8 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import read_tensors, write_tensors
-from colab_swarm.training.progress import WATCHING, Branch, Progress
+from colab_swarm.training.election import Branch
+from colab_swarm.training.progress import WATCHING, Progress
 from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
@@ -421,17 +422,17 @@ class Keeper:
             logger.warning("%s could not be written: %s", self._losses, error)
 
     def _on_lost(self, peer: PeerId) -> None:
-        self.progress.on_lost(peer, now=loop_now())
+        self.progress.known.on_lost(peer, now=loop_now())
 
     @property
     def trainers(self) -> dict[PeerId, ProgressRecord]:
         me = self._services.peers.id
-        return {peer: record for peer, record in self.progress.records.items() if peer != me}
+        return {peer: record for peer, record in self.progress.known.all.items() if peer != me}
 
     @property
     def branch(self) -> Branch | None:
         """The branch that the swarm is on, or None while nobody trains."""
-        branch = self.progress.branch()
+        branch = self.progress.election.branch()
         return branch if branch.peers else None
 
     def _due(self, step: int) -> bool:
@@ -447,7 +448,7 @@ class Keeper:
             peers = self._services.peers
             rng = self._services.rng
             donors = sorted(branch.peers)
-            others = sorted(self.progress.assistants.keys() - {peers.id})
+            others = sorted(self.progress.known.assistants.keys() - {peers.id})
             rng.shuffle(donors)
             rng.shuffle(others)
             try:

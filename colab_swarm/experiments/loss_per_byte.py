@@ -66,7 +66,7 @@ FULL = Size(4, 128, 32, 600, LOCAL_STEPS, 2e-3)
 
 
 def wait_trainers(swarm: Swarm, part: TrainingPart, count: int) -> None:
-    while len(part.progress.records) < count:
+    while len(part.progress.known.all) < count:
         swarm.runtime.call(part.refresh())
 
 

@@ -30,12 +30,11 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import CaughtUp
+from colab_swarm.training.election import Branch
 from colab_swarm.training.part import Apply, Due, TrainingPart
-from colab_swarm.training.progress import Branch
-from colab_swarm.training.records import ProgressRecord, differing
+from colab_swarm.training.records import PLAUSIBLE, ProgressRecord, differing
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
-PLAUSIBLE = 8.0  # times the median speed: more is not believed of a member
 STOP_S = 60.0  # for a state to be written by a peer that leaves
 
 
@@ -76,7 +75,7 @@ class MailboxCollaboration(TrainingPart):
     async def start(self) -> None:
         journal = self._journal
         await journal.bucket.require_conditional_writes()
-        agreed = self.progress.own.agreement
+        agreed = self.progress.known.own.agreement
         theirs = await journal.read_card(journal.signed(Card, schema=self._schema, agreement=agreed))
         told = differing(theirs.agreement, agreed)
         require(
@@ -111,7 +110,7 @@ class MailboxCollaboration(TrainingPart):
 
     @property
     def behind(self) -> bool:
-        return self._chain is None or self.progress.own.step != self._chain.round
+        return self._chain is None or self.progress.known.own.step != self._chain.round
 
     async def catch_up(self) -> CaughtUp | None:
         """Read the newest state and the rounds since then; the first peer writes its own state."""
@@ -162,7 +161,7 @@ class MailboxCollaboration(TrainingPart):
         self.services.events.emit(Notice(loop_now(), text))
 
     async def refresh(self) -> Branch:
-        return self.progress.branch()
+        return self.progress.election.branch()
 
     async def report(self, samples: float, *, dropped: str | None = None) -> Due:
         self._journal.until = math.inf
@@ -190,7 +189,7 @@ class MailboxCollaboration(TrainingPart):
         self._update(idle=False)
 
     def _due(self) -> Due:
-        own = self.progress.own
+        own = self.progress.known.own
         if own.paused:
             return "nothing"
         if own.syncing or self.behind:
@@ -198,7 +197,7 @@ class MailboxCollaboration(TrainingPart):
         # Each takes a part of the round by its speed, so that all end about the same time.
         of_all = own.samples_per_s + sum(self._speeds().values())
         samples = own.samples * of_all / (own.samples_per_s or math.inf)
-        if samples >= self.progress.round_samples and not self._averaging_aside:
+        if samples >= self.progress.forecast.round_samples and not self._averaging_aside:
             return "a round"
         return self._due_alone(samples)
 
@@ -245,7 +244,7 @@ class MailboxCollaboration(TrainingPart):
     async def _contribute(self, given: RoundInput) -> int:
         """Write the contribution, and return its round; one that no manifest lists yet goes first."""
         chain = self._chain
-        own = self.progress.own
+        own = self.progress.known.own
         journal = self._journal
         assert chain is not None
         if not given.weight:
@@ -361,7 +360,7 @@ class MailboxCollaboration(TrainingPart):
 
     def _show_others(self) -> None:
         """Put the others' records beside the own one: they compute as long as this peer, as nobody hears of them."""
-        own = self.progress.own
+        own = self.progress.known.own
         seconds = own.samples / (own.samples_per_s or math.inf)
         records = {
             member: ProgressRecord(
@@ -381,7 +380,7 @@ class MailboxCollaboration(TrainingPart):
     def _speeds(self) -> dict[PeerId, float]:
         """Return the samples per second of the last round's other members, as far as they are believed."""
         claims = {member: head.samples_per_s for member, head in self._others.items()}
-        most = PLAUSIBLE * statistics.median_low([self.progress.own.samples_per_s, *claims.values()])
+        most = PLAUSIBLE * statistics.median_low([self.progress.known.own.samples_per_s, *claims.values()])
         return {member: min(claim, most) for member, claim in claims.items()}
 
     def _result(self, one: ClosedRound, sent: int, received: int, seconds: float) -> RoundResult:

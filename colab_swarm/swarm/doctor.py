@@ -256,7 +256,7 @@ def trainers(swarm: Swarm) -> dict[PeerId, float]:
         else:
             swarm.runtime.call(newest.collaboration.refresh())
     if newest is not None:
-        records = newest.collaboration.progress.records
+        records = newest.collaboration.progress.known.all
     speeds = {}
     for peer, record in records.items():
         if peer != swarm.id and record.samples_per_s:

@@ -213,16 +213,16 @@ class Overview:
     def _with_training(self, snapshot: SwarmSnapshot, trained: "TrainingPart", now: float) -> SwarmSnapshot:
         """Return the snapshot with the progress of the model that this peer trains."""
         progress = trained.progress
-        eta_s = progress.seconds_to_batch(now)
+        eta_s = progress.forecast.seconds_to_batch(now)
         return replace(
             snapshot,
             state="training",
-            step=progress.own.step,
-            samples_per_s=progress.samples_per_s(),
-            target_batch_size=progress.round_samples,
+            step=progress.known.own.step,
+            samples_per_s=progress.forecast.samples_per_s(),
+            target_batch_size=progress.forecast.round_samples,
             forecast=self._forecast(),
-            accumulated=sum(record.samples for record in progress.records.values()),
-            own_samples_per_s=progress.own.samples_per_s,
+            accumulated=sum(record.samples for record in progress.known.all.values()),
+            own_samples_per_s=progress.known.own.samples_per_s,
             eta_s=None if eta_s == float("inf") else eta_s,
         )
 
@@ -257,7 +257,7 @@ class Overview:
         """Return the peer of this name, or of these first hex digits; ValueError unless there is exactly one."""
         names = dict.fromkeys(self._services.peers.linked(), "")
         for optimizer in self._optimizers.values():
-            for peer, record in optimizer.collaboration.progress.records.items():
+            for peer, record in optimizer.collaboration.progress.known.all.items():
                 names[peer] = record.name
         matches = []
         for peer, name in names.items():
@@ -273,7 +273,7 @@ class Overview:
         """Return the trainers and the assistants: of the model trained here, else as last read."""
         trained = self._trained()
         if trained is not None:
-            return dict(trained.progress.records), dict(trained.progress.assistants)
+            return dict(trained.progress.known.all), dict(trained.progress.known.assistants)
         reading = None if self._trainers is None else self._trainers.look(now)
         if reading is None:
             return {}, {}

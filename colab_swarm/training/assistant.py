@@ -144,7 +144,7 @@ class _Part:
             prefix,
             expected=self._expected,
             on_called=self._on_called,
-            believed_s=self._progress.believed_s,
+            believed_s=self._progress.forecast.believed_s,
             settings=_MATCHMAKING,
         )
         self._mirror = Mirror(services.router, prefix, partial(stored, prefix), self._donors)
@@ -188,17 +188,17 @@ class _Part:
         return self._known(step, lineage)
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
-        assistants = self._progress.assistants.keys() & self._services.peers.linked()
-        known = self._progress.participants(step, lineage)  # a record may be late
+        assistants = self._progress.known.assistants.keys() & self._services.peers.linked()
+        known = self._progress.known.participants(step, lineage)  # a record may be late
         return sorted(known | assistants | self._matchmaker.likely(step, lineage))
 
     def _on_lost(self, peer: PeerId) -> None:
-        self._progress.on_lost(peer, now=loop_now())
+        self._progress.known.on_lost(peer, now=loop_now())
 
     async def _donors(self) -> list[PeerId]:
         self.used_at = loop_now()
         await self._read()
-        return sorted(self._progress.branch().peers)
+        return sorted(self._progress.election.branch().peers)
 
     async def _read(self) -> None:
         if loop_now() - self._read_at < _FRESH_S:

@@ -12,7 +12,8 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.progress import Branch, Progress, next_lineage
+from colab_swarm.training.election import Branch
+from colab_swarm.training.progress import Progress, next_lineage
 from colab_swarm.training.state import DonorsSilent
 
 if TYPE_CHECKING:
@@ -76,16 +77,16 @@ class CatchUp:
             branch = await collaboration.refresh()
             root = b""
             silent = False
-            if not (donors := sorted(branch.peers - {progress.me})):
+            if not (donors := sorted(branch.peers - {progress.known.me})):
                 if self._has_state or not reasons:
                     return None
-                if not progress.donors_remain:
+                if not progress.known.donors_remain:
                     break
-                progress.trust_all()  # they were silent, and may answer again
+                progress.election.trust_all()  # they were silent, and may answer again
                 await asyncio.sleep(_PAUSE_S)
                 continue
             since = min(since, loop_now())
-            shared = self._has_state and progress.shared
+            shared = self._has_state and progress.known.shared
             patience_s = _SHORT_PATIENCE_S if shared else CHUNK_TIMEOUT_S
             try:
                 snapshot = await self._download(branch.step, donors, patience_s)
@@ -99,7 +100,7 @@ class CatchUp:
                 failures += 1
                 if silent or failures >= ATTEMPTS or loop_now() - since >= patience_s:
                     # A false claim, such as step 10^9, or a frozen peer must not hide the others forever.
-                    progress.distrust(donors, now=loop_now())
+                    progress.election.distrust(donors, now=loop_now())
                     if shared:
                         return None  # the others' votes count as well, once they are back
                     failures = 0

@@ -28,8 +28,8 @@ from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import CatchUp, CaughtUp
+from colab_swarm.training.election import Branch
 from colab_swarm.training.part import Apply, Due, TrainingPart
-from colab_swarm.training.progress import Branch
 from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import (
     HEAVIEST,
@@ -81,17 +81,17 @@ class Collaboration(TrainingPart):
             settings.prefix,
             expected=self._expected,
             on_called=self._on_called,
-            believed_s=self.progress.believed_s,
-            stands=self.progress.stands,
+            believed_s=self.progress.forecast.believed_s,
+            stands=self.progress.election.stands,
             strategy=self._shares,
             settings=GroupFormationSettings(patience_s, patience_s, heaviest=HEAVIEST),
         )
         standing = Standing(
             peers.id,
-            self.progress.account_of,
+            self.progress.election.account_of,
             peers.read_at,
             services.events,
-            self.progress.longest_s,
+            self.progress.forecast.longest_s,
         )
         self._matchmaker.own = self._terms
         self._matchmaker.standing = standing
@@ -108,14 +108,15 @@ class Collaboration(TrainingPart):
 
     async def start(self) -> None:
         # A resumed peer has no vote until it has read the records: it must not call the others back.
-        self._update(idle=not self.progress.own.syncing)
+        self._update(idle=not self.progress.known.own.syncing)
         await self.on_gate()
         await self._exchange()
-        self._update(idle=self.progress.own.idle and self.progress.branch().step > self.progress.own.step)
+        own = self.progress.known.own
+        self._update(idle=own.idle and self.progress.election.branch().step > own.step)
         self._tasks.spawn(self._keep_exchanging())
 
     def _check(self) -> None:
-        if differs := self.progress.disagreement():
+        if differs := self.progress.election.disagreement():
             self.services.events.emit(Fault(loop_now(), "this peer's settings", differs))
             raise MismatchError(
                 f"the swarm trains this model with other settings: {differs}. Use the swarm's, or pass another "
@@ -135,7 +136,7 @@ class Collaboration(TrainingPart):
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
-        if self.progress.on_lost(peer, now=loop_now()):
+        if self.progress.known.on_lost(peer, now=loop_now()):
             self.services.events.emit(PeerLeft(loop_now(), peer.hex(), "its link broke"))
             self._wake.set()
 
@@ -151,7 +152,7 @@ class Collaboration(TrainingPart):
     def _period_s(self) -> float:
         if self._called is not None:  # the round is forming
             return 5.0
-        eta_s = self.progress.seconds_to_batch(loop_now())  # infinite: no speed is known yet
+        eta_s = self.progress.forecast.seconds_to_batch(loop_now())  # infinite: no speed is known yet
         return 1.0 if eta_s == math.inf else min(max(eta_s / 4, 0.25), MAX_REPORT_S)
 
     async def _exchange(self) -> None:
@@ -159,29 +160,31 @@ class Collaboration(TrainingPart):
         await self.refresh()
 
     async def _publish(self, *, ttl_s: float) -> None:
-        own = self.progress.own
-        if self._throughput.idle(loop_now()) and not (own.absent or own.syncing):
+        own = self.progress.known.own
+        if self._throughput.idle(loop_now()) and own.computes:
             self._update(idle=True)
         addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
         up, down = self._bandwidth.known()
         self._update(addresses=addresses, reduces=bool(addresses), upload_bps=up, download_bps=down)
         if (loss := await asyncio.to_thread(self._loss)) is not None:  # it may wait for a GPU
             self._update(loss=loss)
-        await self.services.dht.publish(progress_key(self._settings.prefix), self.progress.own, ttl_s=ttl_s)
+        await self.services.dht.publish(
+            progress_key(self._settings.prefix), self.progress.known.own, ttl_s=ttl_s
+        )
 
     async def refresh(self) -> Branch:
         await self.progress.refresh(
             self.services.dht, self.services.peers, self._matchmaker.standing.suspects(loop_now())
         )
-        if donors := self._state_check.judge(*self.progress.sketches(), now=loop_now()):
+        if donors := self._state_check.judge(*self.progress.election.sketches(), now=loop_now()):
             text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"
             self.services.events.emit(Fault(loop_now(), "this peer's state", text))
-            self.progress.distrust(donors, now=loop_now())
+            self.progress.election.distrust(donors, now=loop_now())
             self._deviant = True
             self._update(syncing=True)
         self._publish_sketch()
         self._wake.set()
-        return self.progress.branch()
+        return self.progress.election.branch()
 
     async def _take_sketch(self) -> None:
         sketch = await asyncio.to_thread(self._sketch)
@@ -190,7 +193,7 @@ class Collaboration(TrainingPart):
             self._publish_sketch()
 
     def _publish_sketch(self) -> None:
-        if (sketch := self._state_check.published) != self.progress.own.sketch:
+        if (sketch := self._state_check.published) != self.progress.known.own.sketch:
             self._update(sketch=sketch)
             self._moved.set()
 
@@ -203,36 +206,36 @@ class Collaboration(TrainingPart):
 
     @property
     def behind(self) -> bool:
-        return self.progress.behind
+        return self.progress.election.behind
 
     async def on_loaded(self) -> None:
-        own = self.progress.own
+        own = self.progress.known.own
         events = self.services.events
         if events.detailed:
             events.emit(Loaded(loop_now(), own.step, own.lineage.hex(), await self._state()))
 
     def _due(self) -> Due:
-        own = self.progress.own
+        own = self.progress.known.own
         if own.paused:
             return "nothing"
         if self._averaging_aside:  # one round at a time
             # The others' records still tell of the samples before it.
             return self._due_alone(
-                own.samples * self.progress.samples_per_s() / (own.samples_per_s or math.inf)
+                own.samples * self.progress.forecast.samples_per_s() / (own.samples_per_s or math.inf)
             )
-        if own.syncing or self.progress.behind:
+        if own.syncing or self.progress.election.behind:
             return "catching up"
-        called = self._called == (own.step, own.lineage) and not self.progress.early_s(loop_now())
-        if called or self.progress.batch_full(loop_now()):
+        called = self._called == (own.step, own.lineage) and not self.progress.forecast.early_s(loop_now())
+        if called or self.progress.forecast.batch_full(loop_now()):
             return "a round"
-        return self._due_alone(self.progress.samples(loop_now()))
+        return self._due_alone(self.progress.forecast.samples(loop_now()))
 
     async def _end_idle(self) -> None:
         """Look for the others' steps before an idle trainer goes on: it has no vote until then."""
-        if self.progress.own.idle:
+        if self.progress.known.own.idle:
             with suppress(PeerError):
                 await self.refresh()
-            if not self.progress.behind:
+            if not self.progress.election.behind:
                 self._update(idle=False)
 
     async def _take_round(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
@@ -249,10 +252,10 @@ class Collaboration(TrainingPart):
             self._throughput.wait()
         self._applying = True  # a faster member may call the next round before the last mean arrives here
         try:
-            result = await self._round(self.progress.own, given)
+            result = await self._round(self.progress.known.own, given)
             return result if any(member.weight for member in result.group.members) else None
         except PeerError as error:
-            logger.info("no round for step %d: %s", self.progress.own.step, error)
+            logger.info("no round for step %d: %s", self.progress.known.own.step, error)
             await self.refresh()
             return None
         finally:
@@ -266,7 +269,7 @@ class Collaboration(TrainingPart):
             self._applying = False
         self._states.outdate()
         self._advance(lineage, result, aside=aside)
-        step = self.progress.own.step
+        step = self.progress.known.own.step
         for peer in result.samples:
             self._matchmaker.standing.earn(peer, loop_now())
         if self.services.events.detailed:
@@ -304,23 +307,23 @@ class Collaboration(TrainingPart):
         metered = self.services.peers.metered
         ticket = Ticket(terms, given.weight, reduces, *bandwidth, metered=metered, samples=given.samples)
         candidates = await self._expected(own.step, own.lineage)
-        awaited = self.progress.waiting(own.step, own.lineage) & self.services.peers.linked()
+        awaited = self.progress.known.waiting(own.step, own.lineage) & self.services.peers.linked()
         return await self._matchmaker.join(ticket, candidates, loop_now() + ROUND_TIMEOUT_S, awaited=awaited)
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         # By their records, the last round or a call: a record may be late.
-        expected = self.progress.participants(step, lineage) | self.progress.assistants.keys()
+        expected = self.progress.known.participants(step, lineage) | self.progress.known.assistants.keys()
         # This peer does not follow those who are ahead: they would say that the step is done.
-        records = self.progress.records
+        records = self.progress.known.all
         others = {peer for peer, record in records.items() if record.absent or record.step > step}
         return sorted((expected | self._matchmaker.likely(step, lineage)) - others)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        own = self.progress.own
+        own = self.progress.known.own
         step = terms.step
         lineage = terms.lineage
         applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
-        ahead = self.progress.records.get(caller, own).step > step  # by its record: nobody expects it here
+        ahead = self.progress.known.all.get(caller, own).step > step  # by its record: nobody expects it here
         if own.absent or ahead or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
             return None
         if caller != self.services.peers.id:  # its own organizer has begun, and would follow itself forever
@@ -329,18 +332,18 @@ class Collaboration(TrainingPart):
         patience_s = self._settings.matchmaking_timeout_s
         now = loop_now()
         ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
-        early_s = 0.0 if own.syncing or applying else self.progress.early_s(now)
+        early_s = 0.0 if own.syncing or applying else self.progress.forecast.early_s(now)
         return None if ready_in_s is None else max(ready_in_s, early_s)
 
     async def catch_up(self) -> CaughtUp | None:
-        has_state = not self.progress.own.syncing
+        has_state = not self.progress.known.own.syncing
         self._called = None
         self._applying = False
         self._update(syncing=True, samples=0.0, idle=False)
         await self._exchange()
         self._check()
-        branch = self.progress.branch()
-        own = self.progress.own
+        branch = self.progress.election.branch()
+        own = self.progress.known.own
         if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._deviant:
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
@@ -355,7 +358,7 @@ class Collaboration(TrainingPart):
             return caught_up
         except StateError:
             if not has_state:
-                self.progress.trust_all()  # the next attempt tries all peers
+                self.progress.election.trust_all()  # the next attempt tries all peers
             raise
         finally:
             self._throughput.active_at = loop_now()
@@ -371,7 +374,7 @@ class Collaboration(TrainingPart):
         (step, lineage) = self._called
         self._called = None
         values = np.zeros(self._numel, np.float32)
-        own = msgspec.structs.replace(self.progress.own, step=step, lineage=lineage)
+        own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
         try:
             result = await self._round(own, RoundInput(values, 0.0, 0.0, UploadEncoding()))
         except PeerError as error:
@@ -386,7 +389,7 @@ class Collaboration(TrainingPart):
         self._moved.set()
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        self.progress.distrust(donors, now=loop_now())
+        self.progress.election.distrust(donors, now=loop_now())
 
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
@@ -395,10 +398,10 @@ class Collaboration(TrainingPart):
         try:
             snapshot = await self._states.download(donors, self._limit_bytes, timeout_s)
         except StateError:
-            if not self.progress.assistants:
+            if not self.progress.known.assistants:
                 raise
             snapshot = await self._states.download(
-                list(self.progress.assistants), self._limit_bytes, timeout_s
+                list(self.progress.known.assistants), self._limit_bytes, timeout_s
             )
         state = snapshot.manifest
         now = loop_now()

@@ -14,7 +14,7 @@ from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import mean_codec_for
-from colab_swarm.training.progress import most_voted
+from colab_swarm.training.election import most_voted
 from colab_swarm.training.records import Agreement, ProgressRecord
 
 if TYPE_CHECKING:

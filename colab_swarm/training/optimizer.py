@@ -165,16 +165,16 @@ class SwarmOptimizer(WrappedOptimizer):
     @property
     def loss(self) -> float | None:
         """This peer's mean loss over its samples of the last step; None if no loss was passed."""
-        return self.collaboration.progress.own.loss
+        return self.collaboration.progress.known.own.loss
 
     def metrics(self) -> dict[str, float]:
         """Return the swarm's step, the peers that train, and their samples per second."""
         progress = self.collaboration.progress
-        training = [one for one in progress.records.values() if not (one.syncing or one.absent)]
+        training = [record for record in progress.known.all.values() if record.computes]
         return {
             "swarm_step": float(self.global_step),
             "swarm_peers": float(len(training)),
-            "swarm_samples_per_s": progress.samples_per_s(),
+            "swarm_samples_per_s": progress.forecast.samples_per_s(),
         }
 
     @property
@@ -336,7 +336,11 @@ class SwarmOptimizer(WrappedOptimizer):
                 until = self._runtime.time() + hand_over_s
                 for _ in range(2):  # the first one may be a round that runs beside the trainer
                     left_s = until - self._runtime.time()
-                    if left_s > 0 and self._gathered.samples and not self.collaboration.progress.own.paused:
+                    if (
+                        left_s > 0
+                        and self._gathered.samples
+                        and not self.collaboration.progress.known.own.paused
+                    ):
                         self._wait_step(left_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
                 self.closed.set()
@@ -460,7 +464,7 @@ class SwarmOptimizer(WrappedOptimizer):
             try:
                 return uninterrupted(partial(self._catch_up, *caught_up))
             except StateError:  # the donors' fault, if there are others; else it is another model
-                if not (tries and self.collaboration.progress.branch().peers):
+                if not (tries and self.collaboration.progress.election.branch().peers):
                     raise
 
     def _wait_caught_up(self) -> CaughtUp | None:
@@ -471,7 +475,7 @@ class SwarmOptimizer(WrappedOptimizer):
                 raise
             progress = self.collaboration.progress
             prefix = self.settings.prefix
-            donors = sorted(progress.branch().peers - {progress.me})
+            donors = sorted(progress.election.branch().peers - {progress.known.me})
             shapes = self._runtime.call(shapes_at(self._services.peers, prefix, donors))
             if not (shapes and (differs := self._replica.differing(shapes))):
                 raise
@@ -491,7 +495,7 @@ class SwarmOptimizer(WrappedOptimizer):
             self._recover()  # at once: by its record this peer has caught up already
 
     def _recover(self) -> None:
-        own = self.collaboration.progress.own
+        own = self.collaboration.progress.known.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
             adopt = self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
             self._runtime.call(adopt)

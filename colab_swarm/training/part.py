@@ -13,7 +13,8 @@ from colab_swarm.events import BatchDropped, StepFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.catch_up import CaughtUp
-from colab_swarm.training.progress import Branch, Progress
+from colab_swarm.training.election import Branch
+from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 from colab_swarm.training.throughput import ThroughputEstimator
@@ -34,9 +35,8 @@ class TrainingPart(ABC):
     def __init__(self, services: PeerServices, settings: TrainingSettings, own: ProgressRecord) -> None:
         self.services = services
         self._settings = settings
-        steps = settings.local_steps
-        target = settings.target_batch_size
-        self.progress = Progress(services.peers.id, own, settings.prefix, target, local_steps=steps)
+        round_samples = settings.target_batch_size * settings.local_steps
+        self.progress = Progress(services.peers.id, own, settings.prefix, round_samples=round_samples)
         self._throughput = ThroughputEstimator(loop_now())
         self._wake = asyncio.Event()
         self._moved = asyncio.Event()
@@ -116,7 +116,7 @@ class TrainingPart(ABC):
         await self.on_gate()
         self._throughput.on_batch(samples, loop_now())
         await self._end_idle()
-        own = self.progress.own
+        own = self.progress.known.own
         if dropped is not None:
             self.services.events.emit(BatchDropped(loop_now(), dropped))
         else:
@@ -127,22 +127,22 @@ class TrainingPart(ABC):
         return self._due()
 
     def _update(self, **changes: object) -> None:
-        before = self.progress.own
-        self.progress.own = msgspec.structs.replace(self.progress.own, **changes)
-        if changes.keys() & {"syncing", "paused", "idle"} and self.progress.own != before:
+        before = self.progress.known.own
+        self.progress.known.own = msgspec.structs.replace(self.progress.known.own, **changes)
+        if changes.keys() & {"syncing", "paused", "idle"} and self.progress.known.own != before:
             self._moved.set()
 
     def _due_alone(self, samples: float) -> Due:
         """Return what is due after these samples of all peers since the last round."""
-        steps = samples / self.progress.target_batch_size
-        if self.progress.local_steps == 1 or steps < self._steps_alone + 1:
+        steps = samples / self._settings.target_batch_size
+        if self._settings.local_steps == 1 or steps < self._steps_alone + 1:
             return "nothing"
         self._steps_alone += 1
         return "a local step"
 
     async def on_gate(self) -> None:
         """Publish that this peer was paused or resumed, so that no round waits for it."""
-        if (paused := self.services.gate.closed) != self.progress.own.paused:
+        if (paused := self.services.gate.closed) != self.progress.known.own.paused:
             # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
             self._update(paused=paused, idle=not paused)
             if paused:
@@ -177,7 +177,7 @@ class TrainingPart(ABC):
         try:
             result = await self._take_round(given, apply, aside=aside)
             if result is None and aside:
-                self._update(samples=self.progress.own.samples + given.samples)  # for the next try
+                self._update(samples=self.progress.known.own.samples + given.samples)  # for the next try
             return result
         finally:
             self._averaging_aside = False
@@ -191,14 +191,16 @@ class TrainingPart(ABC):
         """Move one step further, after the mean of a round was applied."""
         if not aside:
             self._steps_alone = 0
-        self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
+        self.progress.known.advance(lineage, samples=self.progress.known.own.samples if aside else 0.0)
         self._moved.set()
-        step = self.progress.own.step
+        step = self.progress.known.own.step
         samples = result.samples
         now = loop_now()
         everyone = [member.id for member in result.group.members]
         self.progress.on_round(everyone, step, lineage, samples=samples, now=now)
-        self.services.events.emit(StepFinished(now, step, sum(samples.values()), self.progress.own.loss))
+        self.services.events.emit(
+            StepFinished(now, step, sum(samples.values()), self.progress.known.own.loss)
+        )
 
     async def settled(self) -> None:
         """Wait until an update that an interrupt does not stop is applied and recorded."""

@@ -12,6 +12,7 @@ from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
+PLAUSIBLE = 8.0  # times the median time or speed: more is not believed
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 _Text = Annotated[str, msgspec.Meta(max_length=100)]
 Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]
@@ -50,6 +51,11 @@ class ProgressRecord(Message, frozen=True):
     def absent(self) -> bool:
         """True if the peer computes nothing now: it has no vote, and no round waits for it."""
         return self.paused or self.idle
+
+    @property
+    def computes(self) -> bool:
+        """True if the peer has the state and computes: its samples count, and rounds wait for it."""
+        return not (self.syncing or self.absent)
 
 
 class AssistantRecord(Message, frozen=True):

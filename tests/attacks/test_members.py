@@ -118,7 +118,7 @@ def test_a_viewer_near_the_progress_key_neither_counts_nor_organizes(tmp_path: P
             honest.wait(lambda: viewer.told >= 3 and viewer.refused >= 6, "attack")
             honest.go_on(20)
         assert viewer.joins == 0
-        assert not any(viewer.swarm.id in trainer.progress.records for trainer in honest.trainers)
+        assert not any(viewer.swarm.id in trainer.progress.known.all for trainer in honest.trainers)
         honest.stop()
     honest.assert_held(least_shared=20)
 
@@ -147,7 +147,7 @@ def test_four_identities_of_one_invitation_move_nobody_to_their_step(poison: flo
             sybils.append(sybil)
 
         def fired(trainer: Trainer) -> bool:
-            records = trainer.progress.records
+            records = trainer.progress.known.all
             return all(getattr(records.get(one.swarm.id), "step", 0) == 5000 for one in sybils)
 
         honest.wait(lambda: all(map(fired, honest.trainers)), "attack")
@@ -270,7 +270,7 @@ def test_samples_that_nobody_computed_do_not_fill_the_batch() -> None:
             honest.go_on(5)
             honest.wait(
                 lambda: all(
-                    getattr(trainer.progress.records.get(mallory.swarm.id), "samples", 0) == 9e11
+                    getattr(trainer.progress.known.all.get(mallory.swarm.id), "samples", 0) == 9e11
                     for trainer in honest.trainers
                 ),
                 "attack",
@@ -327,7 +327,7 @@ def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
             net = toy.model()
             optimizer = toy.join_training(swarm, net, target_batch_size=64)
             if swarm.name == caller:
-                optimizer.collaboration.progress.batch_full = lambda now: not called.append(now)  # type: ignore
+                optimizer.collaboration.progress.forecast.batch_full = lambda now: not called.append(now)  # type: ignore
             while True:
                 toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
                 optimizer.step(samples=2)
@@ -361,7 +361,7 @@ def honest_steps(ahead: int) -> int:
         liar._states._provide = asyncio.Event().wait  # type: ignore[assignment]
         liar._throughput.wait()  # nor does it seem idle
         while True:
-            steps = [one.step for one in liar.progress.records.values() if one.name in HONEST]
+            steps = [one.step for one in liar.progress.known.all.values() if one.name in HONEST]
             liar.progress.leap(max(steps) + ahead, swarm.name.encode(), syncing=False)
             await liar._exchange()
             await asyncio.sleep(0.5)
@@ -370,13 +370,14 @@ def honest_steps(ahead: int) -> int:
         simulation.run(train, seconds=600.0)
         alice = simulation.swarms["alice"]
         progress = alice.optimizers["model"].collaboration.progress
-        liars = {peer: r for peer, r in progress.records.items() if r.name not in HONEST}
+        liars = {peer: r for peer, r in progress.known.all.items() if r.name not in HONEST}
         assert all(
-            r.step > progress.own.step and progress.account_of(peer) == peer for peer, r in liars.items()
+            r.step > progress.known.own.step and progress.election.account_of(peer) == peer
+            for peer, r in liars.items()
         )
         followed = any("waiting for the state" in one.text for one in alice.events.recent(Notice))
         assert len(liars) == (4 if ahead else 0) and followed == (ahead == 3)
-        return int(progress.own.step)
+        return int(progress.known.own.step)
 
 
 @pytest.mark.parametrize("ahead", [3, pytest.param(5000, marks=pytest.mark.ordeal)])

@@ -59,7 +59,7 @@ class Full:
         progress = self.optimizer.collaboration.progress
         self.known = [
             *(progress.prefix, self.alice.run_id, "ffn.0.0", "float32", "int8", "ws://127.0.0.1:9"),
-            *(self.alice.id, self.mallory.id, progress.own.lineage, b"", bytes(16), bytes(32)),
+            *(self.alice.id, self.mallory.id, progress.known.own.lineage, b"", bytes(16), bytes(32)),
         ]
 
     def call(self, work: Any) -> Any:

@@ -184,7 +184,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
 
     async def step() -> None:
         await collaboration.report(1.0)
-        lineage = collaboration.progress.own.lineage
+        lineage = collaboration.progress.known.own.lineage
         given = RoundInput(values, 1.0, 1.0, UploadEncoding())
         await collaboration.average(given, partial(next_lineage, lineage))
 

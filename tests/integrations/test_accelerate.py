@@ -43,6 +43,6 @@ def test_accumulated_micro_batches_are_one_step() -> None:
                 accelerator.backward(loss_of(model, batch))
                 wrapped.step()
                 wrapped.zero_grad()
-        return optimizer.global_step, optimizer.collaboration.progress.own.samples
+        return optimizer.global_step, optimizer.collaboration.progress.known.own.samples
 
     assert alone(train) == (0, 12.0)

@@ -46,7 +46,7 @@ def times(factor: float) -> Callable[[Any, str, bytes], tuple[str, bytes]]:
 
 
 def as_alice(part: Any, path: str, data: bytes) -> tuple[str, bytes]:
-    alice = next(one for one, r in part.progress.records.items() if r.name == "alice")
+    alice = next(one for one, r in part.progress.known.all.items() if r.name == "alice")
     return path.replace(part.services.peers.id.hex(), alice.hex()), data
 
 

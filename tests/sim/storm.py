@@ -154,7 +154,7 @@ class Liar:
         return await self._publish(key, value, ttl_s=ttl_s)
 
     def _false(self, record: ProgressRecord) -> Any:
-        branch, change = self._progress.branch(), msgspec.structs.replace
+        branch, change = self._progress.election.branch(), msgspec.structs.replace
         match self.how:
             case "boasts":
                 return change(record, step=1_000_000, lineage=bytes(16))

@@ -18,8 +18,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training import catch_up as catch_up_module
 from colab_swarm.training import replica as replica_module
+from colab_swarm.training.election import Election
 from colab_swarm.training.gradients import Gradients
-from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import LINEAGE_BYTES
 from colab_swarm.training.replica import Replica
 from tests.sim.histories import History, Violation, check
@@ -356,7 +356,7 @@ def a_lineage_without_the_mean(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_peer_that_never_catches_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Progress, "behind", property(lambda progress: False))
+    patch.setattr(Election, "behind", property(lambda progress: False))
 
 
 BUGS = [

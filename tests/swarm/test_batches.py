@@ -100,7 +100,7 @@ def test_an_empty_batch_is_passed_over_and_a_smaller_one_counts_as_it_is() -> No
             seen += 1
             if seen == 2:
                 break
-        return seen, optimizer.collaboration.progress.own.samples
+        return seen, optimizer.collaboration.progress.known.own.samples
 
     assert toy.alone(train) == (2, 5.0)
 

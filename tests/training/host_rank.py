@@ -135,7 +135,7 @@ def overflow(swarm: Swarm | None, net: Net, folder: Path) -> None:
             scaler.step(optimizer, **report)
         scaler.update()
         scales.append(scaler.get_scale())
-    seen = None if optimizer.lead is None else optimizer.lead.collaboration.progress.own.loss
+    seen = None if optimizer.lead is None else optimizer.lead.collaboration.progress.known.own.loss
     torch.save({"scales": scales, "step": optimizer.global_step, "loss": seen}, folder / f"seen {rank}")
 
 

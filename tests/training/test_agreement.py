@@ -151,16 +151,16 @@ def record(batch: str, **facts: object) -> ProgressRecord:
 
 
 def test_a_peer_that_has_averaged_with_others_is_told_nothing_by_strangers() -> None:
-    progress = Progress(ME, record("8"), target_batch_size=8.0)
+    progress = Progress(ME, record("8"), round_samples=8.0)
     progress.on_records({BOB: record("8"), CAROL: record("64")}, now=0.0)
-    assert progress.disagreement() == ""
-    progress.own = record("512", syncing=True)
-    assert progress.disagreement() == "target_batch_size: 8 there, 512 here"
+    assert progress.election.disagreement() == ""
+    progress.known.own = record("512", syncing=True)
+    assert progress.election.disagreement() == "target_batch_size: 8 there, 512 here"
     progress.on_round([ME, BOB], 1, b"new", samples={ME: 4.0, BOB: 4.0}, now=1.0)
-    assert progress.disagreement() == ""
+    assert progress.election.disagreement() == ""
 
 
 def test_text_of_others_cannot_control_a_terminal() -> None:
     progress = Progress(ME, record("8", syncing=True))
     progress.on_records({BOB: record("\x1b[2J")}, now=0.0)
-    assert progress.disagreement() == "target_batch_size: ?[2J there, 8 here"
+    assert progress.election.disagreement() == "target_batch_size: ?[2J there, 8 here"

@@ -33,7 +33,7 @@ def simulation(*clients: str, network: str = "home", seed: int = 1) -> Simulatio
 def wait_for(swarm: Swarm, optimizer: SwarmOptimizer, trainers: int) -> None:
     """Until this peer knows of the assistant and of all trainers."""
     collaboration = optimizer.collaboration
-    while len(collaboration.progress.records) < trainers or not collaboration.progress.assistants:
+    while len(collaboration.progress.known.all) < trainers or not collaboration.progress.known.assistants:
         swarm.runtime.call(collaboration.refresh())
 
 
@@ -171,7 +171,7 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
             return 0
         optimizer = toy.join_training(swarm, toy.model())
         swarm.runtime.call(optimizer.collaboration.refresh())
-        return len(optimizer.collaboration.progress.assistants)
+        return len(optimizer.collaboration.progress.known.assistants)
 
     with simulation("bob") as sim:
         assert sim.run(train)["bob"] == 0

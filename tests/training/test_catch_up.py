@@ -18,8 +18,9 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.catch_up import ATTEMPTS, CatchUp
 from colab_swarm.training.collaboration import Collaboration
+from colab_swarm.training.election import Branch
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.progress import Branch, Progress
+from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import DonorsSilent
@@ -42,14 +43,14 @@ class DeadTrainers:
 
     def __init__(self, steps: list[int]) -> None:
         joiner = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=True, name="")
-        self.progress = Progress(ME, joiner, target_batch_size=8)
+        self.progress = Progress(ME, joiner, round_samples=8)
         records = {peer(number): record(step) for number, step in enumerate(steps, 2)}
         self.progress.on_records({peer(1): record(CHECKPOINT, reduces=False)} | records, now=0.0)
         self.downloads: list[tuple[PeerId, ...]] = []
         self.level: tuple[int, bytes] | None = None
 
     async def refresh(self) -> Branch:
-        return self.progress.branch()
+        return self.progress.election.branch()
 
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
         """Through the backbone, as the donors are out of reach."""
@@ -102,7 +103,7 @@ def test_a_late_joiner_asks_other_trainers_as_soon_as_the_branchs_donors_are_sil
     caught_up = run_virtual(CatchUp(swarm, capacity=4, has_state=True).run())
     assert caught_up is not None and asked == [(peer(2),)] * ATTEMPTS + [(peer(1),)]  # it may be its own link
     asked.clear()
-    swarm.progress.trust_all()
+    swarm.progress.election.trust_all()
     assert run_virtual(CatchUp(swarm, capacity=4, has_state=False).run()) is not None
     assert asked == [(peer(2),), (peer(1),)]
 
@@ -147,7 +148,7 @@ def test_a_record_that_differs_from_the_state_is_put_right_before_the_next_batch
         optimizer.collaboration.progress.leap(9, b"other", syncing=False)
         while optimizer.global_step == 0:
             take(optimizer, net, 0)
-        own = optimizer.collaboration.progress.own
+        own = optimizer.collaboration.progress.known.own
         assert (own.step, own.lineage, own.syncing) == (1, optimizer.lineage, False)
 
     alone(train)

@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 
 from colab_swarm.dht.service import Found
 from colab_swarm.net.peers import PeerId, Role
-from colab_swarm.training.progress import (
-    DISTRUST_S,
-    FEW_STEPS,
-    LAST_RECORD_S,
-    PLAUSIBLE,
-    RECENT_S,
-    Branch,
-    Progress,
-)
-from colab_swarm.training.records import AssistantRecord, ProgressRecord
+from colab_swarm.training.election import DISTRUST_S, FEW_STEPS, RECENT_S, Branch
+from colab_swarm.training.known import LAST_RECORD_S
+from colab_swarm.training.progress import Progress
+from colab_swarm.training.records import PLAUSIBLE, AssistantRecord, ProgressRecord
 from colab_swarm.training.throughput import ThroughputEstimator
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
@@ -31,7 +25,7 @@ def record(step: int = 0, lineage: bytes = b"same", samples: float = 0.0, **rest
 
 
 def progress(own: ProgressRecord, others: dict[PeerId, ProgressRecord] | None = None) -> Progress:
-    made = Progress(ALICE, own, target_batch_size=100)
+    made = Progress(ALICE, own, round_samples=100)
     made.on_records(others or {}, now=0.0)
     return made
 
@@ -61,55 +55,55 @@ def test_the_swarm_elects_its_branch(
 ) -> None:
     own, *others = records
     swarm = progress(own, dict(zip((BOB, CAROL, DAVE), others, strict=False)))
-    assert swarm.branch().peers == elected and swarm.behind is behind
+    assert swarm.election.branch().peers == elected and swarm.election.behind is behind
 
 
 def test_the_old_records_of_a_founder_and_another_call_no_class_back_that_shares_an_invitation() -> None:
     class_, founder = Found(None, 0.0, Role.WORKER, b"class"), Found(None, 0.0, Role.AUTHORITY, b"founder")
     erin = PeerId(bytes([4]) * 32)
     swarm = progress(record(), {peer: record() for peer in (BOB, CAROL, DAVE, erin)})
-    swarm._found = {**dict.fromkeys((ALICE, BOB, CAROL, erin), class_), DAVE: founder}
+    swarm.known.found = {**dict.fromkeys((ALICE, BOB, CAROL, erin), class_), DAVE: founder}
     everyone = dict.fromkeys((ALICE, BOB, CAROL, DAVE, erin), 1.0)
     for step in range(1, 9):
-        swarm.advance(b"new")
+        swarm.known.advance(b"new")
         swarm.on_round(everyone, step, b"new", samples=everyone, now=0.0)
     new, killed = record(8, b"new"), {DAVE: record(1, b"old"), erin: record(5, b"old")}
     for _ in range(10):  # the rounds' results outweigh records for a few reads
         swarm.on_records({BOB: new, CAROL: new, **killed}, now=0.0)
-    assert swarm.branch().step == 8 and not swarm.behind
+    assert swarm.election.branch().step == 8 and not swarm.election.behind
 
 
 def test_a_group_stands_during_its_round_and_if_the_swarm_followed() -> None:
     swarm = progress(record(5), {BOB: record(5), CAROL: record(5)})
-    assert swarm.stands(5, b"same")  # this peer may be in the round
-    swarm.advance(b"alone")
-    assert not swarm.stands(5, b"same")
+    assert swarm.election.stands(5, b"same")  # this peer may be in the round
+    swarm.known.advance(b"alone")
+    assert not swarm.election.stands(5, b"same")
     swarm.on_round([BOB], 6, b"alone", now=0.0)
-    assert swarm.stands(5, b"same")  # half of them took the step
+    assert swarm.election.stands(5, b"same")  # half of them took the step
 
 
 @pytest.mark.parametrize("lineages", [(b"a", b"b", b"c"), (b"c", b"b", b"a"), (b"b", b"c", b"a")])
 def test_digests_which_differ_between_processors_do_not_decide_a_tie(lineages: tuple[bytes, ...]) -> None:
     own, *others = (record(5, lineage, reduces=False) for lineage in lineages)
     alone = progress(own, dict(zip((CAROL, BOB), others, strict=True)))
-    assert alone.branch().peers == {ALICE} and not alone.behind
+    assert alone.election.branch().peers == {ALICE} and not alone.election.behind
 
 
 def test_one_step_ahead_on_the_same_path_waits_for_the_branch_and_two_are_behind() -> None:
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
-    client.advance(b"new")
-    assert client.own.step == 6 and not client.behind
+    client.known.advance(b"new")
+    assert client.known.own.step == 6 and not client.election.behind
     client.on_records({BOB: record(5, b"other")}, now=1.0)
-    assert client.behind  # that branch cannot follow
+    assert client.election.behind  # that branch cannot follow
     client = progress(record(5, b"shared", reduces=False), {BOB: record(5, b"shared")})
-    client.advance(b"one")
-    client.advance(b"two")
-    assert client.branch().peers == {BOB} and client.behind
+    client.known.advance(b"one")
+    client.known.advance(b"two")
+    assert client.election.branch().peers == {BOB} and client.election.behind
     client.leap(5, b"shared", syncing=False)
-    assert not client.behind
+    assert not client.election.behind
     client.on_records({BOB: record(19, b"bobs")}, now=1.0)
     client.leap(20, b"bobs new", syncing=False)
-    assert not client.behind  # the lineage before is forgotten
+    assert not client.election.behind  # the lineage before is forgotten
 
 
 def average(swarm: Progress, *peers: PeerId, now: float = 0.0) -> None:
@@ -124,35 +118,36 @@ def test_rounds_of_a_minority_give_no_votes_until_the_others_have_left() -> None
     swarm.on_records({DAVE: record()}, now=1.0)  # bob and carol are cut off
     average(swarm, ALICE, DAVE, now=1.0)
     swarm.on_records(split, now=2.0)
-    assert swarm.branch().peers == {BOB, CAROL} and swarm.behind
+    assert swarm.election.branch().peers == {BOB, CAROL} and swarm.election.behind
     swarm.on_records({DAVE: record()}, now=RECENT_S)
     average(swarm, ALICE, DAVE, now=RECENT_S)
     swarm.on_records(split, now=RECENT_S)
-    assert swarm.branch().peers == {ALICE, DAVE}
+    assert swarm.election.branch().peers == {ALICE, DAVE}
 
 
 def test_two_late_joiners_that_average_alone_do_not_outvote_the_others() -> None:
     swarm = progress(record(9, b"new"), {peer: record(5, b"old") for peer in (BOB, CAROL)} | {DAVE: record()})
     average(swarm, ALICE, DAVE)
-    assert swarm.branch().peers == {BOB, CAROL}
+    assert swarm.election.branch().peers == {BOB, CAROL}
 
 
 def test_peers_without_a_vote_decide_a_tie() -> None:
     swarm = progress(record(9, b"new"), {BOB: record()})
     average(swarm, ALICE, BOB)
     swarm.on_records({BOB: record(5, b"old")}, now=1.0)
-    assert swarm.branch().peers == {ALICE}
+    assert swarm.election.branch().peers == {ALICE}
     swarm.on_records({peer: record(5, b"old") for peer in (BOB, CAROL)}, now=1.0)
-    assert swarm.branch().peers == {BOB, CAROL}
+    assert swarm.election.branch().peers == {BOB, CAROL}
 
 
 def test_samples_of_another_step_or_of_a_syncing_peer_do_not_count() -> None:
     others = {BOB: record(0, samples=40), CAROL: record(1, samples=1000)}
     others[DAVE] = record(0, samples=9, syncing=True)
     swarm = progress(record(0, samples=59), others)
-    assert swarm.samples(0.0) == 99 and not swarm.batch_full(0.0) and swarm.samples_per_s() == 3
-    swarm.own = record(0, samples=60)
-    assert swarm.batch_full(0.0) and swarm.seconds_to_batch(0.0) == 0
+    assert swarm.forecast.samples(0.0) == 99 and not swarm.forecast.batch_full(0.0)
+    assert swarm.forecast.samples_per_s() == 3
+    swarm.known.own = record(0, samples=60)
+    assert swarm.forecast.batch_full(0.0) and swarm.forecast.seconds_to_batch(0.0) == 0
 
 
 def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> None:
@@ -160,72 +155,72 @@ def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> N
     swarm = progress(record(1, b"new"), old)
     swarm.on_round([ALICE, BOB, CAROL], 1, b"new", now=0.0)
     swarm.on_records(old, now=0.0)
-    assert swarm.records[BOB].step == 1 and swarm.samples(0.0) == 7
+    assert swarm.known.all[BOB].step == 1 and swarm.forecast.samples(0.0) == 7
     for _ in range(10):
         swarm.on_records(old, now=0.0)
-    assert swarm.records[BOB].step == 0
+    assert swarm.known.all[BOB].step == 0
     swarm.on_round([BOB], 1, b"new", now=0.0)
     swarm.on_records({BOB: record(1, b"new", samples=5)}, now=5.0)
-    assert swarm.samples(5.0) == 5
+    assert swarm.forecast.samples(5.0) == 5
 
 
 def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
     swarm = progress(record(samples=50), {BOB: record(samples=10, samples_per_s=4.0)})
-    assert swarm.samples(2.0) == 50 + 10 + 8 and swarm.seconds_to_batch(0.0) == 40 / 5
-    assert swarm.samples(1000.0) == 50 + 10 + 12
+    assert swarm.forecast.samples(2.0) == 50 + 10 + 8 and swarm.forecast.seconds_to_batch(0.0) == 40 / 5
+    assert swarm.forecast.samples(1000.0) == 50 + 10 + 12
 
 
 def test_a_boast_of_speed_does_not_let_the_others_await_the_step_all_the_time() -> None:
     honest = {BOB: record(), CAROL: record()}
     swarm = progress(record(), honest | {DAVE: record(samples_per_s=1e12)})
-    assert swarm.seconds_to_batch(0.0) == 100 / (3 + PLAUSIBLE)
-    swarm.own = record(samples_per_s=50.0)  # a fast peer knows its own speed
-    assert swarm.seconds_to_batch(0.0) == 100 / (50 + 2 + 50)
+    assert swarm.forecast.seconds_to_batch(0.0) == 100 / (3 + PLAUSIBLE)
+    swarm.known.own = record(samples_per_s=50.0)  # a fast peer knows its own speed
+    assert swarm.forecast.seconds_to_batch(0.0) == 100 / (50 + 2 + 50)
 
 
 def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> None:
     others = {BOB: record(batch_s=2.0), CAROL: record(batch_s=2.0, samples_per_s=1e9)}
     swarm = progress(record(batch_s=2.0, samples=10), others)
     swarm.on_round([ALICE, BOB, CAROL], 1, b"next", now=10.0)
-    swarm.advance(b"next", samples=10)
+    swarm.known.advance(b"next", samples=10)
     computable = (1 + PLAUSIBLE) * (5 + 2 * 2.0)
     early_s = (100 - 10 - computable) / (2 + PLAUSIBLE)
-    assert swarm.early_s(15.0) == pytest.approx(early_s + 2.0)  # and a micro-batch
-    assert swarm.early_s(16.0) == 0.0  # 10 + 9 * 10
+    assert swarm.forecast.early_s(15.0) == pytest.approx(early_s + 2.0)  # and a micro-batch
+    assert swarm.forecast.early_s(16.0) == 0.0  # 10 + 9 * 10
     swarm.on_round([], 2, b"full", samples={ALICE: 100.0}, now=20.0)
-    assert swarm.early_s(15.0) > 0.0  # for ten rounds
+    assert swarm.forecast.early_s(15.0) > 0.0  # for ten rounds
     for step in range(3, 12):
         swarm.on_round([], step, b"full", samples={ALICE: 100.0}, now=20.0)
-    assert swarm.early_s(15.0) == 0.0  # records are late, and rounds are not short any more
+    assert swarm.forecast.early_s(15.0) == 0.0  # records are late, and rounds are not short any more
 
 
 def test_a_lost_peer_counts_again_with_a_new_record_or_when_it_is_linked_and_computes_nothing() -> None:
     records = {BOB: record(samples=10)}
     swarm = progress(record(), records)
-    swarm.on_lost(BOB, now=0.0)
+    swarm.known.on_lost(BOB, now=0.0)
     for linked in (set(), {BOB}):  # it may have been killed, and not train again yet
         swarm.on_records(records, linked=linked, now=60.0)
-        assert BOB not in swarm.records
+        assert BOB not in swarm.known.all
     swarm.on_records({BOB: record(samples=11)}, now=60.0 + LAST_RECORD_S)
-    assert swarm.samples(60.0 + LAST_RECORD_S) == 11
-    swarm.on_lost(BOB, now=100.0)  # just after it published a record
+    assert swarm.forecast.samples(60.0 + LAST_RECORD_S) == 11
+    swarm.known.on_lost(BOB, now=100.0)  # just after it published a record
     last_words = {BOB: record(samples=20)}
     swarm.on_records(last_words, linked={BOB}, now=102.0)
     swarm.on_records(last_words, linked={BOB}, now=101.0 + LAST_RECORD_S)
-    assert BOB not in swarm.records
+    assert BOB not in swarm.known.all
     paused = {BOB: record(paused=True)}
     swarm.on_records(paused, now=120.0)
-    swarm.on_lost(BOB, now=120.0)
+    swarm.known.on_lost(BOB, now=120.0)
     swarm.on_records(paused, now=140.0)
-    assert BOB not in swarm.records
+    assert BOB not in swarm.known.all
     swarm.on_records(paused, linked={BOB}, now=140.0)
-    assert BOB in swarm.records
+    assert BOB in swarm.known.all
 
 
 def test_syncing_peers_take_part_but_lagging_peers_do_not() -> None:
     swarm = progress(record(5), {BOB: record(5), CAROL: record(4), DAVE: record(0, b"", syncing=True)})
-    assert swarm.participants(5, b"same") == {ALICE, BOB, DAVE}
-    assert progress(NEW, {BOB: IDLE, CAROL: IDLE}).participants(3, b"old") == set()  # idle
+    assert swarm.known.participants(5, b"same") == {ALICE, BOB, DAVE}
+    assert progress(NEW, {BOB: IDLE, CAROL: IDLE}).known.participants(3, b"old") == set()  # idle
 
 
 @pytest.mark.parametrize(
@@ -245,7 +240,7 @@ def test_a_record_out_of_range_is_refused(bad: dict[str, object]) -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b"])), min_size=1, max_size=8))
 def test_every_set_of_records_has_a_branch_with_a_peer(states: list[tuple[int, bytes]]) -> None:
     others = {PeerId(bytes([n]) * 32): record(*state) for n, state in enumerate(states)}
-    branch = progress(record(*states[0]), others).branch()
+    branch = progress(record(*states[0]), others).election.branch()
     assert branch.peers and all(
         others[p].step == branch.step for p in branch.peers if p in others and p != ALICE
     )
@@ -254,20 +249,20 @@ def test_every_set_of_records_has_a_branch_with_a_peer(states: list[tuple[int, b
 def test_peers_that_could_not_give_the_state_they_claim_have_no_vote_for_a_while() -> None:
     others = {BOB: record(10**9, b"liar"), CAROL: record(5)}
     joiner = progress(record(0, b"", syncing=True), others)
-    assert joiner.branch().step == 10**9
-    joiner.distrust([BOB], now=0.0)
+    assert joiner.election.branch().step == 10**9
+    joiner.election.distrust([BOB], now=0.0)
     joiner.on_records(others, now=DISTRUST_S - 1)
-    assert joiner.branch().peers == {CAROL}
+    assert joiner.election.branch().peers == {CAROL}
     joiner.on_records(others, now=DISTRUST_S)
-    assert joiner.branch().step == 10**9
-    joiner.distrust([BOB, CAROL], now=0.0)
-    assert joiner.branch().peers == frozenset()
-    joiner.trust_all()
-    assert joiner.branch().step == 10**9
-    joiner.distrust([BOB], now=0.0)
-    joiner.distrust([BOB], now=DISTRUST_S)
+    assert joiner.election.branch().step == 10**9
+    joiner.election.distrust([BOB, CAROL], now=0.0)
+    assert joiner.election.branch().peers == frozenset()
+    joiner.election.trust_all()
+    assert joiner.election.branch().step == 10**9
+    joiner.election.distrust([BOB], now=0.0)
+    joiner.election.distrust([BOB], now=DISTRUST_S)
     joiner.on_records(others, now=3 * DISTRUST_S - 1)  # the second time for twice as long
-    assert joiner.branch().peers == {CAROL}
+    assert joiner.election.branch().peers == {CAROL}
 
 
 def test_a_step_to_which_the_swarm_cannot_have_come_since_the_last_round_has_no_vote() -> None:
@@ -276,15 +271,15 @@ def test_a_step_to_which_the_swarm_cannot_have_come_since_the_last_round_has_no_
     few, round_s = 9 + FEW_STEPS, 100 / 4
     liars = {BOB: record(few + 9), CAROL: record(few + 9), DAVE: record(9)}
     swarm.on_records(liars, now=round_s)
-    assert swarm.branch().step == 9
+    assert swarm.election.branch().step == 9
     swarm.on_records(liars, now=1.2 * round_s)
-    assert swarm.branch().step == few + 9  # by eight times the usual speed
+    assert swarm.election.branch().step == few + 9  # by eight times the usual speed
     far = {BOB: record(5000), CAROL: record(5000)}
     swarm.on_records(far, now=round_s)
-    assert swarm.branch().step == 5000  # this process slept
+    assert swarm.election.branch().step == 5000  # this process slept
     swarm.leap(3, b"loaded", syncing=False)
     swarm.on_records(far | {DAVE: record(3, b"loaded")}, now=round_s)
-    assert swarm.branch().step == 5000  # by an old checkpoint
+    assert swarm.election.branch().step == 5000  # by an old checkpoint
 
 
 def test_suspects_have_no_vote_even_if_others_are_distrusted_but_a_peer_without_a_state_waits_for_them() -> (
@@ -292,18 +287,18 @@ def test_suspects_have_no_vote_even_if_others_are_distrusted_but_a_peer_without_
 ):
     others = {BOB: record(4, b"frozen"), CAROL: record(4, b"frozen")}
     swarm = progress(record(5), others)
-    assert swarm.branch().step == 4
+    assert swarm.election.branch().step == 4
     swarm.on_records(others, suspects=[BOB, CAROL], now=0.0)
-    assert swarm.branch().step == 5
-    swarm.distrust([DAVE], now=0.0)
-    assert swarm.branch() == Branch(5, b"same", frozenset([ALICE]))
-    swarm.trust_all()
-    assert swarm.branch().step == 5 and swarm.branch().peers == {ALICE}
+    assert swarm.election.branch().step == 5
+    swarm.election.distrust([DAVE], now=0.0)
+    assert swarm.election.branch() == Branch(5, b"same", frozenset([ALICE]))
+    swarm.election.trust_all()
+    assert swarm.election.branch().step == 5 and swarm.election.branch().peers == {ALICE}
     swarm.on_records(others, now=1.0)
-    assert swarm.branch().step == 4
+    assert swarm.election.branch().step == 4
     joiner = progress(record(0, b"", syncing=True), {BOB: record(4)})
     joiner.on_records({BOB: record(4)}, suspects=[BOB], now=0.0)
-    assert joiner.branch().peers == {BOB}
+    assert joiner.election.branch().peers == {BOB}
 
 
 async def test_a_lost_assistant_counts_again_by_a_newer_record_of_this_collaboration() -> None:
@@ -312,10 +307,10 @@ async def test_a_lost_assistant_counts_again_by_a_newer_record_of_this_collabora
         dht = SimpleNamespace(published=lambda key, kind: asyncio.sleep(0, found.get(kind, {})))
         dht.found = dht.published
         await swarm.refresh(dht, SimpleNamespace(linked=set))  # type: ignore[arg-type]
-        return {*swarm.assistants}
+        return {*swarm.known.assistants}
 
     swarm = progress(record())
-    assert await read(1.0, "ws://bob") == {BOB} and not swarm.on_lost(BOB, now=0.0)
+    assert await read(1.0, "ws://bob") == {BOB} and not swarm.known.on_lost(BOB, now=0.0)
     assert (
         await read(1.0, "ws://bob") == await read(2.0) == await read(2.0, "ws://bob", only="run/x") == set()
     )
@@ -327,11 +322,11 @@ def test_samples_are_counted_while_a_peer_is_lost_on_another_thread() -> None:
 
     class LosesWhoItShows(dict[PeerId, float]):
         def get(self, peer: PeerId, default: object = None) -> object:
-            swarm.on_lost(peer, now=0.0)  # what the runtime's thread may do between any two looks
+            swarm.known.on_lost(peer, now=0.0)  # what the runtime's thread may do between any two looks
             return default
 
-    swarm._updated_at = LosesWhoItShows()
-    assert swarm.samples(0.0) == 7.0 and swarm.records.keys() == {ALICE}
+    swarm.known.updated_at = LosesWhoItShows()
+    assert swarm.forecast.samples(0.0) == 7.0 and swarm.known.all.keys() == {ALICE}
 
 
 def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
@@ -356,7 +351,9 @@ def test_a_trainer_is_ready_after_its_usual_time_until_it_is_far_overdue() -> No
 
 def test_no_round_waits_for_idle_peers() -> None:
     swarm = progress(NEW, {BOB: IDLE, CAROL: IDLE})
-    assert swarm.participants(3, b"old") == set() and {p for p, r in swarm.records.items() if r.absent} == {
+    assert swarm.known.participants(3, b"old") == set() and {
+        p for p, r in swarm.known.all.items() if r.absent
+    } == {
         BOB,
         CAROL,
     }

@@ -19,7 +19,7 @@ def test_a_call_to_the_next_round_is_answered_while_the_last_mean_is_applied(app
     async def answered(mine: Collaboration) -> list[bool]:
         mine._applying = applying
         terms = [RoundTerms(mine.progress.prefix, step, b"new", 10) for step in range(3)]
-        return [mine._on_called(one, mine.progress.me) is not None for one in terms]
+        return [mine._on_called(one, mine.progress.known.me) is not None for one in terms]
 
     def ask(swarm: Swarm) -> list[bool]:
         return swarm.runtime.call(answered(join_training(swarm, model()).collaboration))
@@ -30,7 +30,7 @@ def test_a_call_to_the_next_round_is_answered_while_the_last_mean_is_applied(app
 @pytest.mark.parametrize("by_itself", [False, True])
 def test_a_peer_that_organizes_its_own_round_does_not_call_itself_to_it_again(by_itself: bool) -> None:
     async def called(mine: Collaboration) -> bool:
-        own, me = mine.progress.own, mine.progress.me
+        own, me = mine.progress.known.own, mine.progress.known.me
         terms = RoundTerms(mine.progress.prefix, own.step, own.lineage, 10)
         assert mine._on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
         return mine._called is not None

@@ -110,7 +110,7 @@ def test_an_interrupt_while_the_mean_is_applied_loses_nothing(monkeypatch: pytes
             loss_of(net, step).backward()
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step(samples=10)
-            assert optimizer.collaboration.progress.own.step == optimizer.global_step == step + 1
+            assert optimizer.collaboration.progress.known.own.step == optimizer.global_step == step + 1
         torch.testing.assert_close(parameters_of(net), joint_reference(2))
 
 

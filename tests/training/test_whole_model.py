@@ -41,7 +41,7 @@ def test_a_bare_step_counts_the_batch_size_and_a_closure_its_loss() -> None:
         optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="no parameter has a gradient"):
             optimizer.step()
-        return toy.parameters_of(net), optimizer.collaboration.progress.own.loss
+        return toy.parameters_of(net), optimizer.collaboration.progress.known.own.loss
 
     parameters, loss = toy.alone(train)
     net = toy.model()

@@ -1,0 +1,128 @@
+"""When the batch of the swarm is full, and what of the others' figures is believed. Pure.
+
+The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
+3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for 3 s at most: a
+peer that is gone must not fill the batch.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+from colab_swarm.net.peers import PeerId
+from colab_swarm.training.known import KnownRecords
+from colab_swarm.training.records import PLAUSIBLE, ProgressRecord
+
+_EXTRAPOLATE_S = 3.0
+_SHORT = 0.8  # a round that is less full makes early calls suspect
+_RECENT_ROUNDS = 10  # rounds in which a short one counts
+_FIRST_PROMISE_S = 2.0  # before any micro-batch is known
+_MIN_PROMISE_S = 0.25
+
+
+class BatchForecast:
+    """Counts the samples of the ``known`` peers towards ``round_samples``, those of one round."""
+
+    def __init__(self, known: KnownRecords, round_samples: float) -> None:
+        self._known = known
+        self.round_samples = round_samples  # of all peers together from one round to the next
+        # Medians of the records, at the last reading.
+        self._usual_speed = math.inf
+        self._usual_batch_s = 0.0
+        # By rounds: the part of its announced samples that a peer contributed, and of the batch that they had.
+        self._kept: dict[PeerId, float] = {}
+        self._filled: deque[float] = deque(maxlen=_RECENT_ROUNDS)
+
+    def on_records(self) -> None:
+        """Take the medians of the records just read."""
+        records = self._known.all.values()
+        speeds = [record.samples_per_s for record in records if record.samples_per_s]
+        batches_s = [record.batch_s for record in records if record.batch_s]
+        self._usual_speed = statistics.median_low(speeds or [math.inf])
+        self._usual_batch_s = statistics.median_low(batches_s or [0.0])
+
+    def forget_absent(self, records: Mapping[PeerId, ProgressRecord]) -> None:
+        """Forget the peers that have no record any more."""
+        self._kept = {peer: part for peer, part in self._kept.items() if peer in records}
+
+    def on_round(self, samples: Mapping[PeerId, float], step: int, *, now: float) -> None:
+        """Compare the ``samples`` by contributor of the round to ``step`` with those that were announced."""
+        self._filled.append(sum(samples.values()) / self.round_samples)
+        if not samples:
+            return
+        for peer, record in self._known.others.items():
+            announced = min(record.samples, self._believed_samples(peer, record, now))
+            if announced and record.step == step - 1:
+                kept = min(1.0, samples.get(peer, 0.0) / announced)
+                self._kept[peer] = (self._kept.get(peer, 1.0) + kept) / 2
+
+    def samples(self, now: float) -> float:
+        """Return the samples of all peers on the own branch for the next step. Thread-safe."""
+        own = self._known.own
+        counted = 0.0 if own.syncing else own.samples
+        for peer, record in list(self._known.others.items()):  # a copy: panels call this too
+            if record.computes and (record.step, record.lineage) == (own.step, own.lineage):
+                counted += self._believed_samples(peer, record, now) * self._kept.get(peer, 1.0)
+        return counted
+
+    def batch_full(self, now: float) -> bool:
+        return self.samples(now) >= self.round_samples
+
+    def seconds_to_batch(self, now: float) -> float:
+        """Return when the batch will be full; infinite while no speed is known."""
+        return self._seconds_for(self.round_samples - self.samples(now))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds in which all peers together compute a whole round's samples."""
+        return self._seconds_for(self.round_samples)
+
+    def _seconds_for(self, missing: float) -> float:
+        if missing <= 0:
+            return 0.0
+        most = max(PLAUSIBLE * self._usual_speed, self._known.own.samples_per_s)
+        speed = self.samples_per_s(most=most)
+        return missing / speed if speed > 0 else math.inf
+
+    def samples_per_s(self, *, most: float = math.inf) -> float:
+        """Return the speed of all peers together, of each at most ``most``."""
+        return sum(min(record.samples_per_s, most) for record in self._known.all.values() if record.computes)
+
+    def early_s(self, now: float) -> float:
+        """Return how many seconds too early a call is; 0 unless a round was short lately, as records may be old."""
+        own = self._known.own
+        others = self._known.waiting(own.step, own.lineage)
+        most = sum(self._computable(peer, self._known.others[peer], now) for peer in sorted(others))
+        early_s = self._seconds_for(self.round_samples - own.samples - most)
+        if not early_s or min(self._filled, default=1.0) >= _SHORT:
+            return 0.0
+        return early_s + own.batch_s
+
+    def longest_s(self) -> float:
+        """Return how long the slowest peers that are believed take for a micro-batch."""
+        return PLAUSIBLE * self._usual_batch_s
+
+    def believed_s(self, peer: PeerId) -> float:
+        """Return how long a round may wait for a peer: two of its micro-batches, at most `PLAUSIBLE` median ones."""
+        if not self._usual_batch_s:
+            return _FIRST_PROMISE_S
+        record = self._known.all.get(peer)
+        two_batches_s = 2 * record.batch_s if record else 0.0
+        return max(_MIN_PROMISE_S, min(two_batches_s or math.inf, self.longest_s()))
+
+    def _believed_samples(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
+        """Return a peer's samples now: as it says, but no more than it could compute since its last step."""
+        updated_at = self._known.updated_at.get(peer, now)
+        old_s = min(max(now - updated_at, 0.0), _EXTRAPOLATE_S)
+        return min(record.samples + old_s * record.samples_per_s, self._computable(peer, record, now))
+
+    def _computable(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
+        """Return the most samples that a peer can have computed since it reached its step."""
+        usual = PLAUSIBLE * self._usual_speed
+        speed = min(record.samples_per_s or usual, usual)
+        if not math.isfinite(speed):
+            return math.inf
+        _, reached_at = self._known.step_at.get(peer, (0, -math.inf))
+        batch_s = min(record.batch_s, PLAUSIBLE * self._usual_batch_s)
+        return speed * (now - reached_at + 2 * batch_s)
