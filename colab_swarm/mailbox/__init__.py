@@ -148,21 +148,21 @@ from typing import Any
 
 from colab_swarm.errors import require
 from colab_swarm.mailbox.bucket import Bucket
-from colab_swarm.mailbox.collaboration import MailboxCollaboration
+from colab_swarm.mailbox.collaboration import BucketRounds
 from colab_swarm.mailbox.rounds import CARD, Card, unseal
 from colab_swarm.runtime import Runner
-from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.communication import Communication, elected_agreement, options_by
-from colab_swarm.training.part import TrainingPart
+from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import read_participants
+from colab_swarm.training.rounds import Rounds
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 
 
-def part_for(services: PeerServices, settings: TrainingSettings) -> Callable[..., TrainingPart]:
-    """Return what makes a trainer's part in the run: over links, or in the bucket of these services."""
+def rounds_for(services: PeerServices, settings: TrainingSettings) -> Callable[..., Rounds]:
+    """Return what makes a trainer's rounds: over links, or in the bucket of these services."""
     if not services.mailbox:
-        return Collaboration
-    return partial(MailboxCollaboration, Bucket(services.mailbox, settings.prefix))
+        return LinkRounds
+    return partial(BucketRounds, Bucket(services.mailbox, settings.prefix))
 
 
 def options_for(

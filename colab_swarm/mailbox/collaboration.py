@@ -3,7 +3,7 @@
 import asyncio
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -29,17 +29,15 @@ from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.catch_up import CaughtUp
-from colab_swarm.training.election import Branch
-from colab_swarm.training.part import Apply, Due, TrainingPart
 from colab_swarm.training.records import PLAUSIBLE, ProgressRecord, differing
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 STOP_S = 60.0  # for a state to be written by a peer that leaves
 
 
-class MailboxCollaboration(TrainingPart):
-    """As `Collaboration`, by the objects of a ``bucket``; what only links need is ignored.
+class BucketRounds(Rounds):
+    """Rounds by the objects of a ``bucket``; what only links need is ignored.
 
     Raises ValueError if a setting does not go with a bucket.
     """
@@ -50,16 +48,11 @@ class MailboxCollaboration(TrainingPart):
         services: PeerServices,
         settings: TrainingSettings,
         own: ProgressRecord,
-        numel: int,
-        schema: bytes,
-        snapshot: Callable[[], Snapshot],
-        *_: object,
+        model: TrainedModel,
     ) -> None:
-        super().__init__(services, settings, own)
+        super().__init__(services, settings, own, model)
         _check_settings(settings)
-        self._schema = schema
-        self._snapshot = snapshot
-        self._journal = Journal(bucket, services, settings, numel)
+        self._journal = Journal(bucket, services, settings, model.numel)
         self._chain: RoundChain | None = None  # None: not read yet
         self._last: ClosedRound | None = None  # None also where a state told the chain
         self._later: tuple[RoundChain, Snapshot | None] | None = None  # a state to go on from, already read
@@ -71,22 +64,23 @@ class MailboxCollaboration(TrainingPart):
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round beside the trainer failed
         self._others: dict[PeerId, PseudoGradient] = {}  # of the last round's other members
+        self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
 
     async def start(self) -> None:
         journal = self._journal
         await journal.bucket.require_conditional_writes()
+        schema = self.model.schema
         agreed = self.progress.known.own.agreement
-        theirs = await journal.read_card(journal.signed(Card, schema=self._schema, agreement=agreed))
+        theirs = await journal.read_card(journal.signed(Card, schema=schema, agreement=agreed))
         told = differing(theirs.agreement, agreed)
         require(
-            not told and theirs.schema == self._schema,
+            not told and theirs.schema == schema,
             f"the run trains this model with other settings: {told or 'another model'}. Use the run's, or pass "
             "another name=… to swarm.optimizer(…)",
             MismatchError,
         )
 
     async def stop(self) -> None:
-        await self.settled()
         if self._saving is not None:
             await asyncio.wait([self._saving], timeout=STOP_S)
         if self._chain is not None and (
@@ -112,9 +106,9 @@ class MailboxCollaboration(TrainingPart):
     def behind(self) -> bool:
         return self._chain is None or self.progress.known.own.step != self._chain.round
 
-    async def catch_up(self) -> CaughtUp | None:
+    async def take_state(self, *, has_state: bool) -> CaughtUp | None:
         """Read the newest state and the rounds since then; the first peer writes its own state."""
-        self._update(syncing=True, samples=0.0)
+        self._journal.until = self.until
         journal = self._journal
         began_at = loop_now()
         rounds = list[ClosedRound]()
@@ -123,7 +117,7 @@ class MailboxCollaboration(TrainingPart):
         self._later = None
         while True:
             if later is None:
-                later = await journal.patiently(journal.read_state, self._snapshot)
+                later = await journal.patiently(journal.read_state, self.model.snapshot)
             (chain, snapshot) = later
             later = None
             rounds = [one async for one in journal.follow(chain)]
@@ -136,7 +130,6 @@ class MailboxCollaboration(TrainingPart):
         if rounds:
             self._learn(rounds[-1])
         if snapshot is None:
-            self._update(syncing=False)
             return None
         state = snapshot.manifest
         donors = tuple(donor.hex() for donor in snapshot.donors)
@@ -148,98 +141,64 @@ class MailboxCollaboration(TrainingPart):
         values = np.empty(self._journal.numel, np.float32)
         return (self._journal.mean(one, values) for one in rounds)
 
-    async def on_loaded(self) -> None:
-        self._update(syncing=False)
-
-    async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        self._steps_alone = 0
-        known = self._chain is not None and step == self._chain.round
-        self.progress.leap(step, lineage, syncing=not known)
-
     async def distrust(self, donors: Sequence[PeerId]) -> None:
         text = f"the state of {', '.join(map(short, donors))} does not load"
         self.services.events.emit(Notice(loop_now(), text))
 
-    async def refresh(self) -> Branch:
-        return self.progress.election.branch()
-
-    async def report(self, samples: float, *, dropped: str | None = None) -> Due:
-        self._journal.until = math.inf
-        due = await super().report(samples, dropped=dropped)
+    async def refresh(self) -> None:
+        """Show the others' figures; they are read with each round."""
         self._show_others()
-        return due
 
-    async def wait_due(self, deadline: float) -> Due:
-        """Contribute what there is: nobody else's samples are waited for."""
-        await self.on_gate()
-        self._check()
-        self._journal.until = deadline
-        due = self._due()
-        if due == "catching up":
-            return due
-        return "a round" if loop_now() < deadline else "nothing"
-
-    def _check(self) -> None:
+    def check(self) -> None:
         refused = self._refused
         self._refused = None
         if refused is not None:
             raise refused
 
-    async def _end_idle(self) -> None:
-        self._update(idle=False)
-
-    def _due(self) -> Due:
+    def samples(self, now: float, *, aside: bool) -> float:
+        """Return the samples of all peers, as they compute as fast as in the last round."""
         own = self.progress.known.own
-        if own.paused:
-            return "nothing"
-        if own.syncing or self.behind:
-            return "catching up"
-        # Each takes a part of the round by its speed, so that all end about the same time.
-        of_all = own.samples_per_s + sum(self._speeds().values())
-        samples = own.samples * of_all / (own.samples_per_s or math.inf)
-        if samples >= self.progress.forecast.round_samples and not self._averaging_aside:
-            return "a round"
-        return self._due_alone(samples)
+        all_per_s = own.samples_per_s + sum(self._speeds().values())
+        return own.samples * all_per_s / (own.samples_per_s or math.inf)
 
-    async def _take_round(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
-        if not aside:
-            self._throughput.wait()
-        try:
-            return await self._rounds(given, apply, aside=aside)
-        except BucketAway:
-            return None
-        except BucketError as error:
-            if not aside:
-                raise
-            self._refused = error  # the trainer's next call raises it
-            return None
-        finally:
-            if not aside:
-                self._throughput.work(loop_now())
+    def round_due(self, now: float, *, waiting: bool) -> bool:
+        # Each takes a part of the round by its speed, so that all end about the same time. One that has no more
+        # data contributes what there is: no other peer's samples are waited for.
+        if waiting and now < self.until:
+            return True
+        return self.samples(now, aside=False) >= self.progress.forecast.round_samples
 
-    async def _rounds(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
-        """Contribute, and follow the rounds until one counts the contribution, or none will."""
+    async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
+        """Write the contribution, and yield the means of the rounds until one counts it, or none will."""
+        self._journal.until = self.until
         began_at = loop_now()
         moved = self.bucket_bytes
-        mine = await self._contribute(given)
-        while (one := await self._next()) is not None:
-            counted = one.counts(self.services.peers.id, mine)
-            over = counted or not given.weight or self._spoilt or one.manifest.round >= mine + WINDOW
-            sent, received = (now - then for now, then in zip(self.bucket_bytes, moved, strict=True))
-            result = self._result(one, sent, received, loop_now() - began_at)
+        try:
+            mine = await self._contribute(contribution)
+            while (closed := await self._next()) is not None:
+                me = self.services.peers.id
+                counted = closed.counts(me, mine)
+                weightless = not contribution.weight
+                over = counted or weightless or self._spoilt or closed.manifest.round >= mine + WINDOW
+                sent, received = (now - then for now, then in zip(self.bucket_bytes, moved, strict=True))
+                result = self._result(closed, sent, received, loop_now() - began_at)
+                mean = await asyncio.to_thread(self._journal.mean, closed, contribution.values)
+                self._closed = closed
+                yield RoundOutcome(mean, result, counted=counted, over=over)
+                if over:
+                    self._put = None
+                    if contribution.weight and not counted:
+                        self._tell_dropped(mine)
+                    self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
+                    return
+        except BucketAway:
+            return
+        except BucketError as error:
+            self._refused = error  # the trainer's next call raises it
 
-            def take(mean: Floats, counted: bool = counted, over: bool = over) -> bytes:
-                return apply(mean, counted=counted, over=over)
-
-            await self._settle(self._follow(one, given.values, result, take, aside=aside or not over))
-            if over:
-                self._put = None
-                if given.weight and not counted:
-                    text = f"the contribution to round {mine} {'was overwritten' if self._spoilt else 'came too late'}"
-                    self.services.events.emit(BatchDropped(loop_now(), text))
-                self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
-                return result
-        return None
+    def _tell_dropped(self, round: int) -> None:
+        reason = "was overwritten" if self._spoilt else "came too late"
+        self.services.events.emit(BatchDropped(loop_now(), f"the contribution to round {round} {reason}"))
 
     async def _contribute(self, given: RoundInput) -> int:
         """Write the contribution, and return its round; one that no manifest lists yet goes first."""
@@ -328,18 +287,16 @@ class MailboxCollaboration(TrainingPart):
             pause_s = min(max(min(likely_s, due_at - now), LEAST_PAUSE_S), MOST_PAUSE_S)
             await asyncio.sleep(min(pause_s, journal.until - loop_now()))
 
-    async def _follow(
-        self, one: ClosedRound, values: Floats, result: RoundResult, take: Apply, *, aside: bool
-    ) -> None:
-        lineage = await asyncio.to_thread(lambda: take(self._journal.mean(one, values)))
-        self._learn(one)
+    async def on_applied(self, outcome: RoundOutcome) -> None:
+        closed = self._closed
+        assert closed is not None
+        self._learn(closed)
         self._since = loop_now()
-        self._advance(lineage, result, aside=aside)
-        self.services.averager.on_round(result)
-        if one.after.round % STATE_ROUNDS == 0:
-            closed_here = one.manifest.member == self.services.peers.id
-            snapshot = await asyncio.to_thread(self._snapshot) if closed_here else None
-            self._saving = self._tasks.spawn(self._save(one.after, snapshot))
+        self.services.averager.on_round(outcome.result)
+        if closed.after.round % STATE_ROUNDS == 0:
+            closed_here = closed.manifest.member == self.services.peers.id
+            snapshot = await asyncio.to_thread(self.model.snapshot) if closed_here else None
+            self._saving = self._tasks.spawn(self._save(closed.after, snapshot))
 
     async def _save(self, chain: RoundChain, snapshot: Snapshot | None) -> None:
         """Write the state, if there is one, and delete what nobody needs any more."""
@@ -384,15 +341,14 @@ class MailboxCollaboration(TrainingPart):
         return {member: min(claim, most) for member, claim in claims.items()}
 
     def _result(self, one: ClosedRound, sent: int, received: int, seconds: float) -> RoundResult:
-        settings = self._settings
+        settings = self.settings
         manifest = one.manifest
         samples = dict[PeerId, float]()
         for entry in manifest.entries:
             samples[entry.member] = samples.get(entry.member, 0.0) + entry.samples
         codecs = settings.compression, settings.mean_compression
-        numel = self._journal.numel
-        schema = self._schema
-        terms = RoundTerms(settings.prefix, manifest.round, manifest.base, numel, schema, *codecs)
+        model = self.model
+        terms = RoundTerms(settings.prefix, manifest.round, manifest.base, model.numel, model.schema, *codecs)
         counts = sorted(samples.items())
         members = tuple(GroupMember(member, (), count, share=1.0, samples=count) for member, count in counts)
         traces = tuple(MemberTrace(member.hex(), count, 1 / len(counts)) for member, count in counts)

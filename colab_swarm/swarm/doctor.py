@@ -254,7 +254,7 @@ def trainers(swarm: Swarm) -> dict[PeerId, float]:
         if newest is None:
             records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, f"{swarm.run_id}/{MODEL}"))
         else:
-            swarm.runtime.call(newest.collaboration.refresh())
+            swarm.runtime.call(newest.collaboration.rounds.refresh())
     if newest is not None:
         records = newest.collaboration.progress.known.all
     speeds = {}

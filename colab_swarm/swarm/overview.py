@@ -34,8 +34,8 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution, Contributions
 
 if TYPE_CHECKING:
+    from colab_swarm.training.collaboration import Collaboration
     from colab_swarm.training.optimizer import SwarmOptimizer
-    from colab_swarm.training.part import TrainingPart
 
 logger = logging.getLogger(__name__)
 MAX_ROUNDS = 20
@@ -177,7 +177,7 @@ class Overview:
         sent_bytes = total.sent_bytes
         received_bytes = total.received_bytes
         for optimizer in self._optimizers.values():
-            bucket_sent_bytes, bucket_received_bytes = optimizer.collaboration.bucket_bytes
+            bucket_sent_bytes, bucket_received_bytes = optimizer.collaboration.rounds.bucket_bytes
             sent_bytes += bucket_sent_bytes
             received_bytes += bucket_received_bytes
         snapshot = SwarmSnapshot(
@@ -210,7 +210,7 @@ class Overview:
             return replace(snapshot, state="left")
         return snapshot
 
-    def _with_training(self, snapshot: SwarmSnapshot, trained: "TrainingPart", now: float) -> SwarmSnapshot:
+    def _with_training(self, snapshot: SwarmSnapshot, trained: "Collaboration", now: float) -> SwarmSnapshot:
         """Return the snapshot with the progress of the model that this peer trains."""
         progress = trained.progress
         eta_s = progress.forecast.seconds_to_batch(now)
@@ -236,7 +236,7 @@ class Overview:
         forecast = f"forecast {size(planned.sent_bytes)} in {planned.round_s:.2g} s"
         return f"{size(sent_bytes)} in {seconds:.2g} s\n{forecast}"
 
-    def _trained(self) -> "TrainingPart | None":
+    def _trained(self) -> "Collaboration | None":
         newest = next(reversed(self._optimizers.values()), None)
         return None if newest is None else newest.collaboration
 

@@ -214,7 +214,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             MismatchError: the swarm trains another model, or with other settings; the text has both values.
             StateError: a swarm trains this model already, but no peer could send its state.
         """
-        from colab_swarm.mailbox import options_for, part_for
+        from colab_swarm.mailbox import options_for, rounds_for
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.state import CheckpointFolder
@@ -234,9 +234,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         folder = None
         if self.network is not None and self.network.store is not None:
             folder = CheckpointFolder(self.network.store.checkpoints(name), keep=2)
-        part = part_for(self.services, settings)
+        rounds = rounds_for(self.services, settings)
         trained = SwarmOptimizer(
-            self.runtime, self.services, settings, rule, self.name, folder, previous, part
+            self.runtime, self.services, settings, rule, self.name, folder, previous, rounds
         )
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
@@ -536,9 +536,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._on_gate()
 
     def _on_gate(self) -> None:
-        # buttons call this on other threads, so the dictionary may change meanwhile
+        self.runtime.call(self._tell_trainers())
+
+    async def _tell_trainers(self) -> None:
+        # other threads may add an optimizer meanwhile
         for optimizer in list(self.optimizers.values()):
-            self.runtime.call(optimizer.collaboration.on_gate())
+            optimizer.collaboration.on_gate()
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the run and close all links, raising at the end what failed to close. Idempotent.

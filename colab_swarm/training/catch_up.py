@@ -2,8 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 
 from colab_swarm.errors import StateError, require
 from colab_swarm.events import Notice
@@ -12,12 +11,10 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.election import Branch
 from colab_swarm.training.progress import Progress, next_lineage
+from colab_swarm.training.rounds import CaughtUp
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import DonorsSilent
-
-if TYPE_CHECKING:
-    from colab_swarm.training.settings import PeerServices
 
 ATTEMPTS = 5  # downloads per branch
 _BRANCHES = 4  # of trainers that died together
@@ -27,20 +24,18 @@ _SHORT_PATIENCE_S = (
     CHUNK_TIMEOUT_S / 3
 )  # of a peer whose own state others hold as well: it trains on with them
 
-CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Floats]]  # a state, and the means since, in order
-
 
 class _Follower(Protocol):
-    """A trainer without the swarm's state: a `Collaboration`."""
+    """The rounds of a trainer without the swarm's state: `LinkRounds`."""
 
     progress: Progress
-    services: "PeerServices"
+    services: PeerServices
 
-    async def refresh(self) -> Branch: ...
+    async def refresh(self) -> None: ...
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot: ...
     async def wait_called(self) -> None: ...
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]: ...
-    async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None: ...
+    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None: ...
 
 
 class CatchUp:
@@ -49,8 +44,8 @@ class CatchUp:
     A peer that ``has_state`` can continue with its own if no other peer can give a better one.
     """
 
-    def __init__(self, collaboration: _Follower, *, capacity: int, has_state: bool) -> None:
-        self._collaboration = collaboration
+    def __init__(self, rounds: _Follower, *, capacity: int, has_state: bool) -> None:
+        self._rounds = rounds
         self._capacity = capacity
         self._has_state = has_state
         self._means: dict[tuple[int, bytes], Floats] = {}  # by the step and lineage that they are applied to
@@ -65,8 +60,7 @@ class CatchUp:
             await asyncio.gather(follower, return_exceptions=True)
 
     async def _run(self) -> CaughtUp | None:
-        collaboration = self._collaboration
-        progress = self._collaboration.progress
+        progress = self._rounds.progress
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
         # the latter of one branch's donors
@@ -74,7 +68,8 @@ class CatchUp:
         failures = 0
         since = math.inf
         while attempts < _BRANCHES * ATTEMPTS:
-            branch = await collaboration.refresh()
+            await self._rounds.refresh()
+            branch = progress.election.branch()
             root = b""
             silent = False
             if not (donors := sorted(branch.peers - {progress.known.me})):
@@ -113,10 +108,10 @@ class CatchUp:
     async def _download(self, step: int, donors: list[PeerId], timeout_s: float) -> Snapshot:
         text = f"waiting for the state of step {step}: {count(len(donors), 'donor')} slow or frozen"
         telling = asyncio.get_running_loop().call_later(
-            _SLOW_S, lambda: self._collaboration.services.events.emit(Notice(loop_now(), text))
+            _SLOW_S, lambda: self._rounds.services.events.emit(Notice(loop_now(), text))
         )
         try:
-            return await self._collaboration.download(donors, timeout_s)
+            return await self._rounds.download(donors, timeout_s)
         finally:
             telling.cancel()
 
@@ -128,20 +123,21 @@ class CatchUp:
             means.append(mean)
             step = step + 1
             lineage = next_lineage(lineage, mean)
-        branch = await self._collaboration.refresh()
+        await self._rounds.refresh()
+        branch = self._rounds.progress.election.branch()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)
         require(
             not missed and (branch.step != step or branch.lineage == lineage),
             "the swarm moved on during the download",
             StateError,
         )
-        await self._collaboration.adopt(step, lineage)
+        self._rounds.adopt(step, lineage)
         return snapshot, means
 
     async def _follow(self) -> None:
         while True:
-            await self._collaboration.wait_called()
+            await self._rounds.wait_called()
             async with self._between_rounds:
-                self._means |= await self._collaboration.follow_round()
+                self._means |= await self._rounds.follow_round()
             while len(self._means) > self._capacity:
                 del self._means[min(self._means)]

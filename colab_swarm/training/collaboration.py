@@ -1,410 +1,250 @@
-"""One trainer's part in the swarm: progress, averaging rounds, catching up. Does not import torch.
+"""One trainer's part in the swarm: what it does next, whatever carries its rounds. Does not import torch.
 
-It runs on the runtime's event loop; the optimizer drives it from the user's thread. The swarm does
-not wait for a peer that catches up. While the snapshot of step s downloads, the peer follows the
-rounds with weight 0 and collects their means, which it then applies in order: s, s+1, … It slows
-down no round, as it sends and reduces nothing. Donors that keep failing lose their vote.
+It runs on the runtime's event loop; the optimizer drives it from the user's thread. Each public
+call is an event of the table in `colab_swarm.training.trainer_state`.
 """
 
 import asyncio
-import logging
-import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from enum import Enum
 
-import msgspec
-import numpy as np
-
-from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.messages import UploadEncoding
-from colab_swarm.averaging.round import RoundResult, contributed
-from colab_swarm.averaging.standing import Standing
-from colab_swarm.averaging.strategy import AdaptiveShares
-from colab_swarm.errors import MismatchError, PeerError, StateError
-from colab_swarm.events import Fault, Loaded, PeerLeft, StateReceived
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.errors import PeerError
+from colab_swarm.events import BatchDropped, Loaded, StepFinished
 from colab_swarm.runtime import loop_now, wait_until
-from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.catch_up import CatchUp, CaughtUp
-from colab_swarm.training.election import Branch
-from colab_swarm.training.part import Apply, Due, TrainingPart
-from colab_swarm.training.records import ProgressRecord, progress_key
-from colab_swarm.training.settings import (
-    HEAVIEST,
-    ROUND_TIMEOUT_S,
-    LinkBandwidth,
-    PeerServices,
-    RoundInput,
-    TrainingSettings,
-    most_state_bytes,
-)
-from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch
-from colab_swarm.training.state import StateSharing
-from colab_swarm.training.throughput import MAX_REPORT_S
-
-logger = logging.getLogger(__name__)
-
-_MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds
+from colab_swarm.training.settings import RoundInput
+from colab_swarm.training.trainer_state import TrainerEvent, TrainerState, next_state
 
 
-class Collaboration(TrainingPart):
-    """A trainer's part in rounds over links; ``own`` is its first record.
+class Due(Enum):
+    """What a trainer does next."""
 
-    It averages vectors of ``numel`` values with the layout ``schema``. ``snapshot()`` copies the
-    current training state off the event loop; it may raise `StateError`. So does ``sketch()``.
-    ``loss()`` is the mean loss of the samples for the next step, or None.
-    """
+    NOTHING = "nothing"
+    LOCAL_STEP = "a local step"
+    ROUND = "a round"
+    CATCH_UP = "catching up"  # the swarm moved on without it
 
-    def __init__(
-        self,
-        services: PeerServices,
-        settings: TrainingSettings,
-        own: ProgressRecord,
-        numel: int,
-        schema: bytes,
-        snapshot: Callable[[], Snapshot],
-        sketch: Callable[[], StateSketch],
-        loss: Callable[[], float | None],
-    ) -> None:
-        super().__init__(services, settings, own)
-        peers = services.peers
-        patience_s = settings.matchmaking_timeout_s
-        self._numel = numel
-        self._schema = schema
-        self._limit_bytes = most_state_bytes(numel)
-        self._bandwidth = LinkBandwidth(peers)
-        self._shares = AdaptiveShares()
-        self._matchmaker = Matchmaker(
-            services.router,
-            settings.prefix,
-            expected=self._expected,
-            on_called=self._on_called,
-            believed_s=self.progress.forecast.believed_s,
-            stands=self.progress.election.stands,
-            strategy=self._shares,
-            settings=GroupFormationSettings(patience_s, patience_s, heaviest=HEAVIEST),
-        )
-        standing = Standing(
-            peers.id,
-            self.progress.election.account_of,
-            peers.read_at,
-            services.events,
-            self.progress.forecast.longest_s,
-        )
-        self._matchmaker.own = self._terms
-        self._matchmaker.standing = standing
-        services.averager.standings[settings.prefix] = standing
-        self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
-        self._called: tuple[int, bytes] | None = None
-        self._applying = False
-        self._snapshot = snapshot
-        self._sketch = sketch
-        self._loss = loss
-        self._state_check = StateCheck()
-        self._deviant = False  # this peer's state is not that of most others
-        self._stop_listening = peers.on_lost(self._on_lost)
+
+_IN_A_ROUND = (TrainerState.AVERAGING, TrainerState.APPLYING)
+
+
+class Collaboration:
+    """One trainer's part in the swarm, by its ``rounds``."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.progress = rounds.progress
+        self.state = TrainerState.JOINING
+        self._services = rounds.services
+        self._aside = False  # a round runs beside the trainer, which computes on
+        self._steps_alone = 0  # since the last round
+
+    def _enter(self, event: TrainerEvent) -> None:
+        self.state = next_state(self.state, event)
 
     async def start(self) -> None:
-        # A resumed peer has no vote until it has read the records: it must not call the others back.
-        self._update(idle=not self.progress.known.own.syncing)
-        await self.on_gate()
-        await self._exchange()
-        own = self.progress.known.own
-        self._update(idle=own.idle and self.progress.election.branch().step > own.step)
-        self._tasks.spawn(self._keep_exchanging())
-
-    def _check(self) -> None:
-        if differs := self.progress.election.disagreement():
-            self.services.events.emit(Fault(loop_now(), "this peer's settings", differs))
-            raise MismatchError(
-                f"the swarm trains this model with other settings: {differs}. Use the swarm's, or pass another "
-                "name=… to swarm.optimizer(…)"
-            )
+        """Enter the run; a trainer that resumes may compute at once."""
+        self.on_gate()
+        await self.rounds.start()
+        if not self.progress.known.own.syncing:
+            self._enter(TrainerEvent.JOINED)
+        self.on_gate()
 
     async def stop(self) -> None:
-        await self.settled()
-        await self.services.averager.drain(self._settings.prefix)
-        self.kill()
-        await self._publish(ttl_s=0.5)
+        """Serve the last round to its end, then leave."""
+        self._enter(TrainerEvent.LEAVES)
+        await self.rounds.stop()
+        self._enter(TrainerEvent.LEFT)
 
     def kill(self) -> None:
-        self._stop_listening()
-        self._tasks.cancel()
-        self._matchmaker.close()
-        self._states.close()
+        """Leave without notice."""
+        self._enter(TrainerEvent.LEFT)
+        self.rounds.kill()
 
-    def _on_lost(self, peer: PeerId) -> None:
-        if self.progress.known.on_lost(peer, now=loop_now()):
-            self.services.events.emit(PeerLeft(loop_now(), peer.hex(), "its link broke"))
-            self._wake.set()
+    def on_gate(self) -> None:
+        """Publish that this peer was paused or resumed, so that no round waits for it."""
+        paused = self._services.gate.closed
+        known = self.progress.known
+        if paused != known.own.paused:
+            # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
+            known.update(paused=paused, idle=not paused)
+            known.news.set()
+            if paused:
+                self.rounds.throughput.wait()
+            else:
+                self.rounds.throughput.work(loop_now())
+        if paused and self.state in (TrainerState.COMPUTING, TrainerState.WAITING):
+            self._enter(TrainerEvent.PAUSED)
+        elif not paused and self.state is TrainerState.PAUSED:
+            self._enter(TrainerEvent.RESUMED)
 
-    async def _keep_exchanging(self) -> None:
-        while True:
-            await wait_until(loop_now() + self._period_s(), self._moved)
-            self._moved.clear()
-            try:
-                await self._exchange()
-            except PeerError as error:
-                logger.info("progress not exchanged: %s", error)
+    async def report(self, samples: float, *, dropped: str | None = None) -> Due:
+        """Count a micro-batch and return what to do next; ``dropped``: why it does not count.
 
-    def _period_s(self) -> float:
-        if self._called is not None:  # the round is forming
-            return 5.0
-        eta_s = self.progress.forecast.seconds_to_batch(loop_now())  # infinite: no speed is known yet
-        return 1.0 if eta_s == math.inf else min(max(eta_s / 4, 0.25), MAX_REPORT_S)
-
-    async def _exchange(self) -> None:
-        await self._publish(ttl_s=4 * max(self._period_s(), 15.0))
-        await self.refresh()
-
-    async def _publish(self, *, ttl_s: float) -> None:
-        own = self.progress.known.own
-        if self._throughput.idle(loop_now()) and own.computes:
-            self._update(idle=True)
-        addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
-        up, down = self._bandwidth.known()
-        self._update(addresses=addresses, reduces=bool(addresses), upload_bps=up, download_bps=down)
-        if (loss := await asyncio.to_thread(self._loss)) is not None:  # it may wait for a GPU
-            self._update(loss=loss)
-        await self.services.dht.publish(
-            progress_key(self._settings.prefix), self.progress.known.own, ttl_s=ttl_s
-        )
-
-    async def refresh(self) -> Branch:
-        await self.progress.refresh(
-            self.services.dht, self.services.peers, self._matchmaker.standing.suspects(loop_now())
-        )
-        if donors := self._state_check.judge(*self.progress.election.sketches(), now=loop_now()):
-            text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"
-            self.services.events.emit(Fault(loop_now(), "this peer's state", text))
-            self.progress.election.distrust(donors, now=loop_now())
-            self._deviant = True
-            self._update(syncing=True)
-        self._publish_sketch()
-        self._wake.set()
-        return self.progress.election.branch()
-
-    async def _take_sketch(self) -> None:
-        sketch = await asyncio.to_thread(self._sketch)
-        if sketch.step % SKETCH_STEPS == 0:  # else the trainer went on
-            self._state_check.on_sketch(sketch)
-            self._publish_sketch()
-
-    def _publish_sketch(self) -> None:
-        if (sketch := self._state_check.published) != self.progress.known.own.sketch:
-            self._update(sketch=sketch)
-            self._moved.set()
-
-    async def _state(self) -> str:
-        """Return a digest for the history; with local steps no two states are equal."""
-        with suppress(StateError):
-            if self._settings.local_steps == 1:
-                return (await asyncio.to_thread(self._snapshot)).manifest.root.hex()
-        return ""
-
-    @property
-    def behind(self) -> bool:
-        return self.progress.election.behind
-
-    async def on_loaded(self) -> None:
-        own = self.progress.known.own
-        events = self.services.events
-        if events.detailed:
-            events.emit(Loaded(loop_now(), own.step, own.lineage.hex(), await self._state()))
-
-    def _due(self) -> Due:
-        own = self.progress.known.own
-        if own.paused:
-            return "nothing"
-        if self._averaging_aside:  # one round at a time
-            # The others' records still tell of the samples before it.
-            return self._due_alone(
-                own.samples * self.progress.forecast.samples_per_s() / (own.samples_per_s or math.inf)
+        Raises `MismatchError` if most others train with other settings.
+        """
+        if self._services.pace is not None:
+            await asyncio.sleep(self._services.pace(samples))
+        self.rounds.check()
+        self.on_gate()
+        self._enter(TrainerEvent.REPORTED)
+        self.rounds.until = float("inf")
+        throughput = self.rounds.throughput
+        throughput.on_batch(samples, loop_now())
+        await self._end_idle()
+        if dropped is not None:
+            self._services.events.emit(BatchDropped(loop_now(), dropped))
+        else:
+            self.rounds.computed += samples
+            self.progress.known.update(
+                samples=self.progress.known.own.samples + samples,
+                samples_per_s=throughput.samples_per_s,
+                batch_s=throughput.batch_s,
             )
-        if own.syncing or self.progress.election.behind:
-            return "catching up"
-        called = self._called == (own.step, own.lineage) and not self.progress.forecast.early_s(loop_now())
-        if called or self.progress.forecast.batch_full(loop_now()):
-            return "a round"
-        return self._due_alone(self.progress.forecast.samples(loop_now()))
+        return self._due()
+
+    async def wait_due(self, deadline: float) -> Due:
+        """Wait until there is something to do, or the ``deadline`` (loop time)."""
+        self.on_gate()
+        self.rounds.until = deadline
+        self.rounds.throughput.wait()
+        await self._end_idle()
+        try:
+            while (due := self._due(waiting=True)) is Due.NOTHING and loop_now() < deadline:
+                if self.state is TrainerState.COMPUTING:
+                    self._enter(TrainerEvent.RAN_OUT)
+                self.rounds.check()
+                self.progress.known.news.clear()
+                await wait_until(deadline, self.progress.known.news)
+        finally:  # also if the user interrupts the wait
+            if self.state is TrainerState.WAITING:
+                self._enter(TrainerEvent.WENT_ON)
+        self.rounds.throughput.work(loop_now())
+        return due
 
     async def _end_idle(self) -> None:
         """Look for the others' steps before an idle trainer goes on: it has no vote until then."""
         if self.progress.known.own.idle:
             with suppress(PeerError):
-                await self.refresh()
-            if not self.progress.election.behind:
-                self._update(idle=False)
+                await self.rounds.refresh()
+            if not self.rounds.behind:
+                self.progress.known.update(idle=False)
 
-    async def _take_round(self, given: RoundInput, apply: Apply, *, aside: bool) -> RoundResult | None:
-        result = None
-        try:
-            if (result := await self._try_round(given, aside=aside)) is not None:
-                await self._settle(self._apply(given.values, result, apply, aside=aside))
-            return result
-        finally:
-            self._applying &= result is not None
-
-    async def _try_round(self, given: RoundInput, *, aside: bool) -> RoundResult | None:
-        if not aside:
-            self._throughput.wait()
-        self._applying = True  # a faster member may call the next round before the last mean arrives here
-        try:
-            result = await self._round(self.progress.known.own, given)
-            return result if any(member.weight for member in result.group.members) else None
-        except PeerError as error:
-            logger.info("no round for step %d: %s", self.progress.known.own.step, error)
-            await self.refresh()
-            return None
-        finally:
-            if not aside:
-                self._throughput.work(loop_now())
-
-    async def _apply(self, mean: Floats, result: RoundResult, apply: Apply, *, aside: bool) -> None:
-        try:
-            lineage = await asyncio.to_thread(apply, mean)
-        finally:
-            self._applying = False
-        self._states.outdate()
-        self._advance(lineage, result, aside=aside)
-        step = self.progress.known.own.step
-        for peer in result.samples:
-            self._matchmaker.standing.earn(peer, loop_now())
-        if self.services.events.detailed:
-            state = await self._state()
-            self.services.events.emit(result.applied(mean, step, lineage, state, now=loop_now()))
-        if step % SKETCH_STEPS == 0:
-            self._tasks.spawn(self._take_sketch())
-
-    async def _round(self, own: ProgressRecord, given: RoundInput) -> RoundResult:
-        began_at = loop_now()
-        group = await self._find_group(own, given)
-        self._called = None
-        if given.weight and self.services.events.detailed:
-            told = contributed(
-                group, given.values, given.weight, given.samples, self._computed, now=loop_now()
-            )
-            self.services.events.emit(told)
-        result = await self.services.averager.average(group, given.values, given.encoding, bounded=True)
-        self._bandwidth.on_round(result)
-        if not result.spans_lost and len(result.contributors) > 1:
-            shares = [member.share for member in group.members]
-            self._shares.on_round(shares, group.predicted_s, result.exchange_s)
-        self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
-        return result
-
-    def _terms(self, step: int, lineage: bytes) -> RoundTerms:
-        settings = self._settings
-        codecs = settings.compression, settings.mean_compression
-        return RoundTerms(settings.prefix, step, lineage, self._numel, self._schema, *codecs)
-
-    async def _find_group(self, own: ProgressRecord, given: RoundInput) -> Group:
-        reduces = bool(self.services.peers.contact.addresses) and not own.syncing
-        terms = self._terms(own.step, own.lineage)
-        bandwidth = self._bandwidth.known()
-        metered = self.services.peers.metered
-        ticket = Ticket(terms, given.weight, reduces, *bandwidth, metered=metered, samples=given.samples)
-        candidates = await self._expected(own.step, own.lineage)
-        awaited = self.progress.known.waiting(own.step, own.lineage) & self.services.peers.linked()
-        return await self._matchmaker.join(ticket, candidates, loop_now() + ROUND_TIMEOUT_S, awaited=awaited)
-
-    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
-        # By their records, the last round or a call: a record may be late.
-        expected = self.progress.known.participants(step, lineage) | self.progress.known.assistants.keys()
-        # This peer does not follow those who are ahead: they would say that the step is done.
-        records = self.progress.known.all
-        others = {peer for peer, record in records.items() if record.absent or record.step > step}
-        return sorted((expected | self._matchmaker.likely(step, lineage)) - others)
-
-    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+    def _due(self, *, waiting: bool = False) -> Due:
         own = self.progress.known.own
-        step = terms.step
-        lineage = terms.lineage
-        applying = self._applying and step == own.step + 1  # its lineage is known when the update is done
-        ahead = self.progress.known.all.get(caller, own).step > step  # by its record: nobody expects it here
-        if own.absent or ahead or not (own.syncing or applying or (own.step, own.lineage) == (step, lineage)):
-            return None
-        if caller != self.services.peers.id:  # its own organizer has begun, and would follow itself forever
-            self._called = (step, lineage)
-            self._wake.set()
-        patience_s = self._settings.matchmaking_timeout_s
         now = loop_now()
-        ready_in_s = 0.0 if own.syncing else self._throughput.ready_in_s(now, patience_s=patience_s)
-        early_s = 0.0 if own.syncing or applying else self.progress.forecast.early_s(now)
-        return None if ready_in_s is None else max(ready_in_s, early_s)
+        if own.paused:
+            return Due.NOTHING
+        if not self._aside:
+            if own.syncing or self.rounds.behind:
+                return Due.CATCH_UP
+            if self.rounds.round_due(now, waiting=waiting):
+                return Due.ROUND
+        steps = self.rounds.samples(now, aside=self._aside) / self.rounds.settings.target_batch_size
+        if self.rounds.settings.local_steps == 1 or steps < self._steps_alone + 1:
+            return Due.NOTHING
+        self._steps_alone += 1
+        return Due.LOCAL_STEP
+
+    async def contribute(
+        self, contribution: RoundInput, *, aside: bool = False
+    ) -> AsyncGenerator[RoundOutcome, None]:
+        """Yield the means of the round of this peer's step; none if there was no round.
+
+        The caller applies each one, and calls `on_applied`, before it asks for the next.
+        ``aside``: the trainer computes on meanwhile.
+        """
+        known = self.progress.known
+        if contribution.loss is not None:
+            known.update(loss=contribution.loss)
+        if aside:
+            self._aside = True
+            self._steps_alone = 0
+            known.update(samples=0.0)
+        over = False
+        try:
+            self._begin_averaging()
+            async with aclosing(self.rounds.contribute(contribution)) as outcomes:
+                async for outcome in outcomes:
+                    self._end_averaging(TrainerEvent.MEAN_ARRIVED)
+                    over = outcome.over
+                    yield outcome
+                    if not over:
+                        self._begin_averaging()
+        finally:
+            if self.state in _IN_A_ROUND:
+                self._end_averaging(TrainerEvent.NO_MEAN)
+            if aside and not over:
+                known.update(samples=known.own.samples + contribution.samples)  # for the next try
+            self._aside = False
+            self.on_gate()
+            known.news.set()
+        if not (over or aside):
+            self.rounds.check()
+
+    def _begin_averaging(self) -> None:
+        self._enter(TrainerEvent.CONTRIBUTED)
+        if not self._aside:
+            self.rounds.throughput.wait()
+
+    def _end_averaging(self, event: TrainerEvent) -> None:
+        self._enter(event)
+        if not self._aside:
+            self.rounds.throughput.work(loop_now())
+
+    async def on_applied(self, outcome: RoundOutcome, lineage: bytes) -> None:
+        """Move one step further: the trainer took a step with the mean, and has this lineage now."""
+        self._enter(TrainerEvent.APPLIED)
+        known = self.progress.known
+        # Samples that a trainer computed beside its round, or before its own round is over, count for the next.
+        keeps = self._aside or not outcome.over
+        if not keeps:
+            self._steps_alone = 0
+        known.advance(lineage, samples=known.own.samples if keeps else 0.0)
+        known.urgent.set()
+        result = outcome.result
+        now = loop_now()
+        step = known.own.step
+        members = [member.id for member in result.group.members]
+        self.progress.on_round(members, step, lineage, samples=result.samples, now=now)
+        self._services.events.emit(StepFinished(now, step, sum(result.samples.values()), known.own.loss))
+        await self.rounds.on_applied(outcome)
 
     async def catch_up(self) -> CaughtUp | None:
+        """Return the swarm's state, or None if this peer's own state counts.
+
+        Raises `StateError` if the state is not to be had, and this peer has none; `MismatchError` if the swarm
+        trains with other settings.
+        """
         has_state = not self.progress.known.own.syncing
-        self._called = None
-        self._applying = False
-        self._update(syncing=True, samples=0.0, idle=False)
-        await self._exchange()
-        self._check()
-        branch = self.progress.election.branch()
-        own = self.progress.known.own
-        if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._deviant:
-            self._update(syncing=False)  # equal parameters already, or no other peer
-            return None
-        capacity = max(1, _MAX_REPLAY_BYTES // (4 * self._numel))
+        self._enter(TrainerEvent.FELL_BEHIND)
+        self.progress.known.update(syncing=True, samples=0.0, idle=False)
         try:
-            caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
-            self._deviant = False
-            if caught_up is None:
-                self._update(syncing=False)
-            else:
-                self._state_check.on_loaded(caught_up[0].donors)
-            return caught_up
-        except StateError:
-            if not has_state:
-                self.progress.election.trust_all()  # the next attempt tries all peers
-            raise
+            caught_up = await self.rounds.take_state(has_state=has_state)
         finally:
-            self._throughput.active_at = loop_now()
+            self.rounds.throughput.active_at = loop_now()
+        if caught_up is None:
+            self._catch_up_done()
+        return caught_up
 
-    async def wait_called(self) -> None:
-        while self._called is None:
-            self._wake.clear()
-            await self._wake.wait()
-
-    async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
-        """Follow the round of the call; return its complete mean by step and lineage."""
-        assert self._called is not None
-        (step, lineage) = self._called
-        self._called = None
-        values = np.zeros(self._numel, np.float32)
-        own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
-        try:
-            result = await self._round(own, RoundInput(values, 0.0, 0.0, UploadEncoding()))
-        except PeerError as error:
-            logger.info("round %d not followed: %s", step, error)
-            return {}
-        return {} if result.kept_local else {(step, lineage): values}
-
-    async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+    async def on_loaded(self, step: int, lineage: bytes) -> None:
+        """The trainer has loaded what `catch_up` returned, and is at this step and lineage."""
+        own = self.progress.known.own
         self._steps_alone = 0
-        self._matchmaker.forget(step, lineage)
-        self.progress.leap(step, lineage, syncing=syncing)
-        self._moved.set()
+        if (own.step, own.lineage) != (step, lineage):
+            self.rounds.adopt(step, lineage)
+        self._catch_up_done()
+        if self._services.events.detailed:
+            digest = await self.rounds.state_digest()
+            self._services.events.emit(Loaded(loop_now(), step, lineage.hex(), digest))
 
-    async def distrust(self, donors: Sequence[PeerId]) -> None:
-        self.progress.election.distrust(donors, now=loop_now())
+    def _catch_up_done(self) -> None:
+        self.progress.known.update(syncing=False)
+        self._enter(TrainerEvent.CAUGHT_UP)
+        self.on_gate()
 
-    async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
-        """Fetch the state from the donors, or through an assistant if they are unreachable."""
-        started = loop_now()
-        self.services.rng.shuffle(donors)
-        try:
-            snapshot = await self._states.download(donors, self._limit_bytes, timeout_s)
-        except StateError:
-            if not self.progress.known.assistants:
-                raise
-            snapshot = await self._states.download(
-                list(self.progress.known.assistants), self._limit_bytes, timeout_s
-            )
-        state = snapshot.manifest
-        now = loop_now()
-        names = tuple(donor.hex() for donor in snapshot.donors)
-        self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, now - started))
-        return snapshot
+    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+        """Move this peer's record to a state that it has loaded or, ``syncing``, still needs."""
+        self._steps_alone = 0
+        self.rounds.adopt(step, lineage, syncing=syncing)

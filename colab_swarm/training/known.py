@@ -4,6 +4,7 @@ A record is a moment old. So a round's result outweighs the older record of a pe
 for a few reads, and a peer whose link broke is ignored until it publishes a newer record.
 """
 
+import asyncio
 import math
 from collections.abc import Container, Iterable, Mapping
 
@@ -21,7 +22,9 @@ _MOST_ASSISTANTS = 16
 class KnownRecords:
     """The records of this peer, of the other trainers and of assistants.
 
-    ``own`` is replaced by the trainer; ``others`` at each reading, by rounds and by lost links.
+    ``own`` is replaced by the trainer; ``others`` at each reading, by rounds and by lost links. Two events are
+    signals to tasks on the event loop: ``news`` to the trainer, that a round may be due; ``urgent`` to the one that
+    publishes ``own``, that the others should hear of it at once.
     """
 
     def __init__(self, me: PeerId, own: ProgressRecord) -> None:
@@ -29,6 +32,10 @@ class KnownRecords:
         self.own = own
         self.others: dict[PeerId, ProgressRecord] = {}  # those that count
         self.assistants: dict[PeerId, AssistantRecord] = {}  # believed alive
+        # The round to which another peer called this one, until it takes part. `LinkRounds` writes this.
+        self.called: tuple[int, bytes] | None = None
+        self.news = asyncio.Event()
+        self.urgent = asyncio.Event()
         self.found: Mapping[PeerId, Found] = {}  # roles and vouchers, as last read
         # A peer's step, and a time when it was not there yet.
         self.step_at: dict[PeerId, tuple[int, float]] = {}
@@ -123,6 +130,13 @@ class KnownRecords:
         if trainer is not None or assistant is not None:
             self._lost[peer] = self._read.get(peer), now
         return trainer is not None
+
+    def update(self, **changes: object) -> None:
+        """Change fields of the own record."""
+        before = self.own
+        self.own = msgspec.structs.replace(before, **changes)
+        if changes.keys() & {"syncing", "paused", "idle"} and self.own != before:
+            self.urgent.set()
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""

@@ -10,8 +10,8 @@ minutes, or less often where that takes long, and once more after an interrupt a
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.agreement import agreement_of
-from colab_swarm.training.catch_up import CaughtUp
-from colab_swarm.training.collaboration import Collaboration
+from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
-from colab_swarm.training.part import Due, TrainingPart
+from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of, uninterrupted
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint, shapes_at
 
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0  # how often a waiting trainer checks whether the session ends
 SAVE_S = 120.0
+_END_S = 60.0  # for a round that was interrupted
 _MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
 
@@ -67,10 +68,10 @@ class SwarmOptimizer(WrappedOptimizer):
         name: str,
         folder: CheckpointFolder | None = None,
         before: "SwarmOptimizer | None" = None,
-        part: Callable[..., TrainingPart] = Collaboration,
+        rounds: Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedModel], Rounds] = LinkRounds,
     ) -> None:
         """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the closed one of this name."""
-        self._part = part
+        self._rounds = rounds
         self._runtime = runtime
         self._services = services
         self.settings = settings
@@ -87,6 +88,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self.raises_at_end = True  # after the session's end; else `step` does nothing
         # A round that runs while the trainer computes.
         self._flight: tuple[asyncio.Task[RoundResult | None], RoundInput] | None = None
+        self._averaging: asyncio.Task[Any] | None = None  # a round for which the trainer waits
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
@@ -98,7 +100,7 @@ class SwarmOptimizer(WrappedOptimizer):
         resumed = self._resume(folder, before)
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
-            if not resumed or self.collaboration.behind:
+            if not resumed or self.collaboration.rounds.behind:
                 self._synchronize(tries=3)
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
@@ -121,7 +123,7 @@ class SwarmOptimizer(WrappedOptimizer):
             raise StateError(f"{error}; {where}") from error
         return True
 
-    async def _start(self, name: str, *, syncing: bool) -> TrainingPart:
+    async def _start(self, name: str, *, syncing: bool) -> Collaboration:
         replica = self._replica
         settings = self.settings
         own = ProgressRecord(
@@ -134,16 +136,14 @@ class SwarmOptimizer(WrappedOptimizer):
             name=name,
             agreement=self._agreement,
         )
-        collaboration = self._part(
-            self._services,
-            settings,
-            own,
+        model = TrainedModel(
             replica.numel,
             blake3(replica.schema + repr(self._agreement).encode()).digest(LINEAGE_BYTES),
             replica.snapshot,
             replica.sketch,
             lambda: self._gathered.loss.value,
         )
+        collaboration = Collaboration(self._rounds(self._services, settings, own, model))
         try:
             await collaboration.start()
         except BaseException:  # also an interrupt
@@ -283,7 +283,7 @@ class SwarmOptimizer(WrappedOptimizer):
             result = self._act(due) or self._land(wait=True)
             self._replica.refresh()
             over = until == deadline or self._hand_over_s is not None
-            if result is not None or due == "catching up" or (due == "nothing" and over):
+            if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
                 return result
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
@@ -315,7 +315,10 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _restart(self, state: Any) -> None:
         self._take_up(state)
-        self._runtime.call(self.collaboration.adopt(self._replica.step, self._replica.lineage))
+        self._runtime.call(self._adopt(syncing=False))
+
+    async def _adopt(self, *, syncing: bool) -> None:
+        self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=syncing)
 
     def _take_up(self, state: Any) -> None:
         feedback = self._gathered.feedback_of(state)
@@ -354,6 +357,7 @@ class SwarmOptimizer(WrappedOptimizer):
         if flight is not None:
             flight[0].cancel()
             await asyncio.wait([flight[0]])
+        await self._averaged()
         self._tasks.cancel()
         await self.collaboration.stop()
 
@@ -403,32 +407,54 @@ class SwarmOptimizer(WrappedOptimizer):
             self._recover()
 
     def _act(self, due: Due) -> RoundResult | None:
-        if due == "catching up":
+        if due is Due.CATCH_UP:
             try:
                 self._synchronize()
             except StateError as error:
                 logger.warning("this peer is behind, and will try again: %s", error)
                 self._services.events.emit(Fault(self._runtime.time(), "catching up", str(error)))
-        elif due == "a local step":
+        elif due is Due.LOCAL_STEP:
             uninterrupted(self._gathered.step)
-        elif due == "a round" and self._replica.rule.delayed:
+        elif due is Due.ROUND and self._replica.rule.delayed:
             uninterrupted(self._take_off)
-        elif due == "a round":
-            given = uninterrupted(self._gathered.contribution)
-            return self._runtime.call(self.collaboration.average(given, partial(self._apply, given, True)))
+        elif due is Due.ROUND:
+            return self._runtime.call(self._average(uninterrupted(self._gathered.contribution)))
         return None
 
-    def _apply(
-        self, given: RoundInput, all_of_them: bool, mean: Floats, *, counted: bool = True, over: bool = True
-    ) -> bytes:
-        """Take a step with a mean, which ``counted`` the contribution or not; until it is ``over``, more come."""
+    async def _average(self, contribution: RoundInput, *, aside: bool = False) -> RoundResult | None:
+        """Contribute, and take a step with each mean that comes of it; ``aside``: while the trainer computes on.
+
+        Returns None if no mean counted the contribution. An interrupt stops the round, but no step that has begun:
+        parameters and record must agree.
+        """
+        if not aside:
+            self._averaging = asyncio.current_task()
+        result = None
+        async with aclosing(self.collaboration.contribute(contribution, aside=aside)) as outcomes:
+            async for outcome in outcomes:
+                await _to_its_end(self._advance(contribution, outcome, aside=aside))
+                if outcome.over:
+                    result = outcome.result
+        return result
+
+    async def _advance(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> None:
+        lineage = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
+        await self.collaboration.on_applied(outcome, lineage)
+
+    def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> bytes:
+        """Take a step with a mean, and return the new lineage."""
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
-            lineage = self._replica.apply(mean)
-            if counted:
-                self._gathered.on_delivered(given)
-        if all_of_them and over:
+            lineage = self._replica.apply(outcome.mean)
+            if outcome.counted:
+                self._gathered.on_delivered(contribution)
+        if outcome.over and not aside:
             self._gathered.forget()
         return lineage
+
+    async def _averaged(self) -> None:
+        """Wait until an interrupted round has ended, and a step that had begun is taken and recorded."""
+        if self._averaging is not None:
+            await asyncio.wait([self._averaging], timeout=_END_S)
 
     def _take_off(self) -> None:
         self._land(wait=True)  # the last one may have ended just now
@@ -440,8 +466,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._replica.refresh()
 
     async def _begin(self, given: RoundInput) -> asyncio.Task[RoundResult | None]:
-        aside = self.collaboration.average(given, partial(self._apply, given, False), aside=True)
-        return asyncio.create_task(aside, name="delayed update")
+        return asyncio.create_task(self._average(given, aside=True), name="delayed update")
 
     def _land(self, *, wait: bool = False, timeout_s: float | None = None) -> RoundResult | None:
         if self._flight is None:
@@ -487,9 +512,9 @@ class SwarmOptimizer(WrappedOptimizer):
             for mean in means:
                 self._replica.apply(mean)
             self._gathered.forget()
-            self._runtime.call(self.collaboration.on_loaded())
+            self._runtime.call(self.collaboration.on_loaded(self._replica.step, self._replica.lineage))
         except StateError:
-            self._runtime.call(self.collaboration.distrust(snapshot.donors))
+            self._runtime.call(self.collaboration.rounds.distrust(snapshot.donors))
             raise
         finally:
             self._recover()  # at once: by its record this peer has caught up already
@@ -497,8 +522,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def _recover(self) -> None:
         own = self.collaboration.progress.known.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
-            adopt = self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
-            self._runtime.call(adopt)
+            self._runtime.call(self._adopt(syncing=True))
 
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
@@ -524,7 +548,7 @@ class SwarmOptimizer(WrappedOptimizer):
                     self.close(hand_over_s=hand_over_s)
                     require(not self.raises_at_end, self._why, RuntimeError)
         except KeyboardInterrupt:
-            uninterrupted(lambda: self._runtime.call(self.collaboration.settled()))
+            uninterrupted(lambda: self._runtime.call(self._averaged()))
             threading.Thread(target=self._save_progress, name="colab-swarm-save", daemon=True).start()
             print(
                 f"Interrupted at step {self.global_step} of the swarm. {self._gathered.samples:g} samples that are "
@@ -536,6 +560,16 @@ class SwarmOptimizer(WrappedOptimizer):
         inner = type(self._replica.rule.optimizer).__name__
         here = f"{self._gathered.samples:g} of {self.settings.target_batch_size:g} samples here"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here})"
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work`` to its end even if this task is cancelled; the cancellation is raised afterwards."""
+    task = asyncio.create_task(work, name="apply")
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _warn_of_frozen(rule: UpdateRule) -> None:

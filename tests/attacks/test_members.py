@@ -125,7 +125,7 @@ def test_a_viewer_near_the_progress_key_neither_counts_nor_organizes(tmp_path: P
 
 def poisoned(trainer: Trainer, poison: float) -> Snapshot:
     """The state of a trainer, at step 5000, with other parameters and a learning rate that ruins a model."""
-    held = trainer.optimizer.collaboration._snapshot()
+    held = trainer.optimizer.collaboration.rounds.model.snapshot()
     state = unpack(held.manifest.layout, held.blob.copy())
     state["step"], state["lineage"] = 5000, b"m" * 16
     state["parameters"] = [torch.full_like(one, poison) for one in state["parameters"]]
@@ -163,7 +163,7 @@ def test_four_identities_of_one_invitation_move_nobody_to_their_step(poison: flo
 
 def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted() -> None:
     async def forge() -> Snapshot:
-        forged.append(forger.optimizer.collaboration._snapshot())
+        forged.append(forger.optimizer.collaboration.rounds.model.snapshot())
         honest_one = forged[-1].manifest
         state = unpack(honest_one.layout, forged[-1].blob.copy())
         state["parameters"] = [one + 1.0 for one in state["parameters"]]
@@ -175,7 +175,7 @@ def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted()
         forger = honest.trainer(honest.join("mallory"))
         forger.thread.start()
         honest.wait(lambda: forger.steps >= KNOWN_STEPS, "attack")
-        forger.optimizer.collaboration._states._provide = forge
+        forger.optimizer.collaboration.rounds._states._provide = forge
         joiners: list[Trainer] = []
         while not forged and len(joiners) < 6:
             joiners.append(honest.trainer(honest.join(f"dave-{len(joiners)}")))
@@ -358,12 +358,12 @@ def honest_steps(ahead: int) -> int:
         swarm.runtime.call(lie(swarm, optimizer.collaboration))
 
     async def lie(swarm: Swarm, liar: Collaboration) -> None:
-        liar._states._provide = asyncio.Event().wait  # type: ignore[assignment]
-        liar._throughput.wait()  # nor does it seem idle
+        liar.rounds._states._provide = asyncio.Event().wait  # type: ignore[assignment]
+        liar.rounds.throughput.wait()  # nor does it seem idle
         while True:
             steps = [one.step for one in liar.progress.known.all.values() if one.name in HONEST]
             liar.progress.leap(max(steps) + ahead, swarm.name.encode(), syncing=False)
-            await liar._exchange()
+            await liar.rounds._records.exchange()
             await asyncio.sleep(0.5)
 
     with cs.simulate(7 if ahead else 3, seed=1, samples_per_s=2.0) as simulation:

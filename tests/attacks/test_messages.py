@@ -75,7 +75,7 @@ class Full:
             calls=sum(len(link._answering) for link in links),
             links=len(links),
             rounds=len(averager._rounds),
-            forming=len(collaboration._matchmaker._forming),
+            forming=len(collaboration.rounds._matchmaker._forming),
             tasks=len(asyncio.all_tasks(self.alice.runtime._loop)),
         )
 
@@ -218,7 +218,7 @@ def test_a_manifest_of_gigabytes_costs_no_memory(
     monkeypatch.setattr(chunks_module.np, "empty", spy)
     try:
         with pytest.raises(StateError, match=r"bytes are too many|not a valid Manifest"):
-            full.call(collaboration._states.download([full.mallory.id], collaboration._limit_bytes))
+            full.call(collaboration.rounds._states.download([full.mallory.id], 1 << 28))
     finally:
         full.mallory.services.router.unserve(prefix, DescribeState)
     assert asked and max(allocated, default=0) < 1 << 28

@@ -5,6 +5,7 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from timeit import timeit
@@ -25,8 +26,10 @@ from colab_swarm.net.peers import Contact
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.collaboration import Collaboration
+from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.progress import next_lineage
 from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.rounds import TrainedModel
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.sketch import StateSketch
 from tests.benchmarks.harness import (
@@ -171,22 +174,23 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         raise AssertionError("no peer falls behind in this benchmark")
 
     async def begin() -> Collaboration:
-        own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=True, reduces=True, name=swarm.name)
+        own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=False, reduces=True, name=swarm.name)
         settings = TrainingSettings(
             "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
         )
-        made = Collaboration(
-            swarm.services, settings, own, numel, b"", no_state, lambda: StateSketch(1, b"", ()), lambda: None
-        )
+        model = TrainedModel(numel, b"", no_state, lambda: StateSketch(1, b"", ()), lambda: None)
+        made = Collaboration(LinkRounds(swarm.services, settings, own, model))
         await made.start()
-        await made.adopt(0, b"same")
         return made
 
     async def step() -> None:
         await collaboration.report(1.0)
         lineage = collaboration.progress.known.own.lineage
         given = RoundInput(values, 1.0, 1.0, UploadEncoding())
-        await collaboration.average(given, partial(next_lineage, lineage))
+        async with aclosing(collaboration.contribute(given)) as outcomes:
+            async for outcome in outcomes:
+                after = await asyncio.to_thread(next_lineage, lineage, outcome.mean)
+                await collaboration.on_applied(outcome, after)
 
     swarm = enter(*invites, name=f"peer-{time.monotonic_ns()}")
     collaboration = swarm.runtime.call(begin())

@@ -15,7 +15,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.experiments.report import Report, reports
-from colab_swarm.mailbox.collaboration import MailboxCollaboration
+from colab_swarm.mailbox.collaboration import BucketRounds
 from colab_swarm.swarm.swarm import Swarm
 
 PEERS = 4
@@ -56,8 +56,8 @@ def rounds(address: str, count: int) -> tuple[list[float], float]:
             if (result := optimizer.step(samples=1)) is not None and len(result.contributors) == PEERS:
                 begun[optimizer.global_step].append(began)
                 ended[optimizer.global_step].append(time.monotonic())
-        part = optimizer.collaboration
-        assert isinstance(part, MailboxCollaboration)
+        part = optimizer.collaboration.rounds
+        assert isinstance(part, BucketRounds)
         requests.append(part.requests / count)
 
     with ExitStack() as stack:

@@ -16,6 +16,7 @@ from colab_swarm.events import BatchDropped, Notice, StateReceived
 from colab_swarm.mailbox.rounds import LEFT, Farewell, RoundChain
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.collaboration import Due
 from tests.mailbox.run import SETTINGS, Trained, agree, count, fail, faults, manifests, train
 from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
@@ -52,7 +53,7 @@ def test_keys_that_cannot_delete_are_enough_for_all_members_but_one() -> None:
     def life(swarm: Swarm) -> bytes:
         optimizer = join_training(swarm, net := model(), **SETTINGS)
         if swarm.name != "alice":
-            optimizer.collaboration._journal.bucket.delete = refuse  # type: ignore[attr-defined]
+            optimizer.collaboration.rounds._journal.bucket.delete = refuse  # type: ignore[attr-defined]
         while optimizer.global_step < 52:
             take(optimizer, net, optimizer.global_step, slice(0, 4))
         return optimizer.lineage
@@ -87,7 +88,7 @@ def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> Non
                 """Bob's farewell in alice's name, in each round."""
                 folder, _, name = path.rpartition("/")
                 if name == bob.id.hex():
-                    part: Any = bob.optimizers["model"].collaboration
+                    part: Any = bob.optimizers["model"].collaboration.rounds
                     journal, chain = part._journal, part._chain
                     await write(
                         f"{folder}/{sim.swarms['alice'].id.hex()}{LEFT}",
@@ -198,7 +199,7 @@ def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
         wait_for_peers(swarm, optimizer, 2)
     for batch in range(12):
         loss_of(net, batch, rows).backward()
-        part._due = lambda batch=batch: "a round" if batch % 3 == 2 else "a local step"  # type: ignore[misc]
+        part._due = lambda batch=batch: Due.ROUND if batch % 3 == 2 else Due.LOCAL_STEP  # type: ignore[misc]
         optimizer.step(samples=rows.stop - rows.start)
         if batch % 3 == 2:
             optimizer._land(wait=True)

@@ -34,7 +34,7 @@ def wait_for(swarm: Swarm, optimizer: SwarmOptimizer, trainers: int) -> None:
     """Until this peer knows of the assistant and of all trainers."""
     collaboration = optimizer.collaboration
     while len(collaboration.progress.known.all) < trainers or not collaboration.progress.known.assistants:
-        swarm.runtime.call(collaboration.refresh())
+        swarm.runtime.call(collaboration.rounds.refresh())
 
 
 def train_halves(swarm: Swarm, steps: int) -> Result:
@@ -170,7 +170,7 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
             assert "stopped" in repr(assistance)
             return 0
         optimizer = toy.join_training(swarm, toy.model())
-        swarm.runtime.call(optimizer.collaboration.refresh())
+        swarm.runtime.call(optimizer.collaboration.rounds.refresh())
         return len(optimizer.collaboration.progress.known.assistants)
 
     with simulation("bob") as sim:

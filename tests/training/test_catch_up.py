@@ -17,8 +17,7 @@ from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.catch_up import ATTEMPTS, CatchUp
-from colab_swarm.training.collaboration import Collaboration
-from colab_swarm.training.election import Branch
+from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import ProgressRecord
@@ -49,8 +48,8 @@ class DeadTrainers:
         self.downloads: list[tuple[PeerId, ...]] = []
         self.level: tuple[int, bytes] | None = None
 
-    async def refresh(self) -> Branch:
-        return self.progress.election.branch()
+    async def refresh(self) -> None:
+        pass
 
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
         """Through the backbone, as the donors are out of reach."""
@@ -63,7 +62,7 @@ class DeadTrainers:
         await asyncio.Event().wait()
         raise AssertionError("no organizer calls")
 
-    async def adopt(self, step: int, lineage: bytes) -> None:
+    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         self.level = step, lineage
 
 
@@ -117,9 +116,9 @@ def test_a_swarm_of_nothing_but_liars_ends_in_an_error_that_says_so() -> None:
 
 
 def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    download, downloaded = Collaboration.download, []
+    download, downloaded = LinkRounds.download, []
 
-    async def slowly(joiner: Collaboration, donors: list[PeerId], timeout_s: float) -> Snapshot:
+    async def slowly(joiner: LinkRounds, donors: list[PeerId], timeout_s: float) -> Snapshot:
         snapshot = await download(joiner, donors, timeout_s)
         downloaded.append(snapshot.manifest.step)
         await asyncio.sleep(8)
@@ -132,7 +131,7 @@ def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: py
             take(optimizer, net, optimizer.global_step, slice(0, 2))
         return began, optimizer.lineage
 
-    monkeypatch.setattr(Collaboration, "download", slowly)
+    monkeypatch.setattr(LinkRounds, "download", slowly)
     with cs.simulate(1, seed=1, samples_per_s=10.0) as sim:
         sim.join("bob", at=2.0)
         results = sim.run(train)

@@ -31,7 +31,7 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
 
         def take_the_other_rows(alive: Alive) -> None:
             while len(optimizer.collaboration.progress.known.all) < 2 and alive():
-                carol.runtime.call(optimizer.collaboration.refresh())
+                carol.runtime.call(optimizer.collaboration.rounds.refresh())
             if alive():
                 toy.train_rows(optimizer, net, slice(3, 10), STEPS)
 

@@ -312,7 +312,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
         for listen in (True, False, True):
             sim.network.by_name[swarm.name].announce(("ws://alice:1",) if listen else ())
             toy.take(optimizer, net, optimizer.global_step)
-            swarm.runtime.call(optimizer.collaboration._exchange())
+            swarm.runtime.call(optimizer.collaboration.rounds._records.exchange())
             own = optimizer.collaboration.progress.known.own
             published.append((own.reduces, own.addresses))
         return published

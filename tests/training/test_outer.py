@@ -22,6 +22,7 @@ from colab_swarm.tensors.codecs import Codec, Floats, codec_of
 from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.settings import RoundInput
 from tests.training.toy import ROWS, join_training, loss_of, model, parameters_of, wait_for_peers
 
 ROUNDS, STEPS, TARGET = 5, 3, 40  # a peer's micro-batches are a tenth to four tenths of `TARGET` samples
@@ -67,16 +68,16 @@ class Told:
         noted(replica, "land", "show")
         if not optimizer.rule.delayed:
             noted(replica, "show", "show")
-        average = optimizer.collaboration.average
+        average = optimizer._average
 
-        async def averaged(given: Any, *rest: Any, **named: Any) -> RoundResult | None:
+        async def averaged(given: RoundInput, *, aside: bool = False) -> RoundResult | None:
             weight = given.weight
-            if (result := await average(given, *rest, **named)) is not None:
+            if (result := await average(given, aside=aside)) is not None:
                 self.weights.append(weight)
                 self.groups.append(result.group)
             return result
 
-        optimizer.collaboration.average = averaged  # type: ignore[method-assign]
+        optimizer._average = averaged  # type: ignore[method-assign]
 
 
 def flat(parameters: list[torch.Tensor]) -> Floats:

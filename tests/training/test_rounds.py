@@ -11,15 +11,18 @@ from colab_swarm.averaging.group import RoundTerms
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.collaboration import Collaboration
+from colab_swarm.training.link_rounds import LinkRounds
 from tests.training.toy import alone, join_training, model, take, wait_for_peers
 
 
 @pytest.mark.parametrize("applying", [False, True])
 def test_a_call_to_the_next_round_is_answered_while_the_last_mean_is_applied(applying: bool) -> None:
     async def answered(mine: Collaboration) -> list[bool]:
-        mine._applying = applying
+        rounds = mine.rounds
+        assert isinstance(rounds, LinkRounds)
+        rounds._in_a_round = applying
         terms = [RoundTerms(mine.progress.prefix, step, b"new", 10) for step in range(3)]
-        return [mine._on_called(one, mine.progress.known.me) is not None for one in terms]
+        return [rounds._on_called(one, mine.progress.known.me) is not None for one in terms]
 
     def ask(swarm: Swarm) -> list[bool]:
         return swarm.runtime.call(answered(join_training(swarm, model()).collaboration))
@@ -32,8 +35,9 @@ def test_a_peer_that_organizes_its_own_round_does_not_call_itself_to_it_again(by
     async def called(mine: Collaboration) -> bool:
         own, me = mine.progress.known.own, mine.progress.known.me
         terms = RoundTerms(mine.progress.prefix, own.step, own.lineage, 10)
-        assert mine._on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
-        return mine._called is not None
+        assert isinstance(mine.rounds, LinkRounds)
+        assert mine.rounds._on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
+        return mine.progress.known.called is not None
 
     def ask(swarm: Swarm) -> bool:
         return swarm.runtime.call(called(join_training(swarm, model()).collaboration))

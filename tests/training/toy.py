@@ -59,7 +59,7 @@ def join_training(swarm: Swarm, net: torch.nn.Module, **settings: Any) -> SwarmO
 def wait_for_peers(swarm: Swarm, optimizer: SwarmOptimizer, count: int) -> None:
     """Until this peer has seen the records of ``count`` peers, itself included."""
     while len(optimizer.collaboration.progress.known.all) < count:
-        swarm.runtime.call(optimizer.collaboration.refresh())
+        swarm.runtime.call(optimizer.collaboration.rounds.refresh())
 
 
 def take(

@@ -1,0 +1,323 @@
+"""Rounds over links: the trainers meet, average, and give each other the state. Does not import torch.
+
+The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer
+follows the rounds with weight 0 and collects their means, which it then applies in order: s, s+1, …
+It slows down no round, as it sends and reduces nothing. Donors that keep failing lose their vote.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundTerms, Ticket
+from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.round import RoundResult, contributed
+from colab_swarm.averaging.standing import Standing
+from colab_swarm.averaging.strategy import AdaptiveShares
+from colab_swarm.errors import MismatchError, PeerError, StateError
+from colab_swarm.events import Fault, PeerLeft, StateReceived
+from colab_swarm.net.peers import PeerId
+from colab_swarm.runtime import loop_now
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.catch_up import CatchUp
+from colab_swarm.training.record_exchange import RecordExchange
+from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.settings import (
+    HEAVIEST,
+    ROUND_TIMEOUT_S,
+    LinkBandwidth,
+    PeerServices,
+    RoundInput,
+    TrainingSettings,
+    most_state_bytes,
+)
+from colab_swarm.training.state import StateSharing
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
+
+
+class LinkRounds(Rounds):
+    """Rounds among the peers that are online, over links."""
+
+    def __init__(
+        self, services: PeerServices, settings: TrainingSettings, own: ProgressRecord, model: TrainedModel
+    ) -> None:
+        super().__init__(services, settings, own, model)
+        peers = services.peers
+        progress = self.progress
+        self._bandwidth = LinkBandwidth(peers)
+        self._shares = AdaptiveShares()
+        self._matchmaker = Matchmaker(
+            services.router,
+            settings.prefix,
+            expected=self._expected,
+            on_called=self._on_called,
+            believed_s=progress.forecast.believed_s,
+            stands=progress.election.stands,
+            strategy=self._shares,
+            settings=GroupFormationSettings(
+                settings.matchmaking_timeout_s, settings.matchmaking_timeout_s, heaviest=HEAVIEST
+            ),
+        )
+        self._standing = Standing(
+            peers.id,
+            progress.election.account_of,
+            peers.read_at,
+            services.events,
+            progress.forecast.longest_s,
+        )
+        self._matchmaker.own = self._terms
+        self._matchmaker.standing = self._standing
+        services.averager.standings[settings.prefix] = self._standing
+        self._records = RecordExchange(
+            services,
+            progress,
+            model,
+            self.throughput,
+            self._bandwidth,
+            suspects=lambda: self._standing.suspects(loop_now()),
+        )
+        self._states = StateSharing(
+            services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
+        )
+        # True from a contribution until its mean is applied: a faster member may call the next round meanwhile.
+        self._in_a_round = False
+        self._stop_listening = peers.on_lost(self._on_lost)
+
+    async def start(self) -> None:
+        known = self.progress.known
+        # A resumed peer has no vote until it has read the records: it must not call the others back.
+        known.update(idle=not known.own.syncing)
+        await self._records.exchange()
+        own = known.own
+        known.update(idle=own.idle and self.progress.election.branch().step > own.step)
+        self._tasks.spawn(self._records.keep_exchanging())
+
+    async def stop(self) -> None:
+        await self.services.averager.drain(self.settings.prefix)
+        self.kill()
+        await self._records.withdraw()
+
+    def kill(self) -> None:
+        self._stop_listening()
+        self._tasks.cancel()
+        self._matchmaker.close()
+        self._states.close()
+
+    def _on_lost(self, peer: PeerId) -> None:
+        if self.progress.known.on_lost(peer, now=loop_now()):
+            self.services.events.emit(PeerLeft(loop_now(), peer.hex(), "its link broke"))
+            self.progress.known.news.set()
+
+    async def refresh(self) -> None:
+        await self._records.refresh()
+
+    def check(self) -> None:
+        differs = self.progress.election.disagreement()
+        if differs:
+            self.services.events.emit(Fault(loop_now(), "this peer's settings", differs))
+            raise MismatchError(
+                f"the swarm trains this model with other settings: {differs}. Use the swarm's, or pass another "
+                "name=… to swarm.optimizer(…)"
+            )
+
+    @property
+    def behind(self) -> bool:
+        return self.progress.election.behind
+
+    def samples(self, now: float, *, aside: bool) -> float:
+        if not aside:
+            return self.progress.forecast.samples(now)
+        # The others' records still count the samples before the round.
+        own = self.progress.known.own
+        return own.samples * self.progress.forecast.samples_per_s() / (own.samples_per_s or math.inf)
+
+    def round_due(self, now: float, *, waiting: bool) -> bool:
+        known = self.progress.known
+        forecast = self.progress.forecast
+        called = known.called == (known.own.step, known.own.lineage)
+        if called and not forecast.early_s(now):
+            return True
+        return forecast.batch_full(now)
+
+    async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
+        self._in_a_round = True
+        try:
+            result = await self._try_average(contribution)
+            if result is not None:
+                yield RoundOutcome(contribution.values, result)
+        finally:
+            self._in_a_round = False
+
+    async def _try_average(self, contribution: RoundInput) -> RoundResult | None:
+        own = self.progress.known.own
+        try:
+            result = await self._average(own, contribution)
+        except PeerError as error:
+            logger.info("no round for step %d: %s", own.step, error)
+            await self.refresh()
+            return None
+        contributes = any(member.weight for member in result.group.members)
+        return result if contributes else None
+
+    async def on_applied(self, outcome: RoundOutcome) -> None:
+        self._in_a_round = False
+        self._states.outdate()
+        for peer in outcome.result.samples:
+            self._standing.earn(peer, loop_now())
+        own = self.progress.known.own
+        events = self.services.events
+        if events.detailed:
+            digest = await self.state_digest()
+            events.emit(outcome.result.applied(outcome.mean, own.step, own.lineage, digest, now=loop_now()))
+        self._records.on_step(own.step, self._tasks)
+
+    async def _average(self, own: ProgressRecord, contribution: RoundInput) -> RoundResult:
+        """Take part in the round of a record's step and lineage; raises `PeerError` if there is none."""
+        began_at = loop_now()
+        values = contribution.values
+        events = self.services.events
+        group = await self._find_group(own, contribution)
+        self.progress.known.called = None
+        if contribution.weight and events.detailed:
+            given = contributed(
+                group, values, contribution.weight, contribution.samples, self.computed, now=loop_now()
+            )
+            events.emit(given)
+        result = await self.services.averager.average(group, values, contribution.encoding, bounded=True)
+        self._bandwidth.on_round(result)
+        if not result.spans_lost and len(result.contributors) > 1:
+            shares = [member.share for member in group.members]
+            self._shares.on_round(shares, group.predicted_s, result.exchange_s)
+        events.emit(result.event(began_at=began_at, now=loop_now()))
+        return result
+
+    def _terms(self, step: int, lineage: bytes) -> RoundTerms:
+        settings = self.settings
+        codecs = settings.compression, settings.mean_compression
+        return RoundTerms(settings.prefix, step, lineage, self.model.numel, self.model.schema, *codecs)
+
+    async def _find_group(self, own: ProgressRecord, contribution: RoundInput) -> Group:
+        peers = self.services.peers
+        ticket = Ticket(
+            self._terms(own.step, own.lineage),
+            contribution.weight,
+            bool(peers.contact.addresses) and not own.syncing,
+            *self._bandwidth.known(),
+            metered=peers.metered,
+            samples=contribution.samples,
+        )
+        candidates = await self._expected(own.step, own.lineage)
+        awaited = self.progress.known.waiting(own.step, own.lineage) & peers.linked()
+        deadline = loop_now() + ROUND_TIMEOUT_S
+        return await self._matchmaker.join(ticket, candidates, deadline, awaited=awaited)
+
+    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
+        """Return the peers that should take part, by their records, the last round or a call."""
+        known = self.progress.known
+        expected = known.participants(step, lineage) | known.assistants.keys()
+        expected |= self._matchmaker.likely(step, lineage)  # a record may be late
+        # Skip peers at a later step: they would answer that this step is over.
+        for peer, record in known.all.items():
+            if record.absent or record.step > step:
+                expected.discard(peer)
+        return sorted(expected)
+
+    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+        known = self.progress.known
+        own = known.own
+        # The lineage of the step that is being applied is known when that is done.
+        applying = self._in_a_round and terms.step == own.step + 1
+        here = own.syncing or applying or (own.step, own.lineage) == terms.key
+        ahead = known.all.get(caller, own).step > terms.step  # by its record: no peer expects it here
+        if own.absent or ahead or not here:
+            return None
+        if caller != self.services.peers.id:  # its own organizer has begun, and would follow itself forever
+            known.called = terms.key
+            known.news.set()
+        if own.syncing:
+            return 0.0
+        now = loop_now()
+        ready_in_s = self.throughput.ready_in_s(now, patience_s=self.settings.matchmaking_timeout_s)
+        if ready_in_s is None or applying:
+            return ready_in_s
+        return max(ready_in_s, self.progress.forecast.early_s(now))
+
+    async def take_state(self, *, has_state: bool) -> CaughtUp | None:
+        known = self.progress.known
+        known.called = None
+        await self._records.exchange()
+        self.check()
+        branch = self.progress.election.branch()
+        own = known.own
+        if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._records.deviant:
+            return None  # equal parameters already, or no other peer
+        capacity = max(1, _MAX_REPLAY_BYTES // (4 * self.model.numel))
+        try:
+            caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
+        except StateError:
+            if not has_state:
+                self.progress.election.trust_all()  # the next attempt tries all peers
+            raise
+        self._records.deviant = False
+        if caught_up is not None:
+            snapshot, _ = caught_up
+            self._records.on_loaded(snapshot.donors)
+        return caught_up
+
+    async def wait_called(self) -> None:
+        """Wait until another peer calls this one to a round."""
+        known = self.progress.known
+        while known.called is None:
+            known.news.clear()
+            await known.news.wait()
+
+    async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
+        """Follow the round of the call; return its complete mean by step and lineage."""
+        called = self.progress.known.called
+        assert called is not None
+        step, lineage = called
+        self.progress.known.called = None
+        values = np.zeros(self.model.numel, np.float32)
+        own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
+        try:
+            result = await self._average(own, RoundInput(values, 0.0, 0.0, UploadEncoding()))
+        except PeerError as error:
+            logger.info("round %d not followed: %s", step, error)
+            return {}
+        return {} if result.kept_local else {(step, lineage): values}
+
+    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+        self._matchmaker.forget(step, lineage)
+        super().adopt(step, lineage, syncing=syncing)
+
+    async def distrust(self, donors: Sequence[PeerId]) -> None:
+        self.progress.election.distrust(donors, now=loop_now())
+
+    async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
+        """Fetch the state from the donors, or through an assistant if they are unreachable."""
+        began_at = loop_now()
+        limit_bytes = most_state_bytes(self.model.numel)
+        self.services.rng.shuffle(donors)
+        try:
+            snapshot = await self._states.download(donors, limit_bytes, timeout_s)
+        except StateError:
+            assistants = list(self.progress.known.assistants)
+            if not assistants:
+                raise
+            snapshot = await self._states.download(assistants, limit_bytes, timeout_s)
+        state = snapshot.manifest
+        now = loop_now()
+        names = tuple(donor.hex() for donor in snapshot.donors)
+        self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, now - began_at))
+        return snapshot

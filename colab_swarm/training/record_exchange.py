@@ -1,0 +1,127 @@
+"""A trainer's record on its way to the others, and theirs on their way here, with the comparison of states."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable
+
+from colab_swarm.dht.service import BackgroundTasks
+from colab_swarm.errors import PeerError
+from colab_swarm.events import Fault
+from colab_swarm.net.peers import PeerId, short
+from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.training.progress import Progress
+from colab_swarm.training.records import progress_key
+from colab_swarm.training.rounds import TrainedModel
+from colab_swarm.training.settings import LinkBandwidth, PeerServices
+from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck
+from colab_swarm.training.throughput import MAX_REPORT_S, ThroughputEstimator
+
+logger = logging.getLogger(__name__)
+
+_FORMING_S = 5.0  # between two records while a round forms
+_UNKNOWN_PERIOD_S = 1.0  # while no speed is known
+_LEAST_PERIOD_S = 0.25
+_LEAST_TTL_S = 60.0
+_GONE_S = 0.5
+
+
+class RecordExchange:
+    """Publishes this trainer's record in the DHT, and reads the others'.
+
+    ``suspects()`` are peers that keep others waiting; their records have no vote.
+    """
+
+    def __init__(
+        self,
+        services: PeerServices,
+        progress: Progress,
+        model: TrainedModel,
+        throughput: ThroughputEstimator,
+        bandwidth: LinkBandwidth,
+        suspects: Callable[[], Iterable[PeerId]],
+    ) -> None:
+        self._services = services
+        self._progress = progress
+        self._model = model
+        self._throughput = throughput
+        self._bandwidth = bandwidth
+        self._suspects = suspects
+        self._state_check = StateCheck()
+        self.deviant = False  # this peer's state is not that of most others; until it has loaded theirs
+
+    async def keep_exchanging(self) -> None:
+        """Exchange records for ever: the sooner the batch will be full, the more often."""
+        urgent = self._progress.known.urgent
+        while True:
+            await wait_until(loop_now() + self._period_s(), urgent)
+            urgent.clear()
+            try:
+                await self.exchange()
+            except PeerError as error:
+                logger.info("progress not exchanged: %s", error)
+
+    def _period_s(self) -> float:
+        if self._progress.known.called is not None:
+            return _FORMING_S
+        eta_s = self._progress.forecast.seconds_to_batch(loop_now())
+        if eta_s == math.inf:
+            return _UNKNOWN_PERIOD_S
+        return min(max(eta_s / 4, _LEAST_PERIOD_S), MAX_REPORT_S)
+
+    async def exchange(self) -> None:
+        """Publish the own record, and read the others'; raises `PeerError`."""
+        await self._publish(ttl_s=max(4 * self._period_s(), _LEAST_TTL_S))
+        await self.refresh()
+
+    async def withdraw(self) -> None:
+        """Publish a record that expires at once."""
+        await self._publish(ttl_s=_GONE_S)
+
+    async def _publish(self, *, ttl_s: float) -> None:
+        known = self._progress.known
+        if self._throughput.idle(loop_now()) and known.own.computes:
+            known.update(idle=True)
+        addresses = self._services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
+        up, down = self._bandwidth.known()
+        known.update(addresses=addresses, reduces=bool(addresses), upload_bps=up, download_bps=down)
+        loss = await asyncio.to_thread(self._model.loss)  # it may wait for a GPU
+        if loss is not None:
+            known.update(loss=loss)
+        await self._services.dht.publish(progress_key(self._progress.prefix), known.own, ttl_s=ttl_s)
+
+    async def refresh(self) -> None:
+        """Read the others' records; this peer must load the state again if most others hold another one."""
+        progress = self._progress
+        await progress.refresh(self._services.dht, self._services.peers, self._suspects())
+        donors = self._state_check.judge(*progress.election.sketches(), now=loop_now())
+        if donors:
+            text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"
+            self._services.events.emit(Fault(loop_now(), "this peer's state", text))
+            progress.election.distrust(donors, now=loop_now())
+            self.deviant = True
+            progress.known.update(syncing=True)
+        self._publish_sketch()
+        progress.known.news.set()
+
+    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
+        """Compare this peer's state, which it has from the donors, before it is a witness for others."""
+        self._state_check.on_loaded(donors)
+
+    def on_step(self, step: int, tasks: BackgroundTasks) -> None:
+        """Take a sketch of the state now and then."""
+        if step % SKETCH_STEPS == 0:
+            tasks.spawn(self._take_sketch())
+
+    async def _take_sketch(self) -> None:
+        sketch = await asyncio.to_thread(self._model.sketch)
+        if sketch.step % SKETCH_STEPS == 0:  # else the trainer went on
+            self._state_check.on_sketch(sketch)
+            self._publish_sketch()
+
+    def _publish_sketch(self) -> None:
+        known = self._progress.known
+        sketch = self._state_check.published
+        if sketch != known.own.sketch:
+            known.update(sketch=sketch)
+            known.urgent.set()

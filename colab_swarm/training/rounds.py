@@ -1,0 +1,156 @@
+"""The seam between a trainer and its way of averaging: `Rounds` over links, in a bucket, or in a test.
+
+Three things pass it. A *contribution* (a vector, its weight and samples) goes in, and outcomes come
+back: each a mean to apply. The *state* of the model is given to late joiners, and taken from the
+others. The *members* are known by their records, in `Progress`.
+"""
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from colab_swarm.averaging.round import RoundResult
+from colab_swarm.dht.service import BackgroundTasks
+from colab_swarm.errors import StateError
+from colab_swarm.net.peers import PeerId
+from colab_swarm.runtime import loop_now
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.progress import Progress
+from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
+from colab_swarm.training.sketch import StateSketch
+from colab_swarm.training.throughput import ThroughputEstimator
+
+CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Floats]]
+"""A state, and the means since, in order."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The trained model, as the rounds see it: they never see a tensor.
+
+    Attributes:
+        numel: values of a contribution.
+        schema: digest of the vector's layout and of what the peers agree on.
+        snapshot: copies the current training state, off the event loop; may raise `StateError`.
+        sketch: makes a sketch of it, likewise.
+        loss: the mean loss of the samples for the next step, or None; may wait for a GPU.
+    """
+
+    numel: int
+    schema: bytes
+    snapshot: Callable[[], Snapshot]
+    sketch: Callable[[], StateSketch]
+    loss: Callable[[], float | None]
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """A mean that this peer must apply now, and how its round went.
+
+    Attributes:
+        mean: float32, ``numel`` values.
+        result: the members, what was lost, bytes and seconds.
+        counted: the mean has this peer's contribution.
+        over: no further mean follows from the contribution.
+    """
+
+    mean: Floats
+    result: RoundResult
+    counted: bool = True
+    over: bool = True
+
+
+class Rounds(ABC):
+    """A way of averaging for one trainer; ``own`` is its first record. It runs on the runtime's event loop."""
+
+    def __init__(
+        self, services: PeerServices, settings: TrainingSettings, own: ProgressRecord, model: TrainedModel
+    ) -> None:
+        self.services = services
+        self.settings = settings
+        self.model = model
+        round_samples = settings.target_batch_size * settings.local_steps
+        self.progress = Progress(services.peers.id, own, settings.prefix, round_samples=round_samples)
+        # The trainer writes these three: its speed, the samples of this process, and when it waits no longer.
+        self.throughput = ThroughputEstimator(loop_now())
+        self.computed = 0.0
+        self.until = math.inf
+        self._tasks = BackgroundTasks("progress", services.events, services.rng)
+
+    @property
+    def bucket_bytes(self) -> tuple[int, int]:
+        """Bytes sent and received that went over no link."""
+        return 0, 0
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Enter the run; raises `MismatchError` if it trains with other settings."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Serve the last round to its end, then leave."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Leave without notice."""
+
+    @abstractmethod
+    async def refresh(self) -> None:
+        """Read the members' records now."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what keeps this peer from training, such as `MismatchError`."""
+
+    @property
+    @abstractmethod
+    def behind(self) -> bool:
+        """True if the swarm moved on without this peer."""
+
+    @abstractmethod
+    def samples(self, now: float, *, aside: bool) -> float:
+        """Return the samples of all peers since the last round; ``aside``: one runs beside the trainer."""
+
+    @abstractmethod
+    def round_due(self, now: float, *, waiting: bool) -> bool:
+        """Return True if this peer should contribute now; ``waiting``: it has no more data for a while."""
+
+    @abstractmethod
+    def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
+        """Yield the means that follow from a contribution; none if there was no round.
+
+        The trainer applies each one, and calls `on_applied`, before it asks for the next.
+        """
+
+    @abstractmethod
+    async def on_applied(self, outcome: RoundOutcome) -> None:
+        """The trainer took a step with the mean, and its record has advanced."""
+
+    @abstractmethod
+    async def take_state(self, *, has_state: bool) -> CaughtUp | None:
+        """Return the swarm's state, or None if this peer's own state counts.
+
+        Raises `StateError` if the state is not to be had, and this peer has none.
+        """
+
+    @abstractmethod
+    async def distrust(self, donors: Sequence[PeerId]) -> None:
+        """Take the vote of peers that gave a state which does not load."""
+
+    async def state_digest(self) -> str:
+        """Return a digest of the state for the history; empty with local steps, which make every state different."""
+        with suppress(StateError):
+            if self.settings.local_steps == 1:
+                return (await asyncio.to_thread(self.model.snapshot)).manifest.root.hex()
+        return ""
+
+    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+        """Move this peer's record to a state that it has loaded or, ``syncing``, still needs."""
+        self.progress.leap(step, lineage, syncing=syncing)
+        self.progress.known.urgent.set()
