@@ -2,11 +2,13 @@
 
 A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run
 on a thread of their own. All threads are daemons, because a non-daemon thread makes a kernel
-restart skip atexit. The host's signal handlers and its loop are never touched.
+restart skip atexit. The host's loop is never touched, nor are its signal handlers, except that an interrupt
+is put off while a step is taken: `uninterrupted`.
 """
 
 import asyncio
 import re
+import signal
 import threading
 import weakref
 from collections import Counter
@@ -16,6 +18,7 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
@@ -184,6 +187,30 @@ def wait_interruptibly(
                 return future.result()
             if meanwhile is not None and (work := meanwhile()) is not None:
                 work()
+
+
+def uninterrupted(work: Callable[[], T]) -> T:
+    """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
+
+    Only the main thread is interrupted, and only by the signal's handler, which waits here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # interrupts are ignored, or not Python's
+        return work()
+    interrupts: list[FrameType | None] = []
+
+    def put_off(_number: int, frame: FrameType | None) -> None:
+        interrupts.append(frame)
+
+    signal.signal(signal.SIGINT, put_off)
+    try:
+        return work()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if interrupts:
+            handler(signal.SIGINT, interrupts[-1])
 
 
 class DeviceThread(Executor):

@@ -25,9 +25,9 @@ from colab_swarm.elastic.steps import (
 )
 from colab_swarm.errors import StateError, require
 from colab_swarm.events import BatchDropped, EventLog
-from colab_swarm.runtime import Runner
+from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
-from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
+from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 
 EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
 """Finds the other members, loads the first one's state into the replica, and gives an exchange.

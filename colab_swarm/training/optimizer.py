@@ -7,11 +7,10 @@ With a state folder, checkpoints are saved there, from a copy and on a thread of
 minutes, or less often where that takes long, and once more after an interrupt and at the end.
 """
 
-import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,29 +20,26 @@ from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.round import RoundResult
-from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import MismatchError, StateError, UnnamedValueError, require
-from colab_swarm.events import Fault
-from colab_swarm.runtime import Runner
-from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.errors import StateError, UnnamedValueError, require
+from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
-from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of, uninterrupted
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
-from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
-from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint, shapes_at
+from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of
+from colab_swarm.training.rounds import Rounds, TrainedModel
+from colab_swarm.training.saving import ProgressSaver
+from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
+from colab_swarm.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0  # how often a waiting trainer checks whether the session ends
-SAVE_S = 120.0
-_END_S = 60.0  # for a round that was interrupted
-_MOST_OF_TIME = 0.05  # largest part of the time that saving may take
+
+RoundsFor = Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedModel], Rounds]
 
 
 class SwarmOptimizer(WrappedOptimizer):
@@ -68,14 +64,12 @@ class SwarmOptimizer(WrappedOptimizer):
         name: str,
         folder: CheckpointFolder | None = None,
         before: "SwarmOptimizer | None" = None,
-        rounds: Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedModel], Rounds] = LinkRounds,
+        rounds: RoundsFor = LinkRounds,
     ) -> None:
         """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the closed one of this name."""
-        self._rounds = rounds
         self._runtime = runtime
         self._services = services
         self.settings = settings
-        self._folder = folder
         self._replica = Replica(rule)
         self._gathered = Gradients(
             self._replica, services.averager.holds, error_feedback=settings.error_feedback
@@ -86,22 +80,18 @@ class SwarmOptimizer(WrappedOptimizer):
         self._next = settings.batch_size, None, None
         self.scheduler = GlobalScheduler(self)  # a twin of the given one
         self.raises_at_end = True  # after the session's end; else `step` does nothing
-        # A round that runs while the trainer computes.
-        self._flight: tuple[asyncio.Task[RoundResult | None], RoundInput] | None = None
-        self._averaging: asyncio.Task[Any] | None = None  # a round for which the trainer waits
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
-        self._saving = threading.Lock()
-        self._saved_step = -1
-        self._tasks = BackgroundTasks("saving progress", services.events, services.rng)
         self.position = 0, 0  # of this peer in its data: passes, and batches of the present one
+        self._saver = ProgressSaver(services, folder, lambda: self._replica.step, self.save, runtime.time)
         resumed = self._resume(folder, before)
-        self.collaboration = runtime.call(self._start(name, syncing=not resumed))
+        self.collaboration = runtime.call(self._start(rounds, name, syncing=not resumed))
+        self._trainer = Trainer(runtime, services, self._replica, self._gathered, self.collaboration)
         try:
             if not resumed or self.collaboration.rounds.behind:
-                self._synchronize(tries=3)
+                self._trainer.synchronize(tries=3)
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
                 self.close()
@@ -123,7 +113,7 @@ class SwarmOptimizer(WrappedOptimizer):
             raise StateError(f"{error}; {where}") from error
         return True
 
-    async def _start(self, name: str, *, syncing: bool) -> Collaboration:
+    async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Collaboration:
         replica = self._replica
         settings = self.settings
         own = ProgressRecord(
@@ -143,14 +133,13 @@ class SwarmOptimizer(WrappedOptimizer):
             replica.sketch,
             lambda: self._gathered.loss.value,
         )
-        collaboration = Collaboration(self._rounds(self._services, settings, own, model))
+        collaboration = Collaboration(rounds(self._services, settings, own, model))
         try:
             await collaboration.start()
         except BaseException:  # also an interrupt
             collaboration.kill()
             raise
-        if self._folder is not None:
-            self._tasks.every(SAVE_S, partial(asyncio.to_thread, self._save_progress), rest=1 / _MOST_OF_TIME)
+        await self._saver.start()
         return collaboration
 
     @property
@@ -225,13 +214,12 @@ class SwarmOptimizer(WrappedOptimizer):
             return None
         with self._trainer_call():
             self._gathered.check()
-            landed = self._land()
-            self._recover()
+            landed = self._trainer.land()
+            self._trainer.recover()
             scale = getattr(self, "grad_scale", None)
             dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
-            return (
-                self._act(self._runtime.call(self.collaboration.report(samples, dropped=dropped))) or landed
-            )
+            due = self._runtime.call(self.collaboration.report(samples, dropped=dropped))
+            return self._trainer.act(due) or landed
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -272,15 +260,15 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _wait_step(self, timeout_s: float) -> RoundResult | None:
         deadline = self._runtime.time() + timeout_s
-        landed = self._land(wait=True, timeout_s=timeout_s)
+        landed = self._trainer.land(wait=True, timeout_s=timeout_s)
         self._replica.refresh()
-        if landed is not None or self._flight is not None:
+        if landed is not None or self._trainer.in_flight:
             return landed
-        self._recover()
+        self._trainer.recover()
         while True:
             until = min(deadline, self._runtime.time() + LOOK_S)
             due = self._runtime.call(self.collaboration.wait_due(until))
-            result = self._act(due) or self._land(wait=True)
+            result = self._trainer.act(due) or self._trainer.land(wait=True)
             self._replica.refresh()
             over = until == deadline or self._hand_over_s is not None
             if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
@@ -305,7 +293,7 @@ class SwarmOptimizer(WrappedOptimizer):
         with nothing changed, if there is none, it is damaged, or it belongs to another model.
         """
         with self._trainer_call():
-            self._land(wait=True)
+            self._trainer.land(wait=True)
             state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
             require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
             uninterrupted(lambda: self._restart(state))
@@ -315,10 +303,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _restart(self, state: Any) -> None:
         self._take_up(state)
-        self._runtime.call(self._adopt(syncing=False))
-
-    async def _adopt(self, *, syncing: bool) -> None:
-        self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=syncing)
+        self._trainer.adopt()
 
     def _take_up(self, state: Any) -> None:
         feedback = self._gathered.feedback_of(state)
@@ -349,39 +334,17 @@ class SwarmOptimizer(WrappedOptimizer):
                 self.closed.set()
                 self._runtime.call(self._stop())
                 self._replica.show()
-                self._save_progress()
+                self._saver.save()
 
     async def _stop(self) -> None:
-        flight = self._flight
-        self._flight = None
-        if flight is not None:
-            flight[0].cancel()
-            await asyncio.wait([flight[0]])
-        await self._averaged()
-        self._tasks.cancel()
+        await self._trainer.stop()
+        self._saver.stop()
         await self.collaboration.stop()
 
     def end(self, why: str, *, hand_over_s: float) -> None:
         """Let the trainer's next call hand over, close and raise ``why``."""
         self._why = why
         self._hand_over_s = hand_over_s
-
-    def _save_progress(self) -> None:
-        with self._saving:
-            folder = self._folder
-            step = self.global_step
-            if folder is None or step == self._saved_step:
-                return
-            try:
-                self.save(folder)
-                for path in folder.paths():
-                    if path > folder.file_of(self.global_step):
-                        path.unlink(missing_ok=True)  # of a branch that the swarm has left
-            except (StateError, OSError) as error:
-                logger.warning("progress was not saved: %s", error)
-                self._services.events.emit(Fault(self._runtime.time(), "saving progress", str(error)))
-            else:
-                self._saved_step = step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
@@ -402,127 +365,9 @@ class SwarmOptimizer(WrappedOptimizer):
         is another optimizer's. `load` continues from a file of `save`.
         """
         with self._trainer_call():
-            self._land(wait=True)
+            self._trainer.land(wait=True)
             uninterrupted(partial(self._replica.load_optimizer, state_dict))
-            self._recover()
-
-    def _act(self, due: Due) -> RoundResult | None:
-        if due is Due.CATCH_UP:
-            try:
-                self._synchronize()
-            except StateError as error:
-                logger.warning("this peer is behind, and will try again: %s", error)
-                self._services.events.emit(Fault(self._runtime.time(), "catching up", str(error)))
-        elif due is Due.LOCAL_STEP:
-            uninterrupted(self._gathered.step)
-        elif due is Due.ROUND and self._replica.rule.delayed:
-            uninterrupted(self._take_off)
-        elif due is Due.ROUND:
-            return self._runtime.call(self._average(uninterrupted(self._gathered.contribution)))
-        return None
-
-    async def _average(self, contribution: RoundInput, *, aside: bool = False) -> RoundResult | None:
-        """Contribute, and take a step with each mean that comes of it; ``aside``: while the trainer computes on.
-
-        Returns None if no mean counted the contribution. An interrupt stops the round, but no step that has begun:
-        parameters and record must agree.
-        """
-        if not aside:
-            self._averaging = asyncio.current_task()
-        result = None
-        async with aclosing(self.collaboration.contribute(contribution, aside=aside)) as outcomes:
-            async for outcome in outcomes:
-                await _to_its_end(self._advance(contribution, outcome, aside=aside))
-                if outcome.over:
-                    result = outcome.result
-        return result
-
-    async def _advance(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> None:
-        lineage = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
-        await self.collaboration.on_applied(outcome, lineage)
-
-    def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> bytes:
-        """Take a step with a mean, and return the new lineage."""
-        with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
-            lineage = self._replica.apply(outcome.mean)
-            if outcome.counted:
-                self._gathered.on_delivered(contribution)
-        if outcome.over and not aside:
-            self._gathered.forget()
-        return lineage
-
-    async def _averaged(self) -> None:
-        """Wait until an interrupted round has ended, and a step that had begun is taken and recorded."""
-        if self._averaging is not None:
-            await asyncio.wait([self._averaging], timeout=_END_S)
-
-    def _take_off(self) -> None:
-        self._land(wait=True)  # the last one may have ended just now
-        given = self._gathered.contribution()
-        if self._replica.rule.local:
-            self._replica.depart()
-        self._flight = self._runtime.call(self._begin(given)), given
-        self._gathered.forget()
-        self._replica.refresh()
-
-    async def _begin(self, given: RoundInput) -> asyncio.Task[RoundResult | None]:
-        return asyncio.create_task(self._average(given, aside=True), name="delayed update")
-
-    def _land(self, *, wait: bool = False, timeout_s: float | None = None) -> RoundResult | None:
-        if self._flight is None:
-            return None
-        task, given = self._flight
-        if wait:
-            self._runtime.call(asyncio.wait([task], timeout=timeout_s))
-        if not task.done():
-            return None
-        self._flight = None
-        if (result := task.result()) is None:
-            self._gathered.on_returned(given)
-        elif self._replica.rule.local:
-            self._replica.land()
-        return result
-
-    def _synchronize(self, *, tries: int = 1) -> None:
-        while (caught_up := self._wait_caught_up()) is not None:
-            tries -= 1
-            try:
-                return uninterrupted(partial(self._catch_up, *caught_up))
-            except StateError:  # the donors' fault, if there are others; else it is another model
-                if not (tries and self.collaboration.progress.election.branch().peers):
-                    raise
-
-    def _wait_caught_up(self) -> CaughtUp | None:
-        try:
-            return self._runtime.call(self.collaboration.catch_up())
-        except MismatchError as error:
-            if "model: " not in str(error):
-                raise
-            progress = self.collaboration.progress
-            prefix = self.settings.prefix
-            donors = sorted(progress.election.branch().peers - {progress.known.me})
-            shapes = self._runtime.call(shapes_at(self._services.peers, prefix, donors))
-            if not (shapes and (differs := self._replica.differing(shapes))):
-                raise
-            raise MismatchError(f"{error}. Other shapes: {differs}") from error
-
-    def _catch_up(self, snapshot: Snapshot, means: Iterable[Floats]) -> None:
-        try:
-            self._replica.load_snapshot(snapshot)
-            for mean in means:
-                self._replica.apply(mean)
-            self._gathered.forget()
-            self._runtime.call(self.collaboration.on_loaded(self._replica.step, self._replica.lineage))
-        except StateError:
-            self._runtime.call(self.collaboration.rounds.distrust(snapshot.donors))
-            raise
-        finally:
-            self._recover()  # at once: by its record this peer has caught up already
-
-    def _recover(self) -> None:
-        own = self.collaboration.progress.known.own
-        if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
-            self._runtime.call(self._adopt(syncing=True))
+            self._trainer.recover()
 
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
@@ -548,8 +393,8 @@ class SwarmOptimizer(WrappedOptimizer):
                     self.close(hand_over_s=hand_over_s)
                     require(not self.raises_at_end, self._why, RuntimeError)
         except KeyboardInterrupt:
-            uninterrupted(lambda: self._runtime.call(self._averaged()))
-            threading.Thread(target=self._save_progress, name="colab-swarm-save", daemon=True).start()
+            uninterrupted(lambda: self._runtime.call(self._trainer.averaged()))
+            threading.Thread(target=self._saver.save, name="colab-swarm-save", daemon=True).start()
             print(
                 f"Interrupted at step {self.global_step} of the swarm. {self._gathered.samples:g} samples that are "
                 "accumulated here go into the next step: run the loop again to continue, or swarm.leave() to end."
@@ -560,16 +405,6 @@ class SwarmOptimizer(WrappedOptimizer):
         inner = type(self._replica.rule.optimizer).__name__
         here = f"{self._gathered.samples:g} of {self.settings.target_batch_size:g} samples here"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here})"
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do ``work`` to its end even if this task is cancelled; the cancellation is raised afterwards."""
-    task = asyncio.create_task(work, name="apply")
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _warn_of_frozen(rule: UpdateRule) -> None:

@@ -4,15 +4,13 @@ The user's thread applies updates, and the runtime's thread pool copies snapshot
 One lock keeps a copy from seeing half an update. It is never held during network calls.
 """
 
-import _thread
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +26,6 @@ from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.progress import next_lineage
 from colab_swarm.training.records import LINEAGE_BYTES
 from colab_swarm.training.sketch import PROJECTIONS, StateSketch
-
-T = TypeVar("T")
 
 # Of the swarm's steps after local ones (DiLoCo, section 3).
 _OUTER_LR = 0.7
@@ -459,41 +455,6 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             not isinstance(value, int | float) or value == own.get(name) or least <= value <= _MAX_SETTING,
             f"it has {name}={value}, which nobody trains with",
         )
-
-
-def uninterrupted(work: Callable[[], T]) -> T:
-    """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
-
-    Only the main thread is interrupted, so another one works; the main one takes no Python lock.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    begun = threading.Lock()
-    ended = threading.Lock()
-    outcome: list[Future[T]] = []
-    interrupt: KeyboardInterrupt | None = None
-
-    def run() -> None:
-        if begun.acquire(blocking=False):
-            done: Future[T] = Future()
-            try:
-                done.set_result(work())
-            except BaseException as error:  # raised below
-                done.set_exception(error)
-            outcome.append(done)
-            ended.release()
-
-    ended.acquire()
-    while not outcome:
-        try:
-            if not begun.locked():
-                _thread.start_new_thread(run, ())
-            ended.acquire(timeout=0.2)
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
-    return outcome[0].result()
 
 
 def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:

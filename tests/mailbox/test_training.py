@@ -202,7 +202,7 @@ def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
         part._due = lambda batch=batch: Due.ROUND if batch % 3 == 2 else Due.LOCAL_STEP  # type: ignore[misc]
         optimizer.step(samples=rows.stop - rows.start)
         if batch % 3 == 2:
-            optimizer._land(wait=True)
+            optimizer._trainer.land(wait=True)
     assert optimizer.global_step == 4
     return torch.cat([one.detach().flatten() for one in optimizer._replica.parameters])
 

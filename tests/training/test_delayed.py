@@ -40,8 +40,8 @@ def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
         toy.loss_of(net, step, rows).backward()
         optimizer.step(samples=rows.stop - rows.start)
         while optimizer._gathered.samples:  # until a round has begun with them
-            optimizer._land(wait=True)
-            optimizer._act(swarm.runtime.call(optimizer.collaboration.wait_due(float("inf"))))
+            optimizer._trainer.land(wait=True)
+            optimizer._trainer.act(swarm.runtime.call(optimizer.collaboration.wait_due(float("inf"))))
     optimizer.wait_step()
     return toy.parameters_of(net), optimizer.lineage
 

@@ -176,7 +176,7 @@ def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow(delayed: bool, un
                 scaler.unscale_(optimizer)
             scaler.step(optimizer, samples=10)
             scaler.update()
-            if delayed and optimizer._flight is not None:
+            if delayed and optimizer._trainer.in_flight:
                 optimizer.wait_step()  # nothing is stale
         assert scaler.get_scale() < 2.0**8
         return toy.parameters_of(net)

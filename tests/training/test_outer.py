@@ -68,7 +68,7 @@ class Told:
         noted(replica, "land", "show")
         if not optimizer.rule.delayed:
             noted(replica, "show", "show")
-        average = optimizer._average
+        average = optimizer._trainer._average
 
         async def averaged(given: RoundInput, *, aside: bool = False) -> RoundResult | None:
             weight = given.weight
@@ -77,7 +77,7 @@ class Told:
                 self.groups.append(result.group)
             return result
 
-        optimizer._average = averaged  # type: ignore[method-assign]
+        optimizer._trainer._average = averaged  # type: ignore[method-assign]
 
 
 def flat(parameters: list[torch.Tensor]) -> Floats:

@@ -9,8 +9,9 @@ import torch
 from colab_swarm.errors import StateError
 from colab_swarm.events import Fault
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.optimizer import SAVE_S, SwarmOptimizer
+from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import UpdateRule
+from colab_swarm.training.saving import SAVE_S
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
 from tests.training.toy import alone
@@ -71,7 +72,7 @@ def test_a_full_disk_is_reported_and_saving_is_tried_again(
     def save(swarm: Swarm) -> None:
         kept_in(swarm, tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr(SwarmOptimizer, "save", full)
+            patched.setattr(CheckpointFolder, "save", full)
             swarm.runtime.call(asyncio.sleep(SAVE_S + 1))
         [fault] = swarm.events.recent(Fault)
         assert (fault.where, fault.text) == ("saving progress", "no room") and not steps_in(tmp_path)
