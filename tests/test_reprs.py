@@ -15,7 +15,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import Group, RoundTerms
 from colab_swarm.averaging.moshpit import MoshpitResult
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import GroupResult
 from colab_swarm.markup import MAX_FACT_ROWS, facts
 from colab_swarm.moe.trainer import AsyncTrainer
 from colab_swarm.net.peers import PeerId
@@ -44,7 +44,17 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
     digits = cs.workunits.Job("digits", lambda: model, data=(1, 2), validation=None, plan=plan)
     trainer = AsyncTrainer(model, lambda model, batch: model(batch), adam(model.parameters()), concurrency=4)
     group = Group(bytes(16), RoundTerms("", 7, b"", 10), ())
-    round_ = RoundResult(group, (ALICE,), (), (), 10, 20, 0.5, 0.4, ())
+    round_ = GroupResult(
+        group=group,
+        step=7,
+        announced={},
+        contributors=(ALICE,),
+        sent_bytes=10,
+        received_bytes=20,
+        seconds=0.5,
+        exchange_s=0.4,
+        members=(),
+    )
     moshpit = MoshpitResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left")
     tunnel = TunnelSettings("ngrok", auth_token="very-secret")
     return [

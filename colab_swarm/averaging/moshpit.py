@@ -40,7 +40,8 @@ from colab_swarm.averaging.group import (
     equal_shares,
 )
 from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.result import GroupResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
@@ -333,7 +334,7 @@ class MoshpitResult:
 
     peers: tuple[PeerId, ...]  # all that took part, this peer included
     sides: tuple[int, ...]  # of the grid
-    rounds: tuple[RoundResult | None, ...]  # of its groups, in order; None where it could not take part
+    rounds: tuple[GroupResult | None, ...]  # of its groups, in order; None where it could not take part
     failed: int  # members of this peer's groups that did not join or were lost
     seconds: float  # from the call to the mean
     note: str = ""  # what went wrong, in words; empty if nothing
@@ -478,11 +479,11 @@ class _Pass:
         self.values = values
         self.weight = weight
         self.axis = 0
-        self.rounds: list[RoundResult | None] = []
+        self.rounds: list[GroupResult | None] = []
         self.notes: list[str] = []
         self.failed = 0
 
-    def on_round(self, me: PeerId, line: Sequence[PeerId], values: Floats, result: RoundResult) -> int:
+    def on_round(self, me: PeerId, line: Sequence[PeerId], values: Floats, result: GroupResult) -> int:
         """Take the line's mean; returns the number of its failed members."""
         weights = {member.id: member.weight for member in result.group.members}
         contributors = set(result.contributors)

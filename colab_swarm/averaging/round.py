@@ -7,19 +7,19 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
 from colab_swarm.averaging.exchange import AllReduce
-from colab_swarm.averaging.group import Group, RoundRefused, Span
+from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.member import RoundMember
 from colab_swarm.averaging.messages import AveragingSettings, RecallSpan, ReduceSpan, UploadEncoding, Usual
 from colab_swarm.averaging.reducer import OUTLIER
+from colab_swarm.averaging.result import GroupResult, RoundResult
 from colab_swarm.averaging.standing import BURST_S, PART, Standing
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
-from colab_swarm.events import Applied, Contributed, EventLog, MemberTrace, RoundFinished, stride
+from colab_swarm.events import EventLog
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.runtime import loop_now, wait_until, wake
@@ -33,76 +33,6 @@ _NORMS = 8  # rounds that say what is usual
 _MIN_USUAL_S = 0.1
 _MOST_ROUND_S = 3600.0  # whatever the bandwidths are said to be
 PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """Result of one averaging round, as seen by this peer."""
-
-    group: Group  # the planned members
-    contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
-    spans_lost: tuple[Span, ...]  # their reducer was lost before all of its means were taken
-    kept_local: tuple[Span, ...]  # values without a mean, still the peer's own; an assistant has none
-    sent_bytes: int  # payload
-    received_bytes: int
-    seconds: float
-    exchange_s: float  # the part of them until the last of the other reducers was done or lost
-    members: tuple[MemberTrace, ...]  # when each member sent and received
-    gaps: tuple[tuple[Span, tuple[int, ...]], ...] = ()  # `SpanLedger.gaps`
-
-    def __repr__(self) -> str:
-        peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
-        lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
-        return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds:.2f} s{lost})"
-
-    @property
-    def samples(self) -> dict[PeerId, float]:
-        """Of each contributor."""
-        members = self.group.members
-        return {member.id: member.samples for member in members if member.id in self.contributors}
-
-    def event(self, *, began_at: float, now: float) -> RoundFinished:
-        samples = {member.id: member.samples for member in self.group.members}
-        return RoundFinished(
-            at=now,
-            step=self.group.terms.step,
-            group_size=len(samples),
-            contributors=tuple(peer.hex() for peer in self.contributors),
-            samples=sum(samples.get(peer, 0.0) for peer in self.contributors),
-            spans_lost=len(self.spans_lost),
-            kept_local=sum(span.numel for span in self.kept_local),
-            sent_bytes=self.sent_bytes,
-            received_bytes=self.received_bytes,
-            seconds=now - began_at,
-            averaging_s=self.seconds,
-            predicted_s=self.group.predicted_s,
-            explanation=self.group.explanation,
-            bottleneck=self.group.bottleneck,
-            members=self.members,
-        )
-
-    def applied(self, mean: Floats, step: int, lineage: bytes, state: str, *, now: float) -> Applied:
-        members = [member.id.hex() for member in self.group.members]
-        return Applied(
-            at=now,
-            step=step,
-            lineage=lineage.hex(),
-            state=state,
-            before=self.group.terms.lineage.hex(),
-            round=self.group.round_id.hex(),
-            weights={m.id.hex(): m.weight for m in self.group.members if m.weight},
-            gaps=tuple((*span, tuple(members[one] for one in lacking)) for span, lacking in self.gaps),
-            numel=len(mean),
-            mean=mean[:: stride(len(mean))].tobytes(),
-        )
-
-
-def contributed(
-    group: Group, values: Floats, weight: float, samples: float, computed: float, *, now: float
-) -> Contributed:
-    """Return the event that this peer contributes; ``computed``: samples of its process so far."""
-    sample = values[:: stride(len(values))].tobytes()
-    return Contributed(now, group.terms.step, group.round_id.hex(), weight, samples, computed, sample)
 
 
 class Averager:
@@ -143,7 +73,7 @@ class Averager:
 
     async def average(
         self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, bounded: bool = False
-    ) -> RoundResult:
+    ) -> GroupResult:
         """Replace ``values`` by the group's weighted mean; all members end with the same bits.
 
         Args:
@@ -161,7 +91,7 @@ class Averager:
             raise ValueError(f"{numel} float32 values are needed in one piece, got {got}")
         return await self._take_part(group, values, encoding, bounded=bounded)
 
-    async def reduce(self, group: Group) -> RoundResult:
+    async def reduce(self, group: Group) -> GroupResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
         values = np.empty(group.terms.numel, np.float32)
@@ -186,7 +116,7 @@ class Averager:
         *,
         collects: bool = True,
         bounded: bool,
-    ) -> RoundResult:
+    ) -> GroupResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         prefix = group.terms.prefix
@@ -205,8 +135,10 @@ class Averager:
         incomplete = own.ledger.incomplete()
         members = enumerate(group.members)
         spans = group.spans()
-        result = RoundResult(
+        result = GroupResult(
             group=group,
+            step=group.terms.step,
+            announced={member.id: member.samples for member in group.members},
             contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
             spans_lost=tuple(spans[reducer] for reducer in sorted(own.lost)),
             kept_local=own.ledger.kept_local() if collects else (),

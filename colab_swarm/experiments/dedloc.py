@@ -43,7 +43,8 @@ from colab_swarm.averaging.group import (
 )
 from colab_swarm.averaging.messages import AveragingSettings, Chunk, UploadEncoding
 from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitResult, RoundMeter
-from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.result import GroupResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.strategy import adaptive_shares, plan_round
 from colab_swarm.dht.service import DHT, DHTSettings
@@ -104,7 +105,7 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
     network.introduce()
     group = formation.form(bytes(16), strategy)
 
-    async def take_part(peer: SimPeers) -> RoundResult:
+    async def take_part(peer: SimPeers) -> GroupResult:
         averager = Averager(peer, PATIENT)
         brought = tickets[peer.id]
         if brought.assists:
@@ -401,7 +402,7 @@ class _Player(Averager):
 
     async def average(
         self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, bounded: bool = False
-    ) -> RoundResult:
+    ) -> GroupResult:
         round_ = self._done + group.terms.step % MAX_ROUNDS
         if self._name in self._town.liars:
             values[:] = np.nan

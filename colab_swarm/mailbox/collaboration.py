@@ -8,8 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, require
 from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
@@ -340,21 +339,23 @@ class BucketRounds(Rounds):
         most = PLAUSIBLE * statistics.median_low([self.progress.known.own.samples_per_s, *claims.values()])
         return {member: min(claim, most) for member, claim in claims.items()}
 
-    def _result(self, one: ClosedRound, sent: int, received: int, seconds: float) -> RoundResult:
-        settings = self.settings
-        manifest = one.manifest
+    def _result(self, closed: ClosedRound, sent: int, received: int, seconds: float) -> RoundResult:
         samples = dict[PeerId, float]()
-        for entry in manifest.entries:
+        for entry in closed.manifest.entries:
             samples[entry.member] = samples.get(entry.member, 0.0) + entry.samples
-        codecs = settings.compression, settings.mean_compression
-        model = self.model
-        terms = RoundTerms(settings.prefix, manifest.round, manifest.base, model.numel, model.schema, *codecs)
-        counts = sorted(samples.items())
-        members = tuple(GroupMember(member, (), count, share=1.0, samples=count) for member, count in counts)
-        traces = tuple(MemberTrace(member.hex(), count, 1 / len(counts)) for member, count in counts)
-        group = Group(one.after.base[:16], terms, members)
-        everyone = tuple(member for member, _ in counts)
-        return RoundResult(group, everyone, (), (), sent, received, seconds, seconds, traces)
+        counted = dict(sorted(samples.items()))
+        # Each member computes the whole mean by itself.
+        traces = tuple(MemberTrace(member.hex(), count, share=1.0) for member, count in counted.items())
+        return RoundResult(
+            step=closed.manifest.round,
+            announced=counted,
+            contributors=tuple(counted),
+            sent_bytes=sent,
+            received_bytes=received,
+            seconds=seconds,
+            exchange_s=seconds,
+            members=traces,
+        )
 
 
 def _check_settings(settings: TrainingSettings) -> None:

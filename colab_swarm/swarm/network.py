@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.result import GroupResult, RoundResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
@@ -155,7 +156,11 @@ class NetworkSession:
         self._announcer: LanAnnouncer | None = None
 
     def _on_round(self, result: RoundResult) -> None:
-        self.trust.contributions.ledger.on_round(result.group, result.contributors, result.spans_lost)
+        ledger = self.trust.contributions.ledger
+        if isinstance(result, GroupResult):
+            ledger.on_round(result.group, result.contributors, result.spans_lost)
+        else:
+            ledger.on_bucket_round(result.samples)
 
     async def open(self, store: PeerStore | None) -> None:
         """Enter the run, and save this peer from now on; leave again if that fails."""

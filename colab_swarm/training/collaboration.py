@@ -206,8 +206,7 @@ class Collaboration:
         result = outcome.result
         now = loop_now()
         step = known.own.step
-        members = [member.id for member in result.group.members]
-        self.progress.on_round(members, step, lineage, samples=result.samples, now=now)
+        self.progress.on_round(result.announced, step, lineage, samples=result.samples, now=now)
         self._services.events.emit(StepFinished(now, step, sum(result.samples.values()), known.own.loss))
         await self.rounds.on_applied(outcome)
 

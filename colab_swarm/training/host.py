@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import HostError, require
 from colab_swarm.training.gradients import finite_gradients, require_gradient
 from colab_swarm.training.optimizer import SwarmOptimizer

@@ -17,7 +17,7 @@ import numpy as np
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.messages import UploadEncoding
-from colab_swarm.averaging.round import RoundResult, contributed
+from colab_swarm.averaging.result import GroupResult, contributed
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.errors import MismatchError, PeerError, StateError
@@ -92,6 +92,7 @@ class LinkRounds(Rounds):
         )
         # True from a contribution until its mean is applied: a faster member may call the next round meanwhile.
         self._in_a_round = False
+        self._result: GroupResult | None = None  # of the last round
         self._stop_listening = peers.on_lost(self._on_lost)
 
     async def start(self) -> None:
@@ -155,11 +156,12 @@ class LinkRounds(Rounds):
         try:
             result = await self._try_average(contribution)
             if result is not None:
+                self._result = result
                 yield RoundOutcome(contribution.values, result)
         finally:
             self._in_a_round = False
 
-    async def _try_average(self, contribution: RoundInput) -> RoundResult | None:
+    async def _try_average(self, contribution: RoundInput) -> GroupResult | None:
         own = self.progress.known.own
         try:
             result = await self._average(own, contribution)
@@ -171,18 +173,20 @@ class LinkRounds(Rounds):
         return result if contributes else None
 
     async def on_applied(self, outcome: RoundOutcome) -> None:
+        result = self._result
+        assert result is not None
         self._in_a_round = False
         self._states.outdate()
-        for peer in outcome.result.samples:
+        for peer in result.samples:
             self._standing.earn(peer, loop_now())
         own = self.progress.known.own
         events = self.services.events
         if events.detailed:
             digest = await self.state_digest()
-            events.emit(outcome.result.applied(outcome.mean, own.step, own.lineage, digest, now=loop_now()))
+            events.emit(result.applied(outcome.mean, own.step, own.lineage, digest, now=loop_now()))
         self._records.on_step(own.step, self._tasks)
 
-    async def _average(self, own: ProgressRecord, contribution: RoundInput) -> RoundResult:
+    async def _average(self, own: ProgressRecord, contribution: RoundInput) -> GroupResult:
         """Take part in the round of a record's step and lineage; raises `PeerError` if there is none."""
         began_at = loop_now()
         values = contribution.values

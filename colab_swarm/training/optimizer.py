@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import StateError, UnnamedValueError, require
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.statedict import copied

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from colab_swarm.averaging.messages import UploadEncoding
-from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.result import RoundResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import MismatchError, StateError
 from colab_swarm.events import Fault
 from colab_swarm.runtime import Runner, uninterrupted

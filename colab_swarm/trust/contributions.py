@@ -99,10 +99,16 @@ class ContributionLedger:
             self.credit(relay, "relayed_bytes", (total - self._relayed.get(relay, 0)) / 2)
             self._relayed[relay] = total
 
+    def on_bucket_round(self, samples: Mapping[PeerId, float]) -> None:
+        """Count a round in a bucket, by its contributors' samples: all members confirm an equal part of each."""
+        others = max(1, len(samples) - 1)
+        for member, computed in samples.items():
+            self.credit(member, "samples", computed / others)
+
     def on_round(
         self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
     ) -> None:
-        """Count a round of this peer, as in its `RoundResult`."""
+        """Count a round of this peer over links, as in its `GroupResult`."""
         total = sum(member.share for member in group.members)
         mine = sum(member.share for member in group.members if member.id == self._own) / total
         for member, span in zip(group.members, group.spans(), strict=True):

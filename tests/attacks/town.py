@@ -14,7 +14,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import GroupResult
 from colab_swarm.events import Fault, RoundFinished, Waited
 from colab_swarm.net.peers import PeerId, Refusal, Role, Stream
 from colab_swarm.swarm.swarm import Swarm
@@ -38,7 +38,7 @@ class Trainer:
         self.net = toy.model()
         self.states: dict[tuple[int, bytes], bytes] = {}  # digest of the parameters by step and lineage
         self.losses: list[float] = []
-        self.results: list[RoundResult] = []
+        self.results: list[GroupResult] = []
         self.error: BaseException | None = None
         self.stopped, self.ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, name=swarm.name, daemon=True)

@@ -8,7 +8,8 @@ import numpy as np
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span
 from colab_swarm.averaging.messages import AveragingSettings, Chunk, UploadEncoding
-from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.result import GroupResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for
@@ -26,7 +27,7 @@ class Outcome:
     weights: list[float]
     contributions: dict[str, Floats]
     vectors: dict[str, Floats] = field(default_factory=dict)
-    results: dict[str, RoundResult] = field(default_factory=dict)
+    results: dict[str, GroupResult] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     fired: list[ScriptedFault] = field(default_factory=list)
     spans: dict[str, Span] = field(default_factory=dict)

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.round import Averager, RoundResult
+from colab_swarm.averaging.result import GroupResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.span_server import SpanServer
 from colab_swarm.averaging.standing import BURST_S, SHARE
 from colab_swarm.averaging.upload import Upload
@@ -100,7 +101,7 @@ def test_silence_within_rounds_costs_a_burst_in_all(kind: str, monkeypatch: pyte
                 lying = asyncio.create_task(liar.average(group, own[3]))
             else:
                 fired.append(began)
-            results: list[RoundResult] = await asyncio.gather(
+            results: list[GroupResult] = await asyncio.gather(
                 *(one.average(group, values) for one, values in zip(honest, own, strict=False))
             )
             waits.append(loop_now() - began)

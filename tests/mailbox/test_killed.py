@@ -29,7 +29,7 @@ with cs.join(invitation, mailbox=box) as swarm:
         loss_of(net, optimizer.global_step).backward()
         result = optimizer.step(samples=10)
         if result is not None:
-            told = {"round": result.group.terms.step, "member": swarm.id.hex()}
+            told = {"round": result.step, "member": swarm.id.hex()}
             told |= {"counted": swarm.id in result.contributors, "step": optimizer.global_step}
             told |= {"digest": digest_of(net.parameters()).hex(), "lineage": optimizer.lineage.hex()}
             print(json.dumps(told), flush=True)

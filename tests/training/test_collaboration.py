@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.messages import UploadEncoding
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
@@ -54,9 +53,16 @@ class SoloRounds(Rounds):
 
 
 def result_of(contribution: RoundInput) -> RoundResult:
-    member = GroupMember(ALICE, (), contribution.weight, 1.0, samples=contribution.samples)
-    group = Group(bytes(16), RoundTerms("solo", 0, b"", len(contribution.values)), (member,))
-    return RoundResult(group, (ALICE,), (), (), 0, 0, 0.0, 0.0, ())
+    return RoundResult(
+        step=0,
+        announced={ALICE: contribution.samples},
+        contributors=(ALICE,),
+        sent_bytes=0,
+        received_bytes=0,
+        seconds=0.0,
+        exchange_s=0.0,
+        members=(),
+    )
 
 
 def no_state() -> Snapshot:

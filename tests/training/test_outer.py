@@ -16,7 +16,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import Group, chunk_values, cut_chunks
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Codec, Floats, codec_of
 from colab_swarm.tensors.sparse import Sparse

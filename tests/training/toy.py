@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.round import RoundResult
+from colab_swarm.averaging.result import RoundResult
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.optimizer import SwarmOptimizer

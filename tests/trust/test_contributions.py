@@ -61,6 +61,18 @@ def test_what_all_reducers_credit_adds_up_to_the_weight(parts: list[tuple[float,
         assert credited.samples == pytest.approx(weight, rel=1e-6)
 
 
+def test_a_round_in_a_bucket_credits_samples_that_add_up_and_no_reducing() -> None:
+    samples = {peer(0): 8.0, peer(1): 4.0, peer(2): 2.0}
+    written = []
+    for key in KEYS[:3]:
+        ledger = ContributionLedger(id_of(key))
+        ledger.on_bucket_round(samples)
+        written.append(module.ContributionTally(key, ledger.rows()))
+    found = module.leaderboard(written)
+    assert {one.peer: one.samples for one in found} == samples
+    assert not any(one.reduced_bytes for one in found)
+
+
 def test_the_only_reducer_is_credited_by_those_that_got_its_means() -> None:
     found = module.leaderboard(tallies(group([8.0, 4.0, 0.0], [1.0, 0.0, 0.0])))
     assert {one.peer: one.samples for one in found} == {peer(0): 8.0, peer(1): 4.0}

@@ -1,0 +1,93 @@
+"""How a round went, as one peer saw it, and the events that tell of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from colab_swarm.averaging.group import Group, Span
+from colab_swarm.events import Applied, Contributed, MemberTrace, RoundFinished, stride
+from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.codecs import Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """Result of one averaging round, as seen by this peer."""
+
+    step: int
+    announced: Mapping[PeerId, float]  # samples of each planned member
+    contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
+    spans_lost: tuple[Span, ...] = ()  # their reducer was lost before all of its means were taken
+    kept_local: tuple[Span, ...] = ()  # values without a mean, still the peer's own; an assistant has none
+    sent_bytes: int  # payload
+    received_bytes: int
+    seconds: float
+    exchange_s: float  # the part of them until the last of the other reducers was done or lost
+    members: tuple[MemberTrace, ...]  # when each member sent and received
+
+    def __repr__(self) -> str:
+        peers = f"{len(self.contributors)} of {len(self.announced)} peers"
+        lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
+        return f"RoundResult(step {self.step}, {peers}, {self.seconds:.2f} s{lost})"
+
+    @property
+    def samples(self) -> dict[PeerId, float]:
+        """Of each contributor."""
+        return {peer: samples for peer, samples in self.announced.items() if peer in self.contributors}
+
+    def event(self, *, began_at: float, now: float) -> RoundFinished:
+        """Return the event that this round has ended; it ``began_at`` the search for its group."""
+        return RoundFinished(
+            at=now,
+            step=self.step,
+            group_size=len(self.announced),
+            contributors=tuple(peer.hex() for peer in self.contributors),
+            samples=sum(self.announced.get(peer, 0.0) for peer in self.contributors),
+            spans_lost=len(self.spans_lost),
+            kept_local=sum(span.numel for span in self.kept_local),
+            sent_bytes=self.sent_bytes,
+            received_bytes=self.received_bytes,
+            seconds=now - began_at,
+            averaging_s=self.seconds,
+            members=self.members,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GroupResult(RoundResult):
+    """Result of a round of a group over links."""
+
+    group: Group  # the planned members
+    gaps: tuple[tuple[Span, tuple[int, ...]], ...] = ()  # `SpanLedger.gaps`
+
+    def event(self, *, began_at: float, now: float) -> RoundFinished:
+        group = self.group
+        return replace(
+            super().event(began_at=began_at, now=now),
+            predicted_s=group.predicted_s,
+            explanation=group.explanation,
+            bottleneck=group.bottleneck,
+        )
+
+    def applied(self, mean: Floats, step: int, lineage: bytes, state: str, *, now: float) -> Applied:
+        """Return the event that this peer applied the mean, and is at this step and lineage."""
+        members = [member.id.hex() for member in self.group.members]
+        return Applied(
+            at=now,
+            step=step,
+            lineage=lineage.hex(),
+            state=state,
+            before=self.group.terms.lineage.hex(),
+            round=self.group.round_id.hex(),
+            weights={m.id.hex(): m.weight for m in self.group.members if m.weight},
+            gaps=tuple((*span, tuple(members[index] for index in lacking)) for span, lacking in self.gaps),
+            numel=len(mean),
+            mean=mean[:: stride(len(mean))].tobytes(),
+        )
+
+
+def contributed(
+    group: Group, values: Floats, weight: float, samples: float, computed: float, *, now: float
+) -> Contributed:
+    """Return the event that this peer contributes; ``computed``: samples of its process so far."""
+    sample = values[:: stride(len(values))].tobytes()
+    return Contributed(now, group.terms.step, group.round_id.hex(), weight, samples, computed, sample)
