@@ -11,7 +11,7 @@ from colab_swarm.averaging.reducer import SpanLedger
 from colab_swarm.errors import require
 from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import Peers
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import Vector
 
 LEFT_OUT = "a reducer did not receive its whole contribution"
 
@@ -86,7 +86,7 @@ class RoundMember:
         self,
         peers: Peers,
         group: Group,
-        values: Floats,
+        vector: Vector,
         settings: AveragingSettings,
         usual: Usual,
         *,
@@ -100,7 +100,7 @@ class RoundMember:
         self.me = me
         self.settings = settings
         self.usual = usual
-        self.ledger = SpanLedger(group, values)
+        self.ledger = SpanLedger(group, vector)
         self.trace = Trace(group, now=now)
         longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
         self.scratch = np.empty(longest, np.float32)

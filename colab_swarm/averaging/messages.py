@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.net.peers import Message, PeerId
-from colab_swarm.tensors.codecs import ErrorFeedback
 
 
 class ReduceSpan(Message, frozen=True):
@@ -51,7 +50,6 @@ class UploadEncoding:
 
     precision: str | None = None  # None: the group's codec
     fine: int | None = None  # values at the front that belong to small tensors (see `Precision`)
-    feedback: ErrorFeedback | None = None  # records what compression cut off each value
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Message, PeerId, short
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.codecs import Floats, Precision, all_finite, mean_codec_for
+from colab_swarm.tensors.vector import HostVector
 
 logger = logging.getLogger(__name__)
 
@@ -440,7 +441,7 @@ class MoshpitAverager:
         try:
             group = await self._matchmaker.join(ticket, line, begun + _ROUND_TIMEOUT_S)
             joined = loop_now()
-            result = await self._averager.average(group, values)
+            result = await self._averager.average(group, HostVector(values))
         except PeerError as error:
             run.notes.append(f"round {axis + 1}: {error}")
             run.rounds.append(None)

@@ -92,7 +92,7 @@ class Recovery:
         averaged = ledger.settled(opening.reducer, index)
         has_mean, missing = ledger.result(opening.reducer, index)
         if has_mean:
-            return Chunk(index, averaged, missing), ledger.values[chunk.start : chunk.stop].data.cast("B")
+            return Chunk(index, averaged, missing), ledger.vector.read(*chunk).data.cast("B")
         if opening.contributions and self.own.contributes and not averaged:
             return self._upload.encoded(opening.reducer, index, chunk)
         return Chunk(index, averaged, missing), b""
@@ -136,7 +136,7 @@ class Recovery:
             codec = codec_of(message.codec or own.group.terms.codec)
             contributions[own.me] = codec.decode(payload, chunk.numel)
         weights = [member.weight for member in own.group.members]
-        own_values = own.ledger.values[chunk.start : chunk.stop]
+        own_values = own.ledger.vector.read(*chunk)
         mean, lacking = average_chunk(chunk, weights, contributions, own.usual.most_rms, own=[own_values])
         own.ledger.place(reducer, index, mean, lacking)
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
+from colab_swarm.tensors.vector import Vector
 
 OUTLIER = 10.0  # largest contribution, in usual sizes
 FEW_VALUES = 64  # short vectors differ by chance: at this length twice as large is admitted, below it more
@@ -29,8 +30,8 @@ FEW_VALUES = 64  # short vectors differ by chance: at this length twice as large
 class SpanLedger:
     """The vector of one member, and the state of each chunk of each reducer's span."""
 
-    def __init__(self, group: Group, values: Floats) -> None:
-        self.values = values
+    def __init__(self, group: Group, vector: Vector) -> None:
+        self.vector = vector
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
         # (reducer, chunk) -> whether there is a mean, and the members that are missing in it
@@ -47,7 +48,7 @@ class SpanLedger:
         chunk = self.chunk(reducer, index)
         if not self.settled(reducer, index):
             if mean is not None:
-                self.values[chunk.start : chunk.stop] = mean
+                self.vector.write(*chunk, mean)
             self._placed[reducer, index] = mean is not None, missing
 
     def settled(self, reducer: int, index: int) -> bool:

@@ -23,7 +23,7 @@ from colab_swarm.events import EventLog
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.runtime import loop_now, wait_until, wake
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import HostVector, Vector
 
 logger = logging.getLogger(__name__)
 
@@ -67,18 +67,18 @@ class Averager:
         for kind in (ReduceSpan, RecallSpan):
             self._peers.unserve(kind)
 
-    def holds(self, values: Floats) -> bool:
-        """Return True if another member may still recover chunks from ``values``. Thread-safe."""
-        return any(exchange.own.ledger.values is values for exchange in list(self._rounds.values()))
+    def holds(self, vector: Vector) -> bool:
+        """Return True if another member may still recover chunks from ``vector``. Thread-safe."""
+        return any(exchange.own.ledger.vector is vector for exchange in list(self._rounds.values()))
 
     async def average(
-        self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, bounded: bool = False
+        self, group: Group, vector: Vector, encoding: UploadEncoding | None = None, *, bounded: bool = False
     ) -> GroupResult:
-        """Replace ``values`` by the group's weighted mean; all members end with the same bits.
+        """Replace the values of ``vector`` by the group's weighted mean; all members end with the same bits.
 
         Args:
-            values: float32, contiguous, one-dimensional, ``group.terms.numel`` long. Do not change it
-                before the next round has ended: use two vectors in turn.
+            vector: of ``group.terms.numel`` values. Do not change it before the next round has ended: use two
+                vectors in turn.
             encoding: of the contribution; None: the group's codec.
             bounded: scale down contributions that are `OUTLIER` times larger than usual in the last rounds.
 
@@ -86,16 +86,14 @@ class Averager:
         vector does not fit, RoundRefused if this round was averaged or given up here before.
         """
         numel = group.terms.numel
-        if (*values.shape, values.dtype) != (numel, np.float32) or not values.flags.c_contiguous:
-            got = f"{values.dtype}{values.shape}"
-            raise ValueError(f"{numel} float32 values are needed in one piece, got {got}")
-        return await self._take_part(group, values, encoding, bounded=bounded)
+        require(vector.numel == numel, f"the group averages {numel} values, the vector has {vector.numel}")
+        return await self._take_part(group, vector, encoding, bounded=bounded)
 
     async def reduce(self, group: Group) -> GroupResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
-        values = np.empty(group.terms.numel, np.float32)
-        return await self._take_part(group, values, collects=False, bounded=True)
+        vector = HostVector(np.empty(group.terms.numel, np.float32))
+        return await self._take_part(group, vector, collects=False, bounded=True)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -111,7 +109,7 @@ class Averager:
     async def _take_part(
         self,
         group: Group,
-        values: Floats,
+        vector: Vector,
         encoding: UploadEncoding | None = None,
         *,
         collects: bool = True,
@@ -121,7 +119,7 @@ class Averager:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         prefix = group.terms.prefix
         usual = self._usual_in(group, bounded=bounded)
-        own = RoundMember(self._peers, group, values, self._settings, usual, now=loop_now())
+        own = RoundMember(self._peers, group, vector, self._settings, usual, now=loop_now())
         exchange = AllReduce(own, encoding, collects=collects)
         self._rounds[group.round_id] = exchange
         wake(self._begun)

@@ -29,13 +29,13 @@ class SpanServer:
     def __init__(self, own: RoundMember, fine: int | None, *, collects: bool) -> None:
         self.own = own
         self._precision = Precision(own.group.terms.mean_codec, fine)
-        values = own.ledger.values
+        vector = own.ledger.vector
         span = own.group.spans()[own.me]
         chunks = own.ledger.chunks[own.me]
         weights = [member.weight for member in own.group.members]
-        contribution = [values[chunk.start : chunk.stop] for chunk in chunks if weights[own.me]]
-        # A member that collects means into its vector needs its values until they arrive.
-        sums = np.empty(span.numel, np.float32) if collects else values[span.start : span.stop]
+        contribution = [vector.read(*chunk) for chunk in chunks if weights[own.me]]
+        # A member that collects means into its vector needs its values until they arrive; an assistant's are empty.
+        sums = np.empty(span.numel, np.float32) if collects else vector.read(*span)
         self.reducer = SpanReducer(chunks, weights, sums, own.usual.most_rms, own=contribution)
         self.averaged_at = math.inf
         self.open_streams = 0
@@ -161,9 +161,7 @@ class SpanServer:
         if self.open_streams or self.reducer.unfinished:
             return
         own = self.own
-        self.reducer.sums = [
-            own.ledger.values[chunk.start : chunk.stop] for chunk in own.ledger.chunks[own.me]
-        ]
+        self.reducer.sums = [own.ledger.vector.read(*chunk) for chunk in own.ledger.chunks[own.me]]
         for at, (mean, payload) in enumerate(self._means):
             if len(payload) and (mean.codec or own.group.terms.mean_codec) == "float32":
                 self._means[at] = mean, codec_of("float32").encode(self.reducer.sums[mean.index])

@@ -60,7 +60,6 @@ class Upload:
 
     def __init__(self, own: RoundMember, encoding: UploadEncoding, *, now: float) -> None:
         self.own = own
-        self._feedback = encoding.feedback
         self._precision = Precision(encoding.precision or own.group.terms.codec, encoding.fine)
         # each member begins with another one
         count = len(own.group.members)
@@ -105,11 +104,7 @@ class Upload:
         """Return this peer's contribution to a chunk; raises ValueError if the codec refuses it."""
         own = self.own
         codec = self._codec_to(reducer, chunk)
-        values = own.ledger.values[chunk.start : chunk.stop]
-        payload = codec.encode(values)
-        if self._feedback is not None and codec.name != "float32":
-            arrived = codec.decode(payload, len(values), scratch=own.scratch)
-            self._feedback.cut_off(chunk.start, values, arrived)
+        payload = own.ledger.vector.encode(chunk.start, chunk.stop, codec)
         name = "" if codec.name == own.group.terms.codec else codec.name
         return Chunk(index, codec=name), payload
 

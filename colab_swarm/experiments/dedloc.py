@@ -55,6 +55,7 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, run_virtual
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import HostVector, Vector
 
 T = TypeVar("T")
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0, silence_s=60.0)
@@ -111,7 +112,7 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
         if brought.assists:
             return await averager.reduce(group)
         values = np.full(brought.terms.numel, float(peers.index(peer)), np.float32)
-        result = await averager.average(group, values)
+        result = await averager.average(group, HostVector(values))
         if result.kept_local:
             raise RuntimeError(f"{peer.name} did not get all means: {result}")
         return result
@@ -401,15 +402,15 @@ class _Player(Averager):
         self._done = 0
 
     async def average(
-        self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, bounded: bool = False
+        self, group: Group, vector: Vector, encoding: UploadEncoding | None = None, *, bounded: bool = False
     ) -> GroupResult:
         round_ = self._done + group.terms.step % MAX_ROUNDS
         if self._name in self._town.liars:
-            values[:] = np.nan
+            vector.write(0, vector.numel, np.full(vector.numel, np.nan, np.float32))
         if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
-        result = await super().average(group, values, encoding, bounded=bounded)
-        self.held[round_ + 1] = values.copy()
+        result = await super().average(group, vector, encoding, bounded=bounded)
+        self.held[round_ + 1] = vector.read(0, vector.numel).copy()
         return result
 
     def held_after(self, rounds: int) -> Floats:

@@ -181,7 +181,7 @@ class BucketRounds(Rounds):
                 over = counted or weightless or self._spoilt or closed.manifest.round >= mine + WINDOW
                 sent, received = (now - then for now, then in zip(self.bucket_bytes, moved, strict=True))
                 result = self._result(closed, sent, received, loop_now() - began_at)
-                mean = await asyncio.to_thread(self._journal.mean, closed, contribution.values)
+                mean = await asyncio.to_thread(self._journal.mean, closed, contribution.vector.values)
                 self._closed = closed
                 yield RoundOutcome(mean, result, counted=counted, over=over)
                 if over:
@@ -210,7 +210,7 @@ class BucketRounds(Rounds):
         if self._put is not None and chain.may_count(self.services.peers.id, self._put):
             await asyncio.to_thread(self._cut_off, given)
             return self._put
-        content = await asyncio.to_thread(encode, journal.codec, given.values)
+        content = await asyncio.to_thread(encode, journal.codec, given.vector.values)
         data = journal.signed(
             PseudoGradient,
             content,
@@ -235,14 +235,14 @@ class BucketRounds(Rounds):
 
     def _cut_off(self, given: RoundInput) -> None:
         """Keep as error feedback what the contribution that is in the bucket lacks."""
-        feedback = given.encoding.feedback
+        feedback = given.vector.feedback
         journal = self._journal
         if feedback is None:
             return
-        feedback.cut_off(0, given.values, np.zeros_like(given.values))
+        feedback.cut_off(0, given.vector.values, np.zeros_like(given.vector.values))
         if self._content:
             for span, piece in decode(journal.codec, memoryview(self._content), journal.numel):
-                feedback.cut_off(span.start, given.values[span], piece)
+                feedback.cut_off(span.start, given.vector.values[span], piece)
 
     async def _next(self) -> ClosedRound | None:
         """Wait until the round is over, and close it if that is due; None if this peer waits no longer.

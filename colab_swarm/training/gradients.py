@@ -10,6 +10,7 @@ import torch
 from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.replica import Replica, parts
 from colab_swarm.training.settings import RoundInput
 
@@ -67,15 +68,15 @@ class Gradients:
     """
 
     def __init__(
-        self, replica: Replica, held: Callable[[Floats], bool], *, error_feedback: bool = False
+        self, replica: Replica, held: Callable[[HostVector], bool], *, error_feedback: bool = False
     ) -> None:
         self._replica = replica
         self._trainable = replica.trainable()
         self._held = held
-        self._vectors: list[Floats] = []
-        self._sum: Floats | None = None  # of gradients; None: it is 0, or given
+        self._vectors: list[HostVector] = []
+        self._sum: HostVector | None = None  # of gradients; None: it is 0, or given
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
-        self._aside: Floats | None = None  # the contribution of a delayed update
+        self._aside: HostVector | None = None  # the contribution of a delayed update
         self.feedback = ErrorFeedback(replica.numel) if error_feedback else None
         self.samples = self.weight = 0.0
         self._since = 0.0  # weight since the last local step
@@ -121,14 +122,14 @@ class Gradients:
         """Return the sum; a new one takes a vector that no round reads."""
         if self._sum is None:
             self._sum = self._free_vector()
-            self._sum.fill(0.0)
-        return self._sum
+            self._sum.values.fill(0.0)
+        return self._sum.values
 
-    def _free_vector(self) -> Floats:
+    def _free_vector(self) -> HostVector:
         for vector in self._vectors:
             if vector is not self._aside and not self._held(vector):
                 return vector
-        vector = np.empty(self._replica.numel, np.float32)
+        vector = HostVector(np.empty(self._replica.numel, np.float32))
         self._vectors.append(vector)
         return vector
 
@@ -148,6 +149,8 @@ class Gradients:
             self.step()
             self._replica.pseudo_gradient(self._total()[front:])
         values = self._total()
+        vector = self._sum
+        assert vector is not None
         self._sum = None
         if self.weight and not self._replica.rule.local:
             values[front:] *= np.float32(1 / self.weight)
@@ -156,8 +159,9 @@ class Gradients:
             if self.weight:
                 torch.from_numpy(values).add_(torch.from_numpy(self.feedback.residual), alpha=1 / self.weight)
             self.feedback.begin()
-        encoding = UploadEncoding(fine=self._replica.fine, feedback=self.feedback)
-        self._given = RoundInput(values, self.weight, self.samples, encoding, self.loss.value)
+        vector.feedback = self.feedback
+        encoding = UploadEncoding(fine=self._replica.fine)
+        self._given = RoundInput(vector, self.weight, self.samples, encoding, self.loss.value)
         return self._given
 
     def state(self) -> dict[str, Any]:
@@ -170,7 +174,7 @@ class Gradients:
     def forget(self) -> None:
         """Start a new sum; the error feedback stays."""
         if self._given is not None and self._replica.rule.delayed:
-            self._aside = self._given.values
+            self._aside = self._given.vector
         self._sum = self._given = None
         self.samples = self.weight = self._since = 0.0
         self.loss = MeanLoss()
@@ -194,9 +198,9 @@ class Gradients:
         self._given = None
         if given is None or not given.weight or self._replica.rule.local:
             return
-        values = torch.from_numpy(given.values)
-        if self._sum is None and not self._held(given.values):
-            self._sum = given.values
+        values = torch.from_numpy(given.vector.values)
+        if self._sum is None and not self._held(given.vector):
+            self._sum = given.vector
             values.mul_(given.weight)
         else:
             torch.from_numpy(self._total()).add_(values, alpha=given.weight)

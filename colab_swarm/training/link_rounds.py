@@ -26,6 +26,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.catch_up import CatchUp
 from colab_swarm.training.record_exchange import RecordExchange
 from colab_swarm.training.records import ProgressRecord
@@ -157,7 +158,7 @@ class LinkRounds(Rounds):
             result = await self._try_average(contribution)
             if result is not None:
                 self._result = result
-                yield RoundOutcome(contribution.values, result)
+                yield RoundOutcome(contribution.vector.values, result)
         finally:
             self._in_a_round = False
 
@@ -189,16 +190,16 @@ class LinkRounds(Rounds):
     async def _average(self, own: ProgressRecord, contribution: RoundInput) -> GroupResult:
         """Take part in the round of a record's step and lineage; raises `PeerError` if there is none."""
         began_at = loop_now()
-        values = contribution.values
+        vector = contribution.vector
         events = self.services.events
         group = await self._find_group(own, contribution)
         self.progress.known.called = None
         if contribution.weight and events.detailed:
             given = contributed(
-                group, values, contribution.weight, contribution.samples, self.computed, now=loop_now()
+                group, vector.values, contribution.weight, contribution.samples, self.computed, now=loop_now()
             )
             events.emit(given)
-        result = await self.services.averager.average(group, values, contribution.encoding, bounded=True)
+        result = await self.services.averager.average(group, vector, contribution.encoding, bounded=True)
         self._bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
@@ -295,7 +296,7 @@ class LinkRounds(Rounds):
         values = np.zeros(self.model.numel, np.float32)
         own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
         try:
-            result = await self._average(own, RoundInput(values, 0.0, 0.0, UploadEncoding()))
+            result = await self._average(own, RoundInput(HostVector(values), 0.0, 0.0, UploadEncoding()))
         except PeerError as error:
             logger.info("round %d not followed: %s", step, error)
             return {}

@@ -11,8 +11,9 @@ from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require
 from colab_swarm.net.peers import Peers
-from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
+from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
+from colab_swarm.tensors.vector import HostVector
 
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 _MAX_LOCAL_STEPS = 1000
@@ -68,9 +69,9 @@ class PeerServices(RunServices):
 
 @dataclass(frozen=True)
 class RoundInput:
-    """A trainer's contribution to a round; the mean overwrites ``values``. With weight 0 it does not count."""
+    """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count."""
 
-    values: Floats
+    vector: HostVector
     weight: float  # in the mean
     samples: float  # towards the batch
     encoding: UploadEncoding

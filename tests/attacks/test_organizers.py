@@ -206,7 +206,7 @@ def test_records_of_peers_that_nobody_meets_cost_one_credit_and_no_more(
             stored = alice.runtime.call(node.call(swarm.id, message, Stored, timeout_s=20))
             assert set(stored.refusals) == {""}
         known = [trainer.optimizer.collaboration.progress for trainer in honest.trainers]
-        honest.wait(lambda: all(ghosts.keys() <= one.records.keys() for one in known), "the records")
+        honest.wait(lambda: all(ghosts.keys() <= one.known.all.keys() for one in known), "the records")
         began = time.monotonic()
         honest.go_on(40)
         took_s = time.monotonic() - began

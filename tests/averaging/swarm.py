@@ -12,7 +12,8 @@ from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
-from colab_swarm.tensors.codecs import Floats, mean_codec_for
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats, mean_codec_for
+from colab_swarm.tensors.vector import HostVector
 
 BEGINS_AT = 9.0
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
@@ -86,6 +87,7 @@ def run_round(
     prepare: Callable[[dict[str, Floats]], None] = lambda contributions: None,
     delays: dict[str, float] | None = None,
     encodings: dict[str, UploadEncoding] | None = None,
+    feedbacks: dict[str, ErrorFeedback] | None = None,
     seed: int = 0,
 ) -> Outcome:
     """One round of ``count`` peers on a simulated LAN; crashed peers are left out of the outcome."""
@@ -112,7 +114,8 @@ def run_round(
                 outcome.results[name] = await averagers[name].reduce(group)
                 return
             values = contributions[name].copy()
-            result = await averagers[name].average(group, values, (encodings or {}).get(name))
+            contribution = HostVector(values, (feedbacks or {}).get(name))
+            result = await averagers[name].average(group, contribution, (encodings or {}).get(name))
             outcome.vectors[name], outcome.results[name] = values, result
             outcome.seconds[name] = asyncio.get_running_loop().time() - BEGINS_AT
 

@@ -61,7 +61,7 @@ def test_an_unknown_codec_costs_its_sender_the_round(monkeypatch: pytest.MonkeyP
 
 def test_the_residual_is_exactly_the_part_that_the_codec_cut_off() -> None:
     feedback = codecs.ErrorFeedback(NUMEL)
-    outcome = run_round(numel=NUMEL, codec="int8", encodings={"alice": UploadEncoding(feedback=feedback)})
+    outcome = run_round(numel=NUMEL, codec="int8", feedbacks={"alice": feedback})
     feedback.settle()
     own, bobs = (slice(*outcome.spans[name]) for name in ("alice", "bob"))
     assert not feedback.residual[own].any()  # nothing is cut off what does not travel
@@ -84,7 +84,6 @@ def test_with_codecs_that_need_feedback_everyone_ends_with_the_same_mean(codec: 
 def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
     """The same vectors in every round: the mean of the received ones comes near their mean."""
     feedbacks = {name: codecs.ErrorFeedback(NUMEL) for name in NAMES[:4]}
-    encodings = {name: UploadEncoding(feedback=feedback) for name, feedback in feedbacks.items()}
     total, wanted, errors = np.zeros(NUMEL), run_round(numel=NUMEL).mean(), []
 
     def add_owed(contributions: dict[str, codecs.Floats]) -> None:
@@ -93,7 +92,7 @@ def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
             feedback.begin()
 
     for number in range(1, 13):
-        outcome = run_round(numel=NUMEL, codec=codec, encodings=encodings, prepare=add_owed)
+        outcome = run_round(numel=NUMEL, codec=codec, feedbacks=feedbacks, prepare=add_owed)
         total += outcome.assert_equal_vectors()
         for feedback in feedbacks.values():
             feedback.settle()
@@ -129,8 +128,7 @@ def as_sent(codec: str, outcome: Outcome, name: str) -> codecs.Floats:
 @pytest.mark.parametrize(("codec", "smaller"), [("sparseloco", 10.0), ("topk:0.01", 8.0)])
 def test_the_mean_of_sparse_contributions_is_exact_and_sparse(codec: str, smaller: float) -> None:
     feedback = codecs.ErrorFeedback(NUMEL)
-    encodings = {"alice": UploadEncoding(feedback=feedback)}
-    outcome = run_round(8, NUMEL, codec=codec, encodings=encodings, weights=[1.0] * 8)
+    outcome = run_round(8, NUMEL, codec=codec, feedbacks={"alice": feedback}, weights=[1.0] * 8)
     got, sent = outcome.assert_equal_vectors(), [as_sent(codec, outcome, name) for name in NAMES]
     np.testing.assert_allclose(got, np.mean(sent, axis=0), rtol=2**-10, atol=2**-25)
     assert 0 < np.count_nonzero(got) < 8 * 0.016 * NUMEL

@@ -18,6 +18,7 @@ from colab_swarm.averaging.upload import LEAD, STALL_S, Pace
 from colab_swarm.events import EventLog, MemberTrace, Waited
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import LAN, SimNetwork
+from colab_swarm.tensors.vector import HostVector
 from tests.averaging.swarm import NAMES, SETTINGS, Outcome, contribution, make_group, run_round, vector
 
 
@@ -64,7 +65,7 @@ async def test_a_member_that_never_joins_is_reported_as_too_slow() -> None:
     network.introduce()
     events, group = EventLog(), make_group([alice, bob], [1, 1], 1000)
     await asyncio.sleep(9.0)
-    result = await Averager(alice, SETTINGS, events).average(group, vector(0, 1000))
+    result = await Averager(alice, SETTINGS, events).average(group, HostVector(vector(0, 1000)))
     (waited,) = events.recent(Waited)
     assert isinstance(waited, Waited) and waited.peer == bob.id.hex()
     assert waited.seconds == pytest.approx(BURST_S / PART, abs=0.1)

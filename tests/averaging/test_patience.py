@@ -16,6 +16,7 @@ from colab_swarm.averaging.upload import Upload
 from colab_swarm.events import EventLog, Waited
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.tensors.vector import HostVector
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
 
 ROUNDS, NUMEL, LIAR = 40, 400_000, "dave"  # six chunks a span
@@ -98,11 +99,11 @@ def test_silence_within_rounds_costs_a_burst_in_all(kind: str, monkeypatch: pyte
             own = [values.copy() for values in vectors]
             lying = None
             if kind != "takes no part" or number < HONEST_ROUNDS:
-                lying = asyncio.create_task(liar.average(group, own[3]))
+                lying = asyncio.create_task(liar.average(group, HostVector(own[3])))
             else:
                 fired.append(began)
             results: list[GroupResult] = await asyncio.gather(
-                *(one.average(group, values) for one, values in zip(honest, own, strict=False))
+                *(one.average(group, HostVector(values)) for one, values in zip(honest, own, strict=False))
             )
             waits.append(loop_now() - began)
             if lying is not None:

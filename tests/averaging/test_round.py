@@ -20,6 +20,7 @@ from colab_swarm.net.peers import Buffer, Message, Role, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
 from colab_swarm.sim.network import SILENCE_S
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import HostVector
 from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, vector
 
 EXTRA_S = 3.0
@@ -117,7 +118,10 @@ async def test_contributing_needs_the_role_of_a_worker() -> None:
     group = make_group(peers, [1, 1, 1], 1000)
     vectors = [vector(seed, 1000) for seed in range(3)]
     results = await asyncio.gather(
-        *(averager.average(group, values) for averager, values in zip(averagers, vectors, strict=True))
+        *(
+            averager.average(group, HostVector(values))
+            for averager, values in zip(averagers, vectors, strict=True)
+        )
     )
     assert set(results[0].contributors) == set(results[2].contributors) == {alice.id, carol.id}
 
@@ -245,7 +249,7 @@ async def test_a_sender_of_garbage_is_left_out_and_gets_the_mean(index: int, pay
     alice, mallory = pair("mallory", dial_out="mallory")
     group = make_group([alice, mallory], [1, 9], 10)
     averager, clock = Averager(alice, SETTINGS), asyncio.get_running_loop().time
-    going = asyncio.create_task(averager.average(group, vector(0, 10)))
+    going = asyncio.create_task(averager.average(group, HostVector(vector(0, 10))))
     async with await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
         await stream.send(Chunk(index), payload)
         answer, returned = await stream.receive(Chunk)
@@ -270,7 +274,7 @@ async def test_a_reducer_that_returns_garbage_counts_as_lost(payload: bytes) -> 
 
     group, values = make_group([alice, mallory], [1, 1], 10), vector(0, 10)
     mallory.serve_stream(ReduceSpan, reduce)
-    result = await Averager(alice, SETTINGS).average(group, values)
+    result = await Averager(alice, SETTINGS).average(group, HostVector(values))
     assert len(result.spans_lost) == 1 and result.kept_local == ((0, 10),)
     np.testing.assert_array_equal(values, vector(0, 10))
 
@@ -289,7 +293,7 @@ async def test_a_stream_is_opened_again_if_the_link_is_still_there() -> None:
 
     group, values = make_group([alice, bob], [1, 1], 10), vector(0, 10)
     bob.serve_stream(ReduceSpan, reduce)
-    result = await Averager(alice, SETTINGS).average(group, values)
+    result = await Averager(alice, SETTINGS).average(group, HostVector(values))
     assert len(streams) == 2 and result.spans_lost == ()
     np.testing.assert_array_equal(values, vector(9, 10))
 
@@ -299,7 +303,7 @@ async def test_at_its_deadline_a_round_ends_with_the_arrived_means() -> None:
     averager, values = Averager(alice, AveragingSettings(round_timeout_s=2)), vector(0, 10)
     Averager(bob, SETTINGS)
     await asyncio.sleep(9.0)
-    result = await averager.average(make_group([alice, bob], [1, 1], 10), values)
+    result = await averager.average(make_group([alice, bob], [1, 1], 10), HostVector(values))
     assert result.seconds == result.exchange_s == pytest.approx(2) and result.kept_local == ((0, 10),)
     told = result.event(began_at=1.0, now=5.5)  # the search for the group included
     assert (told.seconds, told.averaging_s, told.kept_local) == (4.5, result.seconds, 10)
@@ -315,7 +319,7 @@ async def test_over_slow_lines_the_deadline_is_three_times_the_forecast() -> Non
     Averager(bob, SETTINGS)
     slow = (msgspec.structs.replace(one, upload_bps=1e6, download_bps=1e6) for one in group.members)
     group = msgspec.structs.replace(group, members=tuple(slow))
-    result = await averager.average(group, vector(0, 50_000))
+    result = await averager.average(group, HostVector(vector(0, 50_000)))
     assert 1 < forecast_s(group) < 3 and result.kept_local
     assert result.seconds == pytest.approx(PREDICTED * forecast_s(group))
 
@@ -324,10 +328,10 @@ async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> N
     alice = SimNetwork(LAN).peer("alice")
     averager, values = Averager(alice, SETTINGS), vector(0, 1_000_000)
     group = make_group([alice], [1], 1_000_000)
-    await averager.average(group, values)
+    await averager.average(group, HostVector(values))
     tracemalloc.start()
     with pytest.raises(RoundRefused, match="given up"):
-        await averager.average(group, values)
+        await averager.average(group, HostVector(values))
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most_bytes < values.nbytes / 2
@@ -337,7 +341,7 @@ async def test_a_contributor_that_cannot_be_dialled_is_dropped_when_its_link_is_
     alice, bob = pair(dial_out="bob")
     averager, group = Averager(alice, SETTINGS), make_group([alice, bob], [1, 1], 10)
     await bob.linker.link_to(alice.id, 1.0)
-    going = asyncio.create_task(averager.average(group, vector(0, 10)))
+    going = asyncio.create_task(averager.average(group, HostVector(vector(0, 10))))
     await asyncio.sleep(1.0)
     bob.crash()
     assert (await going).contributors == (alice.id,) and going.result().seconds < EXTRA_S
@@ -347,12 +351,14 @@ async def test_later_rounds_do_not_change_means_that_a_member_has_not_read_yet()
     alice, bob = pair(dial_out="bob")
     averager, numel = Averager(alice, SETTINGS), 2_000_000
     group, means = make_group([alice, bob], [1, 0], numel), list[Floats]()
-    going = asyncio.create_task(averager.average(group, vector(0, numel)))
+    going = asyncio.create_task(averager.average(group, HostVector(vector(0, numel))))
     async with await bob.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
         while sum(map(len, means)) < numel:
             means.append(np.frombuffer((await stream.receive(Chunk))[1], np.float32).copy())
             for seed in (2, 3) if len(means) == 1 else ():
-                await averager.average(make_group([alice], [1], numel, round_id=seed), vector(seed, numel))
+                await averager.average(
+                    make_group([alice], [1], numel, round_id=seed), HostVector(vector(seed, numel))
+                )
     await going
     np.testing.assert_array_equal(np.concatenate(means), vector(0, numel))
 
@@ -362,14 +368,16 @@ async def test_after_a_round_the_memory_of_the_span_is_free_and_a_late_member_ge
     averager, numel = Averager(alice, SETTINGS), 2_000_000
     group, values, means = make_group([alice, bob], [1, 0], numel), vector(0, numel), list[Floats]()
     tracemalloc.start()
-    await averager.average(group, values)
+    await averager.average(group, HostVector(values))
     assert tracemalloc.get_traced_memory()[0] < values.nbytes / 2
     tracemalloc.stop()
     async with await bob.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1) as stream:
         while sum(map(len, means)) < numel:
             means.append(np.frombuffer((await stream.receive(Chunk))[1], np.float32).copy())
             if len(means) == 1:
-                await averager.average(make_group([alice], [1], numel, round_id=2), vector(2, numel))
+                await averager.average(
+                    make_group([alice], [1], numel, round_id=2), HostVector(vector(2, numel))
+                )
                 values.fill(0.0)  # as nobody else may read it now
     np.testing.assert_array_equal(np.concatenate(means), vector(0, numel))
 
@@ -382,7 +390,7 @@ async def test_rounds_at_once_are_kept_apart() -> None:
     vectors = {(r, i): vector(10 * r + i, 50_000) for r in (1, 2) for i in range(3)}
     expected = {r: sum(vectors[r, i] for i in range(3)) / 3 for r in (1, 2)}
     groups = {r: make_group(peers, [1, 1, 1], 50_000, round_id=r) for r in (1, 2)}
-    await asyncio.gather(*(averagers[i].average(groups[r], vectors[r, i]) for r, i in vectors))
+    await asyncio.gather(*(averagers[i].average(groups[r], HostVector(vectors[r, i])) for r, i in vectors))
     for (r, _), values in vectors.items():
         np.testing.assert_allclose(values, expected[r], atol=1e-6)
     began = asyncio.get_running_loop().time()
@@ -396,11 +404,11 @@ async def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() 
     network.introduce()
     averager = Averager(alice, SETTINGS)
     group = make_group([alice, bob], [1, 1], 10)
-    with pytest.raises(ValueError, match="10 float32 values are needed"):
-        await averager.average(group, np.zeros(9, np.float32))
+    with pytest.raises(ValueError, match="averages 10 values, the vector has 9"):
+        await averager.average(group, HostVector(np.zeros(9, np.float32)))
     with pytest.raises(ValueError, match="member"):
-        await Averager(mallory, SETTINGS).average(group, np.zeros(10, np.float32))
-    going = asyncio.create_task(averager.average(group, np.zeros(10, np.float32)))
+        await Averager(mallory, SETTINGS).average(group, HostVector(np.zeros(10, np.float32)))
+    going = asyncio.create_task(averager.average(group, HostVector(np.zeros(10, np.float32))))
     await asyncio.sleep(0)
     stream = await mallory.stream(alice.id, ReduceSpan(group.round_id), timeout_s=1)
     with pytest.raises(ConnectionError, match="without you"):
@@ -457,7 +465,7 @@ async def test_a_recall_of_a_span_that_does_not_exist_is_refused(reducer: int, w
     averager = Averager(alice, AveragingSettings(round_timeout_s=1))
     Averager(bob, SETTINGS)
     group = make_group([alice, bob], [1, 1], 10)
-    averaging = asyncio.create_task(averager.average(group, vector(0, 10)))
+    averaging = asyncio.create_task(averager.average(group, HostVector(vector(0, 10))))
     stream = await bob.stream(alice.id, RecallSpan(group.round_id, reducer, wanted, False), timeout_s=5)
     with pytest.raises(PeerLost, match="ValueError"):
         await stream.receive(Chunk)
@@ -466,12 +474,12 @@ async def test_a_recall_of_a_span_that_does_not_exist_is_refused(reducer: int, w
 
 async def test_rounds_of_two_collaborations_do_not_push_each_other_out() -> None:
     alice = SimNetwork(LAN, seed=0).peer("alice")
-    averager, vectors = Averager(alice, SETTINGS), [vector(n, 10) for n in range(2)]
-    for n, values in enumerate(vectors):
+    averager, vectors = Averager(alice, SETTINGS), [HostVector(vector(n, 10)) for n in range(2)]
+    for n, one in enumerate(vectors):
         group = make_group([alice], [1], 10, round_id=n)
         terms = msgspec.structs.replace(group.terms, prefix=f"run/{n}")
-        await averager.average(msgspec.structs.replace(group, terms=terms), values)
-    assert all(averager.holds(values) for values in vectors)
+        await averager.average(msgspec.structs.replace(group, terms=terms), one)
+    assert all(averager.holds(one) for one in vectors)
     averager.forget("run/0")
     assert [averager.holds(values) for values in vectors] == [False, True]
 

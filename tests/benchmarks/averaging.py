@@ -25,6 +25,7 @@ from colab_swarm.experiments.report import Report, reports
 from colab_swarm.net.peers import Contact
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.progress import next_lineage
@@ -107,7 +108,7 @@ async def average_as_peer(parent: Channel, rank: int, numel: int) -> None:
         values[:] = (1.0 + rank) * pattern(numel)
         await parent.wait_call()
         began = time.perf_counter()
-        result = await averager.average(group, values)
+        result = await averager.average(group, HostVector(values))
         found = {"seconds": time.perf_counter() - began}
         await parent.wait_call()  # a check at this moment would slow down the other members
         right = await asyncio.to_thread(np.allclose, values, mean * pattern(numel), rtol=1e-5)
@@ -186,7 +187,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
     async def step() -> None:
         await collaboration.report(1.0)
         lineage = collaboration.progress.known.own.lineage
-        given = RoundInput(values, 1.0, 1.0, UploadEncoding())
+        given = RoundInput(HostVector(values), 1.0, 1.0, UploadEncoding())
         async with aclosing(collaboration.contribute(given)) as outcomes:
             async for outcome in outcomes:
                 after = await asyncio.to_thread(next_lineage, lineage, outcome.mean)

@@ -14,6 +14,7 @@ from colab_swarm.averaging.result import RoundResult
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import WATCHING
 from colab_swarm.training.rounds import RoundOutcome, Rounds, TrainedModel
@@ -49,7 +50,7 @@ class SoloRounds(Rounds):
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
         if self.rounds_left:
             self.rounds_left -= 1
-            yield RoundOutcome(contribution.values, result_of(contribution))
+            yield RoundOutcome(contribution.vector.values, result_of(contribution))
 
 
 def result_of(contribution: RoundInput) -> RoundResult:
@@ -81,7 +82,7 @@ async def solo(swarm: Swarm) -> Collaboration:
 async def take_part(trainer: Collaboration, *, aside: bool = False) -> int:
     """Contribute, and apply what comes; return how many means came."""
     own = trainer.progress.known.own
-    contribution = RoundInput(np.ones(3, np.float32), own.samples, own.samples, UploadEncoding())
+    contribution = RoundInput(HostVector(np.ones(3, np.float32)), own.samples, own.samples, UploadEncoding())
     means = 0
     async for outcome in trainer.contribute(contribution, aside=aside):
         assert trainer.state is TrainerState.APPLYING
@@ -108,7 +109,7 @@ def test_samples_of_a_round_that_was_not_stay_and_those_beside_a_round_count_for
         trainer = await solo(swarm)
         await trainer.report(4.0)
         trainer.rounds.rounds_left = 1  # type: ignore[attr-defined]
-        contribution = RoundInput(np.ones(3, np.float32), 4.0, 4.0, UploadEncoding())
+        contribution = RoundInput(HostVector(np.ones(3, np.float32)), 4.0, 4.0, UploadEncoding())
         async for outcome in trainer.contribute(contribution, aside=True):
             assert await trainer.report(1.0) is Due.NOTHING  # while the step is taken
             await trainer.on_applied(outcome, b"next")
@@ -141,7 +142,7 @@ def test_a_cancelled_round_and_a_failed_step_leave_a_trainer_that_computes() -> 
     async def train(swarm: Swarm) -> None:
         trainer = await solo(swarm)
         await trainer.report(4.0)
-        contribution = RoundInput(np.ones(3, np.float32), 4.0, 4.0, UploadEncoding())
+        contribution = RoundInput(HostVector(np.ones(3, np.float32)), 4.0, 4.0, UploadEncoding())
         outcomes = trainer.contribute(contribution)
         await anext(outcomes)
         await outcomes.aclose()  # the step failed

@@ -30,8 +30,8 @@ def add(net: torch.nn.Linear, gradients: Gradients, grad: list[float], samples: 
 
 
 def lose(sent: RoundInput, arrived: list[float]) -> RoundInput:
-    assert sent.encoding.feedback is not None
-    sent.encoding.feedback.cut_off(0, sent.values, np.array(arrived, np.float32))
+    assert sent.vector.feedback is not None
+    sent.vector.feedback.cut_off(0, sent.vector.values, np.array(arrived, np.float32))
     return sent
 
 
@@ -40,7 +40,7 @@ def test_error_feedback_is_weighted_by_its_samples() -> None:
     gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=4), [1.0, 0.0]))
     gradients.forget()
     again = add(net, gradients, [3.0, 3.0], samples=2)
-    np.testing.assert_array_equal(again.values, [3.0, 3.0 + 4 * 2.0 / 2])
+    np.testing.assert_array_equal(again.vector.values, [3.0, 3.0 + 4 * 2.0 / 2])
 
 
 def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback() -> None:
@@ -50,7 +50,7 @@ def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback() ->
     sent = lose(add(net, gradients, [1.0, 1.0], samples=1), [0.0, 3.0])
     gradients.forget()
     gradients.on_returned(sent)
-    np.testing.assert_array_equal(gradients.contribution().values, [1.0, 3.0])
+    np.testing.assert_array_equal(gradients.contribution().vector.values, [1.0, 3.0])
 
 
 def test_a_peer_without_samples_keeps_its_error_feedback() -> None:
@@ -59,8 +59,8 @@ def test_a_peer_without_samples_keeps_its_error_feedback() -> None:
     gradients.forget()
     nothing = gradients.contribution()
     gradients.on_delivered(nothing)
-    assert not nothing.values.any()
-    np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1).values, [0.0, 2.0])
+    assert not nothing.vector.values.any()
+    np.testing.assert_array_equal(add(net, gradients, [0.0, 0.0], samples=1).vector.values, [0.0, 2.0])
 
 
 @pytest.mark.parametrize("codec", ["int8", "onebit", "sparseloco", "topk:0.1"])

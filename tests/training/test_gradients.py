@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.settings import RoundInput
@@ -14,13 +14,13 @@ class Trainer:
 
     def __init__(self, *, delayed: bool = False, local: bool = False) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(2))
-        self.held: list[Floats] = []
+        self.held: list[HostVector] = []
         sgd = torch.optim.SGD([self.weight], lr=1.0)
         rule = UpdateRule(sgd, delayed=delayed, local=local)
         self.gradients = Gradients(Replica(rule), self.holds)
 
-    def holds(self, values: Floats) -> bool:
-        return any(values is one for one in self.held)
+    def holds(self, vector: HostVector) -> bool:
+        return any(vector is one for one in self.held)
 
     def add(self, *values: float, weight: float = 1.0) -> None:
         self.weight.grad = torch.tensor(values)
@@ -28,7 +28,7 @@ class Trainer:
 
     def give(self) -> RoundInput:
         given = self.gradients.contribution()
-        assert not self.holds(given.values)
+        assert not self.holds(given.vector)
         return given
 
 
@@ -38,11 +38,11 @@ def test_two_vectors_are_enough_for_rounds_that_a_trainer_waits_for() -> None:
         trainer.add(1.0, step)
         trainer.add(3.0, step)
         given = trainer.give()
-        assert given.values.tolist() == [2.0, step]
-        trainer.held = [given.values]  # as the round before has ended
+        assert given.vector.values.tolist() == [2.0, step]
+        trainer.held = [given.vector]  # as the round before has ended
         trainer.gradients.on_delivered(given)
         trainer.gradients.forget()
-        used.add(id(given.values))
+        used.add(id(given.vector))
     assert len(used) == 2
 
 
@@ -53,10 +53,10 @@ def test_a_delayed_update_takes_a_third_vector_which_no_sum_is_in() -> None:
         given = trainer.give()
         trainer.gradients.forget()  # the round forms, and its vector is not held yet
         trainer.add(step, 1.0)
-        assert given.values.tolist() == [step - 1, 1.0]
-        trainer.held = [given.values]
+        assert given.vector.values.tolist() == [step - 1, 1.0]
+        trainer.held = [given.vector]
         trainer.gradients.on_delivered(given)
-        used.add(id(given.values))
+        used.add(id(given.vector))
     assert len(used) <= 3
 
 
@@ -65,18 +65,18 @@ def test_a_contribution_without_a_round_counts_together_with_what_is_added_then(
     trainer.add(1.0, 2.0, weight=3.0)
     trainer.give()
     again = trainer.give()
-    assert (again.weight, again.values.tolist()) == (3.0, [1.0, 2.0])
+    assert (again.weight, again.vector.values.tolist()) == (3.0, [1.0, 2.0])
     trainer.add(5.0, 2.0)
-    assert trainer.give().values.tolist() == [2.0, 2.0]
+    assert trainer.give().vector.values.tolist() == [2.0, 2.0]
 
 
 def test_a_contribution_that_others_may_still_read_stays_as_it_is() -> None:
     trainer = Trainer()
     trainer.add(1.0, 2.0)
     given = trainer.give()
-    trainer.held = [given.values]  # an interrupt ended the round
+    trainer.held = [given.vector]  # an interrupt ended the round
     trainer.add(3.0, 4.0)
-    assert trainer.give().values.tolist() == [2.0, 3.0] and given.values.tolist() == [1.0, 2.0]
+    assert trainer.give().vector.values.tolist() == [2.0, 3.0] and given.vector.values.tolist() == [1.0, 2.0]
 
 
 def test_a_delayed_contribution_is_added_to_the_sum_that_has_begun_or_becomes_it() -> None:
@@ -89,19 +89,19 @@ def test_a_delayed_contribution_is_added_to_the_sum_that_has_begun_or_becomes_it
             trainer.add(7.0, 2.0)
         trainer.gradients.on_returned(given)
         again = trainer.give()
-        assert again.values.tolist() == [3.0 if begun else 1.0, 2.0] and again.weight == 2.0 + begun
+        assert again.vector.values.tolist() == [3.0 if begun else 1.0, 2.0] and again.weight == 2.0 + begun
 
 
 def test_after_local_steps_a_contribution_without_a_round_is_computed_again() -> None:
     trainer = Trainer(local=True)
     trainer.add(1.0, 2.0)
     for _ in range(2):
-        assert trainer.give().values.tolist() == [1.0, 2.0]
+        assert trainer.give().vector.values.tolist() == [1.0, 2.0]
     trainer.add(1.0, 0.0)
-    assert trainer.give().values.tolist() == [2.0, 2.0] and trainer.gradients.weight == 2.0
+    assert trainer.give().vector.values.tolist() == [2.0, 2.0] and trainer.gradients.weight == 2.0
 
 
 def test_large_gradients_count_though_their_squares_overflow() -> None:
     trainer = Trainer()
     trainer.add(1e30, 1.0)
-    assert trainer.give().values.tolist() == [np.float32(1e30), 1.0]
+    assert trainer.give().vector.values.tolist() == [np.float32(1e30), 1.0]

@@ -143,7 +143,9 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     assert gathered.add(8.0, 6.0, torch.tensor(5.0)) is None and gathered.loss.value == 4.0
     given = gathered.contribution()
     assert (given.samples, given.weight, given.loss) == (24.0, 11.0, 4.0)
-    np.testing.assert_allclose(11 * given.values, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6)
+    np.testing.assert_allclose(
+        11 * given.vector.values, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6
+    )
 
 
 def test_a_flat_vector_becomes_gradients_in_the_parameters_own_dtype() -> None:
@@ -216,7 +218,7 @@ def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     gathered = Gradients(sgd(both), lambda values: False)
     first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
     assert "not finite" in str(gathered.add(1.0, 1.0, None)) and second.grad is None
-    assert not gathered.samples and not gathered.contribution().values.any()
+    assert not gathered.samples and not gathered.contribution().vector.values.any()
 
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
