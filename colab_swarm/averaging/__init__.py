@@ -108,7 +108,7 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | section 3.2, equation 1: the linear program | `colab_swarm.averaging.strategy` |
 | section 3.2: butterfly all-reduce over spans | `group`, `upload`, `collection`, `span_server`, `reducer` |
 | section 3.2: recovery of a lost peer's span | `recovery` |
-| groups without a fixed leader | `group`, `matchmaking` |
+| groups without a fixed leader | `search`, `organizer`, `matchmaking` |
 | section 3.2 and appendix C: several groups | `moshpit` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 

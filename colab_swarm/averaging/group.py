@@ -1,4 +1,4 @@
-"""How peers form a group: messages, spans, and the pure core that knows when it is complete.
+"""How peers form a group: messages, spans, and the order in which peers would organize it.
 
 A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean
 applied since. Equal lineages mean equal parameters. A group admits one step of one lineage.
@@ -57,9 +57,11 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
 def chunk_values(*precisions: str) -> int:
     """Return the values per chunk, a multiple of 4096: no precision encodes them in over `CHUNK_BYTES`."""
     codecs = [Precision(name).widest for name in precisions]
-    sizes = range(MAX_BLOCKS, 1, -1)
-    fitting = (n for n in sizes if all(c.encoded_bytes(n * BLOCK_VALUES) <= CHUNK_BYTES for c in codecs))
-    return next(fitting, 1) * BLOCK_VALUES
+    for blocks in range(MAX_BLOCKS, 1, -1):
+        values = blocks * BLOCK_VALUES
+        if all(codec.encoded_bytes(values) <= CHUNK_BYTES for codec in codecs):
+            return values
+    return BLOCK_VALUES
 
 
 def cut_chunks(span: Span, values: int) -> list[Span]:
@@ -126,8 +128,9 @@ class GroupMember(Message, frozen=True):
     samples: float = 0.0
 
 
-def offer_of(one: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool, bool]:
-    return one.reduces, one.upload_bps, one.download_bps, one.assists, one.metered
+def offer_of(peer: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool, bool]:
+    """Return what a peer offers to the round, as its ticket and its entry in the group both say it."""
+    return peer.reduces, peer.upload_bps, peer.download_bps, peer.assists, peer.metered
 
 
 class Group(Message, frozen=True):
@@ -146,7 +149,10 @@ class Group(Message, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:16]
 
     def index_of(self, peer: PeerId) -> int | None:
-        return next((index for index, member in enumerate(self.members) if member.id == peer), None)
+        for index, member in enumerate(self.members):
+            if member.id == peer:
+                return index
+        return None
 
     def spans(self) -> list[Span]:
         """Return each member's span; raises ValueError for invalid shares."""
@@ -162,10 +168,11 @@ class Group(Message, frozen=True):
         for codec in (self.terms.codec, self.terms.mean_codec):
             # Raises ValueError for an unknown codec.
             Precision(codec)
-        require(
-            all(valid_weight(member.weight) and valid_weight(member.samples) for member in self.members),
-            "a member has a weight, or samples, that are negative, not finite or too large",
-        )
+        for member in self.members:
+            require(
+                valid_weight(member.weight) and valid_weight(member.samples),
+                "a member has a weight, or samples, that are negative, not finite or too large",
+            )
         require(
             len(self.explanation) <= MAX_TEXT and self.explanation.isprintable(),
             "a group's explanation is too long or not printable",
@@ -253,13 +260,10 @@ def valid_weight(weight: float) -> bool:
 
 def wrong_numbers(ticket: Ticket) -> str:
     """Return what is wrong with a ticket's numbers, or nothing."""
-    numbers = {"weight": ticket.weight, "samples": ticket.samples}
-    wrong = (
-        f"{name} {one} is neither 0 nor in [1e-9, 1e9)"
-        for name, one in numbers.items()
-        if not valid_weight(one)
-    )
-    return next(wrong, "")
+    for name, number in (("weight", ticket.weight), ("samples", ticket.samples)):
+        if not valid_weight(number):
+            return f"{name} {number} is neither 0 nor in [1e-9, 1e9)"
+    return ""
 
 
 def bounded_weights(members: Sequence[Ticket | GroupMember], heaviest: float) -> list[tuple[float, float]]:
@@ -272,108 +276,3 @@ def bounded_weights(members: Sequence[Ticket | GroupMember], heaviest: float) ->
     weights = bounded([member.weight for member in members])
     samples = bounded([member.samples for member in members])
     return list(zip(weights, samples, strict=True))
-
-
-class GroupFormation:
-    """Collects the members of one round, whose tickets must agree with ``terms``. Pure."""
-
-    def __init__(self, terms: RoundTerms, *, now: float, settings: GroupFormationSettings) -> None:
-        self.terms = terms
-        self.settings = settings
-        self.opened_at = now
-        self.elsewhere: Group | Contact | None = None  # formed by others, or a better organizer
-        self._awaited: dict[PeerId, float] = {}  # until when
-        self._due: dict[PeerId, float] = {}  # when a candidate that takes its usual time has come
-        self.promised: dict[PeerId, float] = {}  # when to come
-        self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
-        self._joined_at = now  # the last one
-        self._late_s: dict[PeerId, float] = {}
-        self.told: dict[PeerId, PeerId | None] = {}  # for whom a candidate waits itself
-        # to calls, and after promises
-        self.answers_s = list[float]()
-        self.after_s = list[float]()
-
-    def expect(self, peer: PeerId, *, due: float, until: float) -> None:
-        if peer not in self._joined:
-            self._due[peer] = due
-            self._awaited[peer] = until
-
-    def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
-        """Wait until a candidate comes as it promised, and as long as for its answer at least."""
-        self.promised[peer] = now + max(0.0, ready_in_s)
-        until = self.promised[peer] + self.settings.slack_s
-        due = self._due.get(peer, now) + max(0.0, ready_in_s) + self.settings.slack_s
-        self.expect(peer, due=due, until=max(until, self._awaited.get(peer, until)))
-
-    def on_declined(self, peer: PeerId) -> None:
-        """Stop waiting for a candidate that declined or is unreachable; if it has joined, it stays."""
-        self._awaited.pop(peer, None)
-
-    def on_lost(self, peer: PeerId) -> None:
-        self._awaited.pop(peer, None)
-        self._joined.pop(peer, None)
-
-    def on_join(self, ticket: Ticket, contact: Contact, *, now: float) -> Joined | None:
-        """Add a peer; returns the answer if it is refused."""
-        mine = self.terms
-        theirs = ticket.terms
-        if why := wrong_numbers(ticket):
-            return Joined(reason="invalid", text=why)
-        if mine.key != theirs.key:
-            return Joined(
-                reason="resync",
-                text=f"step {theirs.step} here is of another lineage: load the state from a peer",
-            )
-        if mine != theirs:
-            text = f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
-            return Joined(reason="invalid", text=text)
-        self._awaited.pop(contact.id, None)
-        if contact.id in self.promised:
-            self.after_s.append(max(0.0, now - self.promised[contact.id]))
-        if contact.id not in self._joined:
-            self._late_s[contact.id] = now - max(self._due.get(contact.id, now), self._joined_at)
-            self._joined_at = now
-        self._joined[contact.id] = (ticket, contact)
-        return None
-
-    @property
-    def waits_for(self) -> PeerId | None:
-        return max(self._awaited, key=lambda peer: self._awaited[peer], default=None)
-
-    def late_s(self, now: float) -> dict[PeerId, float]:
-        """Return for how long each peer alone was awaited: in vain, or beyond its usual time."""
-        absent = {peer: min(until, now) - self._joined_at for peer, until in self._awaited.items()}
-        return {peer: seconds for peer, seconds in (self._late_s | absent).items() if seconds > 0}
-
-    def closes_at(self) -> float:
-        """Return when to close the group if nothing else happens; a past time means now."""
-        latest = max(self._awaited.values(), default=-math.inf)
-        return min(latest, self.opened_at + self.settings.max_window_s)
-
-    def form(self, seed: bytes, strategy: Strategy) -> Group:
-        """Return the group of all joined peers; a trainer that is alone needs no assistant.
-
-        Raises ValueError without a trainer or a reducer, or with fewer peers than a fixed size.
-        """
-        joined = sorted(self._joined.items())[: self.settings.size]
-        require(len(joined) >= (self.settings.size or 0), f"{len(joined)} of {self.settings.size} joined")
-        trainers = [entry for entry in joined if not entry[1][0].assists]
-        require(trainers, "no trainer has joined")
-        if len(trainers) == 1:
-            joined = trainers
-            plan = SharePlan((1.0,))
-        else:
-            plan = strategy([ticket for _, (ticket, _) in joined])
-        bounded = bounded_weights([ticket for _, (ticket, _) in joined], self.settings.heaviest)
-        members = tuple(
-            GroupMember(peer, contact.addresses, weight, share, *offer_of(ticket), samples=samples)
-            for (peer, (ticket, contact)), (weight, samples), share in zip(
-                joined, bounded, plan.shares, strict=True
-            )
-        )
-        predicted_s = plan.averaging_s or None
-        group = Group(seed, self.terms, members, predicted_s, plan.explanation, plan.bottleneck)
-        # as its members decode it: a weight may be an int, and all must compute the same round id
-        group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group)
-        group.check()
-        return group

@@ -40,6 +40,7 @@ from colab_swarm.averaging.group import (
     equal_shares,
 )
 from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.memory import SwarmView
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
@@ -75,7 +76,7 @@ class WaitingPeer(Message, frozen=True):
     at: float = 0.0  # its swarm time when it wrote this
 
 
-class Assembly:
+class Assembly(SwarmView):
     """One peer's part in the meetings of a name; each has exactly ``size`` members, if it is given.
 
     All members of a fixed size must agree on ``terms``, readable text. ``timeout_s`` bounds finding
@@ -102,8 +103,7 @@ class Assembly:
         self._matchmaker = Matchmaker(
             router,
             prefix,
-            expected=self._expected,
-            on_called=self._on_called,
+            self,
             strategy=equal_shares,  # a meeting averages nothing
             settings=settings,
         )
@@ -185,7 +185,7 @@ class Assembly:
                 raise RoundRefused("unreachable", f"{1 + len(waiting)} of {self._size} peers wait")
             await wait_until(loop_now() + _LOOK_S, self._called)
 
-    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+    def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own = self._waits_for
         if own is None or msgspec.structs.replace(own, step=terms.step) != terms:
             return None
@@ -196,7 +196,7 @@ class Assembly:
         self._called.set()
         return 0.0
 
-    async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
+    async def expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
         known = self._before & self._peers.linked() | self._matchmaker.likely(step, lineage)
         return sorted({*await self._read(), *known})
 
@@ -354,7 +354,7 @@ class MoshpitResult:
         return f"MoshpitResult({len(self.peers)} peers on {grid}, {what}, {self.seconds:.1f} s)"
 
 
-class MoshpitAverager:
+class MoshpitAverager(SwarmView):
     """Averages one named vector repeatedly with the other peers that call for it.
 
     Warning: onebit, topk and sparseloco lose most of a vector: no error feedback here. Means are float16 then.
@@ -370,9 +370,7 @@ class MoshpitAverager:
         self.codec = codec
         self._codecs = (codec, mean_codec_for(codec))
         self._assembly = Assembly(router, dht, f"{prefix}/meeting")
-        self._matchmaker = Matchmaker(
-            router, prefix, expected=self._expected, on_called=self._on_called, settings=QUICK
-        )
+        self._matchmaker = Matchmaker(router, prefix, self, settings=QUICK)
         self.meter = RoundMeter()
         self._busy = False
         self._pass: _Pass | None = None
@@ -452,7 +450,7 @@ class MoshpitAverager:
             averaging_s = result.seconds
             self.meter.on_round(len(line), failed, overhead_s=overhead_s, averaging_s=averaging_s)
 
-    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+    def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         number, axis = divmod(terms.step, MAX_ROUNDS)
         if not self._busy or number != self._assembly.number:
             return None
@@ -466,7 +464,7 @@ class MoshpitAverager:
     def _lag_s(self) -> float:
         return _LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
 
-    async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
+    async def expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
         await wait_until(loop_now() + self._lag_s, self._begun)
         return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS) if self._pass else ()
 

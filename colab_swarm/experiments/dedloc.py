@@ -31,9 +31,9 @@ import torch
 from numpy.typing import NDArray
 
 import colab_swarm as cs
+from colab_swarm.averaging.formation import GroupFormation
 from colab_swarm.averaging.group import (
     Group,
-    GroupFormation,
     GroupFormationSettings,
     RoundTerms,
     SharePlan,

@@ -12,6 +12,7 @@ from functools import partial
 
 from colab_swarm.averaging.group import MAX_TEXT, GroupFormationSettings, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.memory import SwarmView
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
@@ -123,7 +124,7 @@ class Assistant:
             part.close()
 
 
-class _Part:
+class _Part(SwarmView):
     def __init__(
         self,
         assistant: Assistant,
@@ -142,9 +143,7 @@ class _Part:
         self._matchmaker = Matchmaker(
             services.router,
             prefix,
-            expected=self._expected,
-            on_called=self._on_called,
-            believed_s=self._progress.forecast.believed_s,
+            self,
             settings=_MATCHMAKING,
         )
         self._mirror = Mirror(services.router, prefix, partial(stored, prefix), self._donors)
@@ -158,7 +157,7 @@ class _Part:
             task.cancel()
         self._services.averager.forget(self._prefix)
 
-    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+    def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         self.used_at = loop_now()
         if terms.key not in self._rounds:
             if len(self._rounds) >= _MAX_ROUNDS or _VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
@@ -183,9 +182,12 @@ class _Part:
         finally:
             del self._rounds[terms.key]
 
-    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
+    async def expected(self, step: int, lineage: bytes) -> list[PeerId]:
         await self._read()
         return self._known(step, lineage)
+
+    def believed_s(self, peer: PeerId) -> float:
+        return self._progress.forecast.believed_s(peer)
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
         assistants = self._progress.known.assistants.keys() & self._services.peers.linked()

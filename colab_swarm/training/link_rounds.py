@@ -14,12 +14,8 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.averaging.result import GroupResult, contributed
-from colab_swarm.averaging.standing import Standing
-from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.errors import MismatchError, PeerError, StateError
 from colab_swarm.events import Fault, PeerLeft, StateReceived
 from colab_swarm.net.peers import PeerId
@@ -28,13 +24,11 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.catch_up import CatchUp
+from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.record_exchange import RecordExchange
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import (
-    HEAVIEST,
-    ROUND_TIMEOUT_S,
-    LinkBandwidth,
     PeerServices,
     RoundInput,
     TrainingSettings,
@@ -56,43 +50,21 @@ class LinkRounds(Rounds):
         super().__init__(services, settings, own, model)
         peers = services.peers
         progress = self.progress
-        self._bandwidth = LinkBandwidth(peers)
-        self._shares = AdaptiveShares()
-        self._matchmaker = Matchmaker(
-            services.router,
-            settings.prefix,
-            expected=self._expected,
-            on_called=self._on_called,
-            believed_s=progress.forecast.believed_s,
-            stands=progress.election.stands,
-            strategy=self._shares,
-            settings=GroupFormationSettings(
-                settings.matchmaking_timeout_s, settings.matchmaking_timeout_s, heaviest=HEAVIEST
-            ),
+        self._meetings = Meetings(
+            services, settings, progress, self.throughput, numel=model.numel, schema=model.schema
         )
-        self._standing = Standing(
-            peers.id,
-            progress.election.account_of,
-            peers.read_at,
-            services.events,
-            progress.forecast.longest_s,
-        )
-        self._matchmaker.own = self._terms
-        self._matchmaker.standing = self._standing
-        services.averager.standings[settings.prefix] = self._standing
+        services.averager.standings[settings.prefix] = self._meetings.standing
         self._records = RecordExchange(
             services,
             progress,
             model,
             self.throughput,
-            self._bandwidth,
-            suspects=lambda: self._standing.suspects(loop_now()),
+            self._meetings.bandwidth,
+            suspects=lambda: self._meetings.standing.suspects(loop_now()),
         )
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
         )
-        # True from a contribution until its mean is applied: a faster member may call the next round meanwhile.
-        self._in_a_round = False
         self._result: GroupResult | None = None  # of the last round
         self._stop_listening = peers.on_lost(self._on_lost)
 
@@ -113,7 +85,7 @@ class LinkRounds(Rounds):
     def kill(self) -> None:
         self._stop_listening()
         self._tasks.cancel()
-        self._matchmaker.close()
+        self._meetings.close()
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
@@ -153,14 +125,14 @@ class LinkRounds(Rounds):
         return forecast.batch_full(now)
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
-        self._in_a_round = True
+        self._meetings.in_a_round = True
         try:
             result = await self._try_average(contribution)
             if result is not None:
                 self._result = result
                 yield RoundOutcome(contribution.vector.values, result)
         finally:
-            self._in_a_round = False
+            self._meetings.in_a_round = False
 
     async def _try_average(self, contribution: RoundInput) -> GroupResult | None:
         own = self.progress.known.own
@@ -176,10 +148,10 @@ class LinkRounds(Rounds):
     async def on_applied(self, outcome: RoundOutcome) -> None:
         result = self._result
         assert result is not None
-        self._in_a_round = False
+        self._meetings.in_a_round = False
         self._states.outdate()
         for peer in result.samples:
-            self._standing.earn(peer, loop_now())
+            self._meetings.standing.earn(peer, loop_now())
         own = self.progress.known.own
         events = self.services.events
         if events.detailed:
@@ -192,7 +164,7 @@ class LinkRounds(Rounds):
         began_at = loop_now()
         vector = contribution.vector
         events = self.services.events
-        group = await self._find_group(own, contribution)
+        group = await self._meetings.find_group(own, contribution)
         self.progress.known.called = None
         if contribution.weight and events.detailed:
             given = contributed(
@@ -200,63 +172,12 @@ class LinkRounds(Rounds):
             )
             events.emit(given)
         result = await self.services.averager.average(group, vector, contribution.encoding, bounded=True)
-        self._bandwidth.on_round(result)
+        self._meetings.bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
-            self._shares.on_round(shares, group.predicted_s, result.exchange_s)
+            self._meetings.shares.on_round(shares, group.predicted_s, result.exchange_s)
         events.emit(result.event(began_at=began_at, now=loop_now()))
         return result
-
-    def _terms(self, step: int, lineage: bytes) -> RoundTerms:
-        settings = self.settings
-        codecs = settings.compression, settings.mean_compression
-        return RoundTerms(settings.prefix, step, lineage, self.model.numel, self.model.schema, *codecs)
-
-    async def _find_group(self, own: ProgressRecord, contribution: RoundInput) -> Group:
-        peers = self.services.peers
-        ticket = Ticket(
-            self._terms(own.step, own.lineage),
-            contribution.weight,
-            bool(peers.contact.addresses) and not own.syncing,
-            *self._bandwidth.known(),
-            metered=peers.metered,
-            samples=contribution.samples,
-        )
-        candidates = await self._expected(own.step, own.lineage)
-        awaited = self.progress.known.waiting(own.step, own.lineage) & peers.linked()
-        deadline = loop_now() + ROUND_TIMEOUT_S
-        return await self._matchmaker.join(ticket, candidates, deadline, awaited=awaited)
-
-    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Return the peers that should take part, by their records, the last round or a call."""
-        known = self.progress.known
-        expected = known.participants(step, lineage) | known.assistants.keys()
-        expected |= self._matchmaker.likely(step, lineage)  # a record may be late
-        # Skip peers at a later step: they would answer that this step is over.
-        for peer, record in known.all.items():
-            if record.absent or record.step > step:
-                expected.discard(peer)
-        return sorted(expected)
-
-    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        known = self.progress.known
-        own = known.own
-        # The lineage of the step that is being applied is known when that is done.
-        applying = self._in_a_round and terms.step == own.step + 1
-        here = own.syncing or applying or (own.step, own.lineage) == terms.key
-        ahead = known.all.get(caller, own).step > terms.step  # by its record: no peer expects it here
-        if own.absent or ahead or not here:
-            return None
-        if caller != self.services.peers.id:  # its own organizer has begun, and would follow itself forever
-            known.called = terms.key
-            known.news.set()
-        if own.syncing:
-            return 0.0
-        now = loop_now()
-        ready_in_s = self.throughput.ready_in_s(now, patience_s=self.settings.matchmaking_timeout_s)
-        if ready_in_s is None or applying:
-            return ready_in_s
-        return max(ready_in_s, self.progress.forecast.early_s(now))
 
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
         known = self.progress.known
@@ -303,7 +224,7 @@ class LinkRounds(Rounds):
         return {} if result.kept_local else {(step, lineage): values}
 
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        self._matchmaker.forget(step, lineage)
+        self._meetings.forget(step, lineage)
         super().adopt(step, lineage, syncing=syncing)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:

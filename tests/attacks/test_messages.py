@@ -75,7 +75,7 @@ class Full:
             calls=sum(len(link._answering) for link in links),
             links=len(links),
             rounds=len(averager._rounds),
-            forming=len(collaboration.rounds._matchmaker._forming),
+            forming=len(collaboration.rounds._meetings._matchmaker._forming),
             tasks=len(asyncio.all_tasks(self.alice.runtime._loop)),
         )
 

@@ -12,7 +12,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.averaging import standing
 from colab_swarm.averaging.group import Group, GroupMember, Joined, JoinRound, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import IN_VAIN_S
+from colab_swarm.averaging.search import IN_VAIN_S
 from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import key_id
 from colab_swarm.errors import PeerError

@@ -138,7 +138,7 @@ async def test_a_caller_is_expected_although_its_record_is_late() -> None:
     for later, answer in ((0, JoinEta(0.0)), (1, JoinEta(None))):
         asked = msgspec.structs.replace(terms, step=terms.step + later)
         assert await carol.call(alice.id, asked, JoinEta, timeout_s=5) == answer
-    assert await assembly._expected(assembly.number, LINEAGE) == [carol.id]
+    assert await assembly.expected(assembly.number, LINEAGE) == [carol.id]
     meeting.cancel()
 
 

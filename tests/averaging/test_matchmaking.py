@@ -9,14 +9,10 @@ import pytest
 
 from colab_swarm.averaging import group as module
 from colab_swarm.averaging.group import Group, Joined, JoinEta, JoinRound, RoundRefused, Ticket, rank
-from colab_swarm.averaging.matchmaking import (
-    PASSED_S,
-    REMEMBERED_S,
-    Matchmaker,
-    check_group,
-    holds_ticket,
-)
+from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.memory import REMEMBERED_S, SwarmView
 from colab_swarm.averaging.router import SKIPPED_S, PrefixRouter
+from colab_swarm.averaging.search import PASSED_S, check_group, holds_ticket
 from colab_swarm.averaging.standing import BURST_S, Standing
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
@@ -32,7 +28,7 @@ def ticket_of(**change: object) -> Ticket:
     return Ticket(msgspec.structs.replace(TERMS, **change), 10.0)
 
 
-class Trainer:
+class Trainer(SwarmView):
     """A peer with a matchmaker; ``followed``: whether the swarm follows the groups that it had."""
 
     def __init__(self, peers: SimPeers, settings: module.GroupFormationSettings | None = None) -> None:
@@ -41,27 +37,24 @@ class Trainer:
         self.ready_in_s: float | None = 0.0  # its answer to a call
         self.ticket = TICKET
         self.followed = True
-        self.believed_s = float("inf")
+        self.usual_s = float("inf")  # in which it believes a peer can join
         self.awaited: list[PeerId] = []
-        self.matchmaker = Matchmaker(
-            PrefixRouter(peers),
-            "run",
-            expected=self._expected,
-            on_called=self._on_called,
-            believed_s=lambda peer: self.believed_s,
-            stands=lambda step, lineage: self.followed,
-            settings=settings,
-        )
         self.slowest_s = 0.0
-        self.matchmaker.standing = Standing(
-            peers.id, heard_at=peers.read_at, longest_s=lambda: self.slowest_s
-        )
+        standing = Standing(peers.id, heard_at=peers.read_at, longest_s=lambda: self.slowest_s)
+        router = PrefixRouter(peers)
+        self.matchmaker = Matchmaker(router, "run", self, standing=standing, settings=settings)
 
-    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
+    async def expected(self, step: int, lineage: bytes) -> list[PeerId]:
         return self.candidates
 
-    def _on_called(self, terms: module.RoundTerms, caller: PeerId) -> float | None:
+    def on_called(self, terms: module.RoundTerms, caller: PeerId) -> float | None:
         return self.ready_in_s if terms.key == self.ticket.terms.key else None
+
+    def believed_s(self, peer: PeerId) -> float:
+        return self.usual_s
+
+    def stands(self, step: int, lineage: bytes) -> bool:
+        return self.followed
 
     async def join(self, *, after_s: float = 0.0, timeout_s: float = 30.0) -> Group:
         await asyncio.sleep(after_s)
@@ -421,7 +414,7 @@ async def test_a_slow_organizer_costs_each_of_three_a_burst(heartbeats: bool, an
     liar.peers.unserve(JoinRound)
     liar.peers.serve_stream(JoinRound, keep_silent)
     for trainer in honest:
-        trainer.believed_s = 0.5
+        trainer.usual_s = 0.5
     began, waits = loop_now(), list[float]()
     for _ in range(30):
         waits.append(-loop_now())
@@ -434,7 +427,7 @@ async def test_a_slow_organizer_costs_each_of_three_a_burst(heartbeats: bool, an
 async def test_a_promise_that_is_broken_costs_two_bursts_at_most_and_one_beyond_belief_nothing() -> None:
     for promise_s in (1e9, 1.9):
         first, liar, *others = Town(4).trainers
-        liar.ready_in_s, first.believed_s = promise_s, 2.0
+        liar.ready_in_s, first.usual_s = promise_s, 2.0
         began, honest = loop_now(), (first, *others)
         for _ in range(100):
             await one_group(*(trainer.join() for trainer in honest), size=3)
@@ -486,7 +479,7 @@ async def test_a_peer_that_asks_an_organizer_is_ready_for_it_and_soon_for_others
     best, second, third = (town := Town(3)).trainers
     await one_group(*(trainer.join() for trainer in town.trainers), size=3)
     asked = lie(best, Joined(reason="unreachable"), after_s=3.0)
-    second.believed_s, second.followed = 1.0, False
+    second.usual_s, second.followed = 1.0, False
     waiting = asyncio.create_task(second.join())
     await asyncio.sleep(0.5)
     for caller, ready_in_s in (best, 0.0), (third, 1.0):

@@ -210,13 +210,13 @@ async def test_a_call_is_answered_by_how_far_this_peer_is_in_its_pass() -> None:
 
     def call(number: int, axis: int, line: int) -> float | None:
         step = number * moshpit.MAX_ROUNDS + axis
-        return alice._on_called(RoundTerms("", step, run.grid.line_id(me, line), 10), members[0].id)
+        return alice.on_called(RoundTerms("", step, run.grid.line_id(me, line), 10), members[0].id)
 
     alice._assembly.number = 7
     assert call(7, 0, 0) is None, "it averages nothing"
     alice._busy, soon = True, pytest.approx(2.0)
     assert call(7, 0, 0) == soon and call(8, 0, 0) is None
-    expected = asyncio.create_task(alice._expected(7 * moshpit.MAX_ROUNDS + 1, b""))
+    expected = asyncio.create_task(alice.expected(7 * moshpit.MAX_ROUNDS + 1, b""))
     await asyncio.sleep(1.0)
     alice._pass, run.axis = run, 1
     alice._begun.set()

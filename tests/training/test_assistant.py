@@ -201,7 +201,7 @@ def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch:
         assert len(swarm.assistant.collaborations) == 16 and swarm.assistant.collaborations[-1] == prefix
         part, sizes = swarm.assistant._parts[prefix], (1001, *[1000] * 5)
         terms = [RoundTerms(prefix, step, b"", numel) for step, numel in enumerate(sizes)]
-        return [part._on_called(one, swarm.id) for one in terms]
+        return [part.on_called(one, swarm.id) for one in terms]
 
     def assist(swarm: Swarm) -> list[float | None]:
         swarm.serve_as_reducer()

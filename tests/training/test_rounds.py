@@ -20,9 +20,9 @@ def test_a_call_to_the_next_round_is_answered_while_the_last_mean_is_applied(app
     async def answered(mine: Collaboration) -> list[bool]:
         rounds = mine.rounds
         assert isinstance(rounds, LinkRounds)
-        rounds._in_a_round = applying
+        rounds._meetings.in_a_round = applying
         terms = [RoundTerms(mine.progress.prefix, step, b"new", 10) for step in range(3)]
-        return [rounds._on_called(one, mine.progress.known.me) is not None for one in terms]
+        return [rounds._meetings.on_called(one, mine.progress.known.me) is not None for one in terms]
 
     def ask(swarm: Swarm) -> list[bool]:
         return swarm.runtime.call(answered(join_training(swarm, model()).collaboration))
@@ -36,7 +36,7 @@ def test_a_peer_that_organizes_its_own_round_does_not_call_itself_to_it_again(by
         own, me = mine.progress.known.own, mine.progress.known.me
         terms = RoundTerms(mine.progress.prefix, own.step, own.lineage, 10)
         assert isinstance(mine.rounds, LinkRounds)
-        assert mine.rounds._on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
+        assert mine.rounds._meetings.on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
         return mine.progress.known.called is not None
 
     def ask(swarm: Swarm) -> bool:
