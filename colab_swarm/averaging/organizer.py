@@ -9,7 +9,6 @@ pass a group on, or it would circulate for ever, and no longer once the swarm di
 """
 
 import hashlib
-import logging
 import math
 import statistics
 from collections.abc import Collection, Sequence
@@ -31,8 +30,6 @@ from colab_swarm.averaging.memory import KEPT_ROUNDS, Contacts, RoundMemory, Swa
 from colab_swarm.averaging.search import Search, check_group
 from colab_swarm.averaging.standing import AWAKE_S, BURST_S, PART
 from colab_swarm.net.peers import Contact, PeerId, Role, remember
-
-logger = logging.getLogger(__name__)
 
 Organized: TypeAlias = Group | Contact | None
 """What a formation ends with: the group, another organizer, or nothing."""

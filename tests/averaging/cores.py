@@ -358,7 +358,7 @@ class CoreTown:
         self.peers[peer].alive = False
         for other in self.peers.values():
             if other.id != peer:
-                self.script.send(lambda other=other: other.on_lost(peer))  # type: ignore[misc]
+                self.script.send(lambda other=other: other.on_lost(peer))
 
     def honest(self) -> list[CorePeer]:
         return [peer for peer in self.peers.values() if peer.alive and not isinstance(peer, Liar)]
