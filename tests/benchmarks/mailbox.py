@@ -3,6 +3,7 @@
 `PEERS` peers of one process contribute a megabyte each, to a folder and, if moto is installed, to its S3 server.
 """
 
+import os
 import tempfile
 import threading
 import time
@@ -10,6 +11,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from unittest.mock import patch
 
 import torch
 
@@ -32,9 +34,10 @@ def local_s3() -> Iterator[str]:
     server.start()
     url = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
     urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
-    keys = "region=us-east-1&access_key_id=key&secret_access_key=secret"
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     try:
-        yield f"s3://bucket/run?endpoint={url}&{keys}"
+        with patch.dict(os.environ, keys):
+            yield f"s3://bucket/run?endpoint={url}&region=us-east-1"
     finally:
         server.stop()
 
@@ -63,7 +66,9 @@ def rounds(address: str, count: int) -> tuple[list[float], float]:
     with ExitStack() as stack:
         swarms = [stack.enter_context(cs.create("bench-mailbox", mailbox=address, peer_name="peer-0"))]
         invitation = str(swarms[0].invite())
-        swarms += [stack.enter_context(cs.join(invitation, peer_name=f"peer-{n}")) for n in range(1, PEERS)]
+        for number in range(1, PEERS):
+            swarm = cs.join(invitation, mailbox=address, peer_name=f"peer-{number}")
+            swarms.append(stack.enter_context(swarm))
         threads = [threading.Thread(target=train, args=(swarm,)) for swarm in swarms]
         for thread in threads:
             thread.start()
