@@ -128,8 +128,11 @@ that can get, put and list objects below one folder, but delete none.
 | DiLoCo, [arXiv 2311.08105](https://arxiv.org/abs/2311.08105): local and outer steps | `collaboration` |
 | SparseLoCo, [arXiv 2508.15706](https://arxiv.org/abs/2508.15706): error feedback | `colab_swarm.tensors` |
 | what an address may say | `address` |
-| manifests, and when a round closes: pure functions | `rounds` |
-| reading, checking and writing objects | `journal` |
+| objects, the chain of manifests, and the mean: pure | `rounds` |
+| which manifests stand: pure | `branches` |
+| what a waiting peer does next: pure | `view` |
+| reading and checking objects | `reader` |
+| signing and writing objects, states | `journal` |
 | stores, by obstore | `bucket` |
 
 The authors of SparseLoCo exchange pseudo-gradients through object storage, too.

@@ -11,10 +11,10 @@ import numpy as np
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, require
 from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
-from colab_swarm.mailbox.bucket import Bucket
-from colab_swarm.mailbox.journal import LEAST_PAUSE_S, MOST_PAUSE_S, Journal
+from colab_swarm.mailbox.branches import Branches, Step
+from colab_swarm.mailbox.bucket import Bucket, StoredObject
+from colab_swarm.mailbox.journal import Journal
 from colab_swarm.mailbox.rounds import (
-    MISSING_S,
     STATE_ROUNDS,
     WINDOW,
     Card,
@@ -23,6 +23,16 @@ from colab_swarm.mailbox.rounds import (
     RoundChain,
     decode,
     encode,
+)
+from colab_swarm.mailbox.view import (
+    LEAST_PAUSE_S,
+    Close,
+    Decision,
+    Follow,
+    LoadState,
+    RoundView,
+    SeekState,
+    Wait,
 )
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
@@ -251,40 +261,55 @@ class BucketRounds(Rounds):
         """
         chain = self._chain
         journal = self._journal
-        me = self.services.peers.id
         assert chain is not None
-        again_at = -math.inf  # when this peer may write another manifest
+        close_at = -math.inf  # when this peer may write another manifest
         while True:
-            listing = await journal.patiently(journal.look, chain)
-            mine = None if self._put is None else listing.contributions.get(chain.path_of(me, self._put))
-            if mine is not None and self._put_at is not None:
-                journal.bucket.on_time(mine.modified_at, self._put_at)
-                self._put_at = None  # others may overwrite it
-            self._spoilt = mine is not None and not await journal.offers([mine])
-            now = journal.bucket.now()
-            present = {one.member for one in journal.open_places(chain, listing)}
-            gone = await journal.gone(chain, listing)
-            due_at = chain.due_at(present, gone)
-            alone = now >= due_at and not chain.is_quorum({*present, *gone})
-            if self._last is not None and await journal.replaced(self._last, listing, alone=alone):
-                self._chain = None
-                return None
-            if (one := await journal.closed(chain, listing)) is not None:
-                return one
-            late = listing.latest > chain.round
-            if late and (later := await journal.patiently(journal.newest_state, chain.round)) is not None:
-                self._chain = None
-                self._later = later
-                return None
-            due_at = max(due_at, await journal.reopens_at(chain, listing))
-            if now >= max(due_at, again_at) and await journal.close(chain, listing):
-                again_at = now + MISSING_S
-                continue
+            action = await self._decide(chain, close_at)
+            pause_s = LEAST_PAUSE_S
+            match action:
+                case Follow(closed):
+                    return closed
+                case LoadState():
+                    self._chain = None
+                    return None
+                case Close(again_at=again_at):
+                    if await journal.close(chain, action):
+                        close_at = again_at
+                        continue
+                case Wait():
+                    pause_s = action.pause_s
             if loop_now() >= journal.until:
                 return None
-            likely_s = abs(chain.closed_at + chain.pace_s - now) / 2
-            pause_s = min(max(min(likely_s, due_at - now), LEAST_PAUSE_S), MOST_PAUSE_S)
             await asyncio.sleep(min(pause_s, journal.until - loop_now()))
+
+    async def _decide(self, chain: RoundChain, close_at: float) -> Decision:
+        """Look at the bucket, and return what to do next."""
+        journal = self._journal
+        branches = await journal.look(chain)
+        view = RoundView(chain, branches, self._last, self._own_place(branches))
+
+        def ask() -> Decision | Step:
+            return view.next_action(journal.bucket.now(), close_at)
+
+        action: Decision = await journal.reader.answer(ask)
+        if isinstance(action, SeekState):
+            self._later = await journal.patiently(journal.newest_state, chain.round)
+            view.later_state = self._later is not None
+            action = await journal.reader.answer(ask)
+        self._spoilt = view.spoilt
+        return action
+
+    def _own_place(self, branches: Branches) -> StoredObject | None:
+        """Return the own contribution that no manifest lists yet, and learn from it how the store's clock goes."""
+        chain = self._chain
+        if self._put is None or chain is None:
+            return None
+        path = chain.path_of(self.services.peers.id, self._put)
+        place = branches.listing.contributions.get(path)
+        if place is not None and self._put_at is not None:
+            self._journal.bucket.on_time(place.modified_at, self._put_at)
+            self._put_at = None  # others may overwrite it
+        return place
 
     async def on_applied(self, outcome: RoundOutcome) -> None:
         closed = self._closed
@@ -309,10 +334,13 @@ class BucketRounds(Rounds):
         """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""
         self._chain = one.after
         self._last = one
-        heads = {offer.head.member: offer.head for offer in one.offers.values()}
-        self._others = {member: head for member, head in heads.items() if member != self.services.peers.id}
+        self._others = {}
+        for contribution in one.contributions.values():
+            head = contribution.head
+            if head.member != self.services.peers.id:
+                self._others[head.member] = head
         self._show_others()
-        self._journal.forget(one.after)
+        self._journal.reader.readings.forget(one)
 
     def _show_others(self) -> None:
         """Put the others' records beside the own one: they compute as long as this peer, as nobody hears of them."""

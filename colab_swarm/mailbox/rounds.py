@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Self, TypeVar
 
@@ -40,11 +40,13 @@ MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one 
 MIN_PACE_S = 1.0
 MAX_PACE_S = 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
+MANIFEST_BYTES = 1 << 20
 PLACE: Final = re.compile(
     r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
 )
 CARD = "card/first"
 LEFT = "-left"
+MANIFEST = "manifest-"
 STATE_PLACE: Final = re.compile(r"states/([0-9]{8})")
 STATE_ROUNDS = 16  # from one state in the bucket to the next
 
@@ -52,6 +54,11 @@ STATE_ROUNDS = 16  # from one state in the bucket to the next
 def folder_of(round: int, base: bytes) -> str:
     """Return the folder of a round after the manifest with this digest: nobody can write there before that one."""
     return f"rounds/{round:08d}-{base[:8].hex()}"
+
+
+def round_of(path: str) -> int:
+    """Return the round of an object's path."""
+    return int(path[7:15])
 
 
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
@@ -151,15 +158,15 @@ class RoundChain(Message, frozen=True):
         return folder_of(self.round, self.base)
 
     @property
-    def farewells(self) -> dict[str, tuple[PeerId, Hash]]:
-        """Where members of the last round may have said farewell since they contributed: the member, and the base."""
-        last = dict(sorted(self.listed))  # its last round, by member
-        return {
-            f"{folder}/{member.hex()}{LEFT}": (member, self.digests[round])
-            for round, folder in self.folders.items()
-            for member in self.members
-            if round >= last.get(member, 0)
-        }
+    def farewells(self) -> dict[str, PeerId]:
+        """Where members of the last round may have said farewell since they contributed."""
+        last_rounds = dict(sorted(self.listed))
+        members: dict[str, PeerId] = {}
+        for round, folder in self.folders.items():
+            for member in self.members:
+                if round >= last_rounds.get(member, 0):
+                    members[f"{folder}/{member.hex()}{LEFT}"] = member
+        return members
 
     def path_of(self, member: PeerId, round: int) -> str:
         """Return where a member's contribution is; nowhere if it is too old."""
@@ -190,27 +197,36 @@ class RoundChain(Message, frozen=True):
     def fault_of(self, manifest: RoundManifest, *, written_at: float, gone: Collection[PeerId] = ()) -> str:
         """Return what is wrong with a manifest of this round, apart from its contributions; or nothing."""
         places = [(entry.member, entry.round) for entry in manifest.entries]
+        members = {entry.member for entry in manifest.entries}
         if (manifest.round, manifest.base) != (self.round, self.base):
             return "it does not follow the manifest before"
         if places != sorted(set(places)) or not all(self.may_count(*place) for place in places):
             return "it lists a contribution twice, or one that is too old"
-        late = written_at + 1.0 >= self.deadline  # S3 has whole seconds
-        if not (late or not self.members or self.is_quorum({*gone, *(member for member, _ in places)})):
+        # S3 has whole seconds
+        if not self.members or written_at + 1.0 >= self.deadline:
+            return ""
+        if not self.is_quorum(members.union(gone)):
             return "it leaves out most members of the last round"
         return ""
 
     def after(self, manifest: RoundManifest, digest: bytes, *, closed_at: float) -> "RoundChain":
-        entries = manifest.entries
+        """Return the chain after this manifest, the one with this digest."""
         round = self.round + 1
-        pace_s = statistics.median_low(entry.seconds for entry in entries)
-        listed = [*self.listed, *((entry.member, entry.round) for entry in entries)]
+        oldest = round - WINDOW
+        digests = {**self.digests, round: digest}
+        listed = list(self.listed)
+        members = set[PeerId]()
+        for entry in manifest.entries:
+            listed.append((entry.member, entry.round))
+            members.add(entry.member)
+        pace_s = statistics.median_low(entry.seconds for entry in manifest.entries)
         return RoundChain(
             round,
-            {r: one for r, one in {**self.digests, round: digest}.items() if r >= round - WINDOW},
+            {number: base for number, base in digests.items() if number >= oldest},
             closed_at,
             min(max(pace_s, MIN_PACE_S), MAX_PACE_S),
-            tuple(sorted({entry.member for entry in entries})),
-            tuple(one for one in listed if one[1] >= round - WINDOW),
+            tuple(sorted(members)),
+            tuple((member, number) for member, number in listed if number >= oldest),
         )
 
 
@@ -224,38 +240,32 @@ class RoundListing:
     latest: int  # round that has a manifest, on whatever branch; -1 if none has
 
     @classmethod
-    def of(cls, found: Iterable[StoredObject]) -> "RoundListing":
+    def of(cls, objects: Iterable[StoredObject]) -> Self:
         contributions: dict[str, StoredObject] = {}
         manifests: dict[str, list[StoredObject]] = {}
         farewells: dict[str, StoredObject] = {}
-        for one in found:
-            if (place := PLACE.fullmatch(one.path)) is None:
+        latest = -1
+        for place in objects:
+            match = PLACE.fullmatch(place.path)
+            if match is None:
                 continue
-            if place[2]:
-                contributions[one.path] = one
-            elif one.path.endswith(LEFT):
-                farewells[one.path] = one
+            if match[2]:
+                contributions[place.path] = place
+            elif place.path.endswith(LEFT):
+                farewells[place.path] = place
             else:
-                manifests.setdefault(one.folder, []).append(one)
-        return cls(
-            contributions, manifests, farewells, max((int(one[7:15]) for one in manifests), default=-1)
-        )
+                manifests.setdefault(place.folder, []).append(place)
+                latest = max(latest, round_of(place.path))
+        return cls(contributions, manifests, farewells, latest)
 
     def next_attempt(self, folder: str) -> str:
         """Return the path of another manifest."""
-        taken = {one.path for one in self.manifests.get(folder, ())}
-        attempts = (f"{folder}/manifest-{number:02d}" for number in itertools.count())
-        return next(path for path in attempts if path not in taken)
-
-    def attempts(self, folder: str, faulty: Container[StoredObject]) -> list[StoredObject]:
-        """Return the manifests of a round that may count: each is `MISSING_S` younger than the sound one before."""
-        counted: list[StoredObject] = []
-        for one in sorted(self.manifests.get(folder, ()), key=lambda one: one.modified_at):
-            if one not in faulty and (
-                not counted or one.modified_at + 1 >= counted[-1].modified_at + MISSING_S
-            ):
-                counted.append(one)
-        return counted
+        taken = {place.path for place in self.manifests.get(folder, ())}
+        for number in itertools.count():
+            path = f"{folder}/{MANIFEST}{number:02d}"
+            if path not in taken:
+                break
+        return path
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
@@ -310,13 +320,15 @@ def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slic
 
 def norm_of(codec: Codec, content: memoryview, numel: int) -> float:
     """Return the norm of an encoded vector; raises ValueError if it is invalid or not finite."""
-    squares = sum(float(piece.astype(np.float64) @ piece) for _, piece in decode(codec, content, numel))
+    squares = 0.0
+    for _, piece in decode(codec, content, numel):
+        squares += float(piece.astype(np.float64) @ piece)
     require(math.isfinite(squares), "it has values that are not finite")
     return math.sqrt(squares)
 
 
 @dataclass(frozen=True)
-class Offer:
+class ReadContribution:
     """A contribution as it was read: whole, signed by a member, and finite."""
 
     head: PseudoGradient
@@ -325,40 +337,45 @@ class Offer:
     norm: float
 
 
-def entries_of(offers: Iterable[Offer]) -> tuple[ManifestEntry, ...]:
+def entries_of(contributions: Iterable[ReadContribution]) -> tuple[ManifestEntry, ...]:
     """Return what the contributions count for, in the order of the mean.
 
     Nobody weighs more than `HEAVIEST` median members, and none is longer than `MOST_NORM` median ones.
     """
-    ordered = sorted(offers, key=lambda offer: (offer.head.member, offer.head.round))
-    weight = statistics.median_low(offer.head.weight for offer in ordered)
-    norm = statistics.median_low(offer.norm for offer in ordered)
+    ordered = sorted(contributions, key=lambda each: (each.head.member, each.head.round))
+    median_weight = statistics.median_low(each.head.weight for each in ordered)
+    median_norm = statistics.median_low(each.norm for each in ordered)
     entries = []
-    for offer in ordered:
-        head = offer.head
-        scale = min(1.0, MOST_NORM * norm / offer.norm) if offer.norm else 1.0
-        bounded_weight = min(head.weight, HEAVIEST * weight)
+    for contribution in ordered:
+        head = contribution.head
+        scale = 1.0
+        if contribution.norm:
+            scale = min(1.0, MOST_NORM * median_norm / contribution.norm)
+        weight = min(head.weight, HEAVIEST * median_weight)
         entry = ManifestEntry(
-            head.member, head.round, offer.digest, bounded_weight, scale, head.samples, head.seconds
+            head.member, head.round, contribution.digest, weight, scale, head.samples, head.seconds
         )
         entries.append(entry)
     return tuple(entries)
 
 
-def differs(manifest: RoundManifest, offers: Sequence[Offer]) -> str:
+def differs(manifest: RoundManifest, contributions: Sequence[ReadContribution]) -> str:
     """Return what its entries say wrongly of the contributions, or nothing."""
-    for mine, theirs in zip(entries_of(offers), manifest.entries, strict=True):
-        if not (
-            math.isclose(mine.weight, theirs.weight, rel_tol=1e-3)
-            and math.isclose(mine.scale, theirs.scale, rel_tol=1e-3)
-            and msgspec.structs.replace(mine, weight=theirs.weight, scale=theirs.scale) == theirs
-        ):
+    for expected, entry in zip(entries_of(contributions), manifest.entries, strict=True):
+        weight_fits = math.isclose(expected.weight, entry.weight, rel_tol=1e-3)
+        scale_fits = math.isclose(expected.scale, entry.scale, rel_tol=1e-3)
+        rest = msgspec.structs.replace(expected, weight=entry.weight, scale=entry.scale)
+        if not (weight_fits and scale_fits and rest == entry):
             return "its entries are not those of the contributions"
     return ""
 
 
 def mean_of(
-    entries: Sequence[ManifestEntry], offers: Mapping[bytes, Offer], numel: int, codec: str, out: Floats
+    entries: Sequence[ManifestEntry],
+    contributions: Mapping[bytes, ReadContribution],
+    numel: int,
+    codec: str,
+    out: Floats,
 ) -> Floats:
     """Write the weighted mean ``sum_i w_i s_i v_i / sum_i w_i`` to ``out``, bit-equal at all peers.
 
@@ -368,7 +385,7 @@ def mean_of(
     total = math.fsum(entry.weight for entry in entries) or 1.0
     for entry in entries:
         factor = np.float32(entry.weight * entry.scale / total)
-        for span, piece in decode(codec_of(codec), offers[entry.digest].content, numel):
+        for span, piece in decode(codec_of(codec), contributions[entry.digest].content, numel):
             out[span] += piece * factor
     return out
 
@@ -381,7 +398,7 @@ class ClosedRound:
     place: StoredObject  # of the manifest
     manifest: RoundManifest
     after: RoundChain
-    offers: dict[bytes, Offer] = field(default_factory=dict)  # empty: not read yet
+    contributions: dict[bytes, ReadContribution] = field(default_factory=dict)  # empty: not read yet
 
     def counts(self, member: PeerId, round: int) -> bool:
         return any((entry.member, entry.round) == (member, round) for entry in self.manifest.entries)

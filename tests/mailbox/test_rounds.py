@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.mailbox import rounds
-from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -29,11 +28,11 @@ def contribution(who: Identity, values: Floats, round: int = 0, weight: float = 
     return rounds.seal(head.signed(who.sign), content)
 
 
-def offer(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) -> rounds.Offer:
+def offer(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) -> rounds.ReadContribution:
     data = contribution(who, values, round, weight)
     head, content = rounds.unseal(data, rounds.PseudoGradient)
     norm = rounds.norm_of(codec_of("float32"), content, len(values))
-    return rounds.Offer(head, content, rounds.content_digest(data), norm)
+    return rounds.ReadContribution(head, content, rounds.content_digest(data), norm)
 
 
 def manifest(
@@ -116,28 +115,6 @@ def test_no_contribution_counts_twice_or_late(proposals: list[set[tuple[PeerId, 
             counted += places
             chain = chain.after(made, bytes([number]) * 32, closed_at=0.0)
     assert len(counted) == len(set(counted))
-
-
-def test_a_second_manifest_counts_only_if_the_first_one_is_old() -> None:
-    times = (
-        0.0,
-        1.0,
-        rounds.MISSING_S,
-        rounds.MISSING_S + 2,
-        2 * rounds.MISSING_S,
-    )  # the last path is the oldest one
-    found = [StoredObject(f"{CHAIN.folder}/manifest-{n:02d}", 1, at) for n, at in enumerate(reversed(times))]
-    listing = rounds.RoundListing.of([*found, StoredObject(f"{CHAIN.folder}/garbage", 1, 0.0)])
-    assert listing.attempts(CHAIN.folder, []) == [found[4], found[2], found[0]]
-    assert listing.attempts(CHAIN.folder, [found[4]]) == [
-        found[3],
-        found[2],
-        found[0],
-    ]  # a faulty one costs no time
-    assert (listing.next_attempt(CHAIN.folder), listing.latest) == (
-        f"{CHAIN.folder}/manifest-05",
-        CHAIN.round,
-    )
 
 
 def test_nobody_weighs_or_moves_more_than_the_bounds() -> None:

@@ -1,0 +1,326 @@
+"""What a peer decides by one look at a bucket, and which manifests stand: pure."""
+
+import random
+import sys
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.mailbox import branches, view
+from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.mailbox.rounds import (
+    GRACE_S,
+    MISSING_S,
+    PATIENCE,
+    ClosedRound,
+    ManifestEntry,
+    RoundChain,
+)
+from tests.mailbox.board import ALICE, BOB, CAROL, MEMBERS, PACE_S, Board, Peer, lying
+
+
+def unknown(entries: tuple[ManifestEntry, ...]) -> tuple[ManifestEntry, ...]:
+    """List a contribution that nobody has."""
+    return msgspec.structs.replace(entries[0], digest=b"x" * 32), *entries[1:]
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+@pytest.fixture
+def alice(board: Board) -> Peer:
+    """She has followed a round of all three."""
+    peer = Peer(board)
+    peer.follow(board.round(board.first, *MEMBERS))
+    return peer
+
+
+def test_a_round_is_closed_with_all_that_can_be_read(board: Board, alice: Peer) -> None:
+    board.now = 10.0
+    for who in MEMBERS:
+        board.contribute(who, alice.chain, fault="garbage" if who is BOB else "")
+    due_at = alice.chain.closed_at + PATIENCE * PACE_S
+    assert alice.decide(due_at) == alice.decide(due_at)
+    action = alice.decide(due_at)
+    assert isinstance(action, view.Close)
+    assert {entry.member for entry in action.entries} == {ALICE.id, CAROL.id}
+    assert (action.path, action.again_at) == (f"{alice.chain.folder}/manifest-00", due_at + MISSING_S)
+    assert isinstance(alice.decide(due_at - 1), view.Wait)
+
+
+def test_no_round_waits_for_a_member_with_a_farewell(board: Board, alice: Peer) -> None:
+    for who in (ALICE, BOB):
+        board.contribute(who, alice.chain)
+    assert isinstance(alice.decide(1.0), view.Wait)
+    board.leave(CAROL, alice.chain)
+    assert isinstance(alice.decide(1.0), view.Close)
+
+
+def test_the_pause_is_half_the_time_to_the_likely_end(board: Board, alice: Peer) -> None:
+    assert alice.decide(2.0) == view.Wait((PACE_S - 2.0) / 2)
+    assert alice.decide(PACE_S) == view.Wait(view.LEAST_PAUSE_S)
+    assert alice.decide(1e6) == view.Wait(view.MOST_PAUSE_S)
+
+
+def test_a_manifest_is_followed_with_its_contributions(board: Board, alice: Peer) -> None:
+    closed = board.round(alice.chain, ALICE, BOB)
+    board.round(closed.after, ALICE, BOB)
+    alice.read.clear()
+    action = alice.decide(1.0)
+    assert isinstance(action, view.Follow) and action.closed.place == closed.place
+    assert len(action.closed.contributions) == 2
+    assert {place.folder for place in alice.read} == {alice.chain.folder}, "later rounds are read later"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lying, "not those of the contributions"),
+        (lambda entries: entries[:1], "leaves out"),
+        (lambda entries: (*entries, entries[-1]), "twice"),
+    ],
+)
+def test_another_manifest_closes_the_round_at_once_if_the_first_one_lies(
+    board: Board,
+    alice: Peer,
+    change: Callable[[tuple[ManifestEntry, ...]], tuple[ManifestEntry, ...]],
+    fault: str,
+) -> None:
+    contributions = [board.contribute(who, alice.chain) for who in MEMBERS]
+    lie = board.close(alice.chain, contributions, change=change)
+    action = alice.decide(1.0)
+    assert isinstance(action, view.Close) and action.path.endswith("manifest-01")
+    assert fault in alice.readings.faults[lie.place]
+    stands = board.close(alice.chain, contributions, 1)
+    action = alice.decide(1.0)
+    assert isinstance(action, view.Follow) and action.closed.place == stands.place
+
+
+def test_a_manifest_that_cannot_be_followed_is_replaced_after_a_while(board: Board, alice: Peer) -> None:
+    board.now = 20.0
+    contributions = [board.contribute(who, alice.chain) for who in MEMBERS]
+    board.close(alice.chain, contributions, change=unknown)
+    assert isinstance(alice.decide(20.0 + MISSING_S - 1), view.Wait)
+    assert isinstance(alice.decide(20.0 + MISSING_S), view.Close)
+    board.now = 20.0 + MISSING_S
+    second = board.close(alice.chain, contributions, 1)
+    action = alice.decide(board.now)
+    assert isinstance(action, view.Follow) and action.closed.place == second.place
+    board.round(second.after, *MEMBERS)
+    assert isinstance(alice.decide(1e6), view.Follow)
+
+
+def test_a_manifest_that_others_follow_is_never_replaced(board: Board, alice: Peer) -> None:
+    contributions = [board.contribute(who, alice.chain) for who in MEMBERS]
+    first = board.close(alice.chain, contributions, change=unknown)
+    board.round(first.after, *MEMBERS)
+    assert alice.decide(1e6) == view.Wait(view.MOST_PAUSE_S)
+    assert alice.decide(1e6, later_state=True) == view.LoadState()
+
+
+def test_of_two_manifests_that_one_stands_on_which_the_next_round_was_built(
+    board: Board, alice: Peer
+) -> None:
+    contributions = [board.contribute(who, alice.chain) for who in MEMBERS]
+    first = board.close(alice.chain, contributions)
+    board.now = MISSING_S
+    second = board.close(alice.chain, contributions[:2], 1)
+    action = alice.decide(100.0)
+    assert isinstance(action, view.Follow) and action.closed.place == second.place, "the youngest"
+    board.round(first.after, *MEMBERS)
+    action = alice.decide(100.0)
+    assert isinstance(action, view.Follow) and action.closed.place == first.place
+    alice.follow(second)
+    assert alice.decide(100.0) == view.LoadState()
+    alice.follow(first)
+    assert isinstance(alice.decide(100.0), view.Follow)
+
+
+def test_a_peer_without_most_members_follows_the_later_manifest(board: Board, alice: Peer) -> None:
+    contributions = [board.contribute(who, alice.chain) for who in MEMBERS]
+    first = board.close(alice.chain, contributions)
+    board.now = MISSING_S
+    board.close(alice.chain, contributions[:2], 1)
+    alice.follow(first)
+    board.contribute(ALICE, first.after)
+    deadline = first.after.deadline
+    assert deadline == first.after.closed_at + 2 * PACE_S + GRACE_S
+    assert isinstance(alice.decide(deadline - 1), view.Wait)
+    assert alice.decide(deadline) == view.LoadState()
+    board.contribute(BOB, first.after)
+    assert isinstance(alice.decide(deadline), view.Close)
+
+
+def test_an_own_contribution_that_was_overwritten_is_spoilt(board: Board, alice: Peer) -> None:
+    board.contribute(ALICE, alice.chain, fault="it is another member's")
+    (own,) = (place for place in board.objects if place.folder == alice.chain.folder)
+    look = view.RoundView(alice.chain, alice.look(), alice.last, own)
+    assert isinstance(alice.answer(lambda: look.next_action(1.0)), view.Wait)
+    assert look.spoilt and not look.open_places
+
+
+def test_a_second_manifest_counts_only_if_the_first_one_is_old(board: Board) -> None:
+    peer = Peer(board)
+    contributions = [board.contribute(ALICE, peer.chain)]
+    # the last path is the oldest one
+    places = []
+    for attempt, at in enumerate([2 * MISSING_S, MISSING_S + 2, MISSING_S, 1.0, 0.0]):
+        board.now = at
+        places.append(board.close(peer.chain, contributions, attempt).place)
+
+    def candidates() -> list[StoredObject] | branches.Step:
+        try:
+            return [candidate.place for candidate in look.candidates(peer.chain)]
+        except branches.Unsettled as unsettled:
+            return unsettled.step
+
+    look = peer.look()
+    assert peer.answer(candidates) == [places[4], places[2], places[0]]
+    # a faulty one costs no time
+    peer.readings.faults[places[4]] = "garbage"
+    look = peer.look()
+    assert peer.answer(candidates) == [places[3], places[2], places[0]]
+    assert look.listing.next_attempt(peer.chain.folder) == f"{peer.chain.folder}/manifest-05"
+
+
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rounds of all chains that are looked up from now on."""
+    rounds: list[int] = []
+
+    def base(chain: RoundChain) -> bytes:
+        rounds.append(chain.round)
+        return chain.digests[chain.round]
+
+    monkeypatch.setattr(RoundChain, "base", property(base))
+    return rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stands", [0, 1])
+def test_a_long_chain_of_forks_is_followed_by_a_loop(
+    board: Board, monkeypatch: pytest.MonkeyPatch, stands: int
+) -> None:
+    """Each round has two manifests, one of them a dead end."""
+    rounds = 2 * sys.getrecursionlimit()
+    chain = board.first
+    for _ in range(rounds):
+        contributions = [board.contribute(ALICE, chain)]
+        ends = [board.close(chain, contributions, 0)]
+        board.now += MISSING_S
+        ends.append(board.close(chain, contributions, 1))
+        chain = ends[stands].after
+    work = looked_up(monkeypatch)
+    peer = Peer(board)
+    followed = peer.catch_up()
+    assert [closed.after.round for closed in followed] == list(range(1, rounds + 1))
+    assert all(closed.place.path.endswith(f"-{stands:02d}") for closed in followed[:-1])
+    assert len(peer.read) == len(set(peer.read)) == 3 * rounds
+    assert len(work) < 30 * rounds
+
+
+@pytest.mark.slow
+def test_thousands_of_manifests_that_lie_are_passed_over_by_a_loop(
+    board: Board, alice: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lies = 2 * sys.getrecursionlimit()
+    contributions = [board.contribute(who, alice.chain) for who in MEMBERS]
+    for attempt in range(lies):
+        board.close(alice.chain, contributions, attempt, change=lying)
+    board.now = 1.0
+    stands = board.close(alice.chain, contributions, lies)
+    work = looked_up(monkeypatch)
+    action = alice.decide(1.0)
+    assert isinstance(action, view.Follow) and action.closed.place == stands.place
+    assert len(alice.readings.faults) == lies and len(work) < 30 * lies
+
+
+Event = Callable[[Board, list[RoundChain]], None]
+CHANGES = {
+    "whole": tuple,
+    "lying": lying,
+    "unknown": unknown,
+    "twice": lambda entries: (*entries, entries[-1]),
+}
+
+
+@st.composite
+def events(draw: st.DrawFn, *, farewells: bool = True) -> Event:
+    """What a member writes: honest or not, to a chain that it knows, some time after the event before."""
+    kinds = ["contribute", "contribute", "close", "close", "leave"][: 5 if farewells else 4]
+    kind = draw(st.sampled_from(kinds))
+    who = draw(st.sampled_from(MEMBERS))
+    age = draw(st.integers(0, 3))
+    wait_s = draw(st.sampled_from([0.0, 1.0, PACE_S, MISSING_S, 200.0]))
+    fault = draw(st.sampled_from(["", "", "", "garbage"]))
+    change = draw(st.sampled_from(["whole", "whole", *CHANGES]))
+    left_out = draw(st.sets(st.sampled_from(MEMBERS), max_size=2))
+    attempt = draw(st.integers(0, 9))
+
+    def write(board: Board, chains: list[RoundChain]) -> None:
+        board.now += wait_s
+        chain = chains[-1 - age % len(chains)]
+        if kind == "contribute":
+            board.contribute(who, chain, samples=1.0 + attempt, fault=fault)
+        elif kind == "leave":
+            board.leave(who, chain, fault=fault)
+        else:
+            contributions = board.open_contributions(chain, left_out)
+            if contributions:
+                closed = board.close(chain, contributions, attempt, change=CHANGES[change], fault=fault)
+                chains.append(closed.after)
+
+    return write
+
+
+@pytest.mark.slow
+@given(st.lists(events(), max_size=40), st.sampled_from([0.0, 30.0, 1e5]))
+def test_in_any_order_of_objects_a_peer_decides_and_no_contribution_counts_twice(
+    history: list[Event], ahead_s: float
+) -> None:
+    board = Board()
+    chains = [board.first]
+    alice = Peer(board)
+    followed: list[ClosedRound] = []
+    for event in history:
+        event(board, chains)
+        alice.read.clear()
+        action = alice.decide(board.now + ahead_s)
+        assert len(alice.read) == len(set(alice.read))
+        if isinstance(action, view.Follow):
+            alice.follow(action.closed)
+            followed.append(action.closed)
+        elif isinstance(action, view.LoadState):
+            alice.chain = board.first
+            followed = alice.catch_up()
+        elif isinstance(action, view.Close):
+            chains.append(board.write_manifest(action.path, alice.chain, action.entries).after)
+        else:
+            assert isinstance(action, view.Wait)
+            assert view.LEAST_PAUSE_S <= action.pause_s <= view.MOST_PAUSE_S
+        counted = [(entry.member, entry.round) for one in followed for entry in one.manifest.entries]
+        assert len(counted) == len(set(counted))
+
+
+@pytest.mark.slow
+@given(st.lists(events(farewells=False), max_size=40), st.randoms())
+def test_peers_that_see_the_same_objects_follow_the_same_manifests(
+    history: list[Event], rng: random.Random
+) -> None:
+    """Whenever they looked before. Farewells aside: a manifest may be unsound to a peer that saw it before them."""
+    board = Board()
+    chains = [board.first]
+    alice = Peer(board)
+    for event in history:
+        event(board, chains)
+        if rng.random() < 0.5:
+            alice.chain = rng.choice(chains)
+            alice.last = None
+            alice.decide(board.now + rng.choice([0.0, 1e5]))
+    alice.chain = board.first
+    bob = Peer(board)
+    assert alice.catch_up() == bob.catch_up()
