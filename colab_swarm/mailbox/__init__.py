@@ -151,7 +151,7 @@ from typing import Any
 
 from colab_swarm.errors import require
 from colab_swarm.mailbox.bucket import Bucket
-from colab_swarm.mailbox.collaboration import BucketRounds
+from colab_swarm.mailbox.bucket_rounds import BucketRounds
 from colab_swarm.mailbox.rounds import CARD, Card, unseal
 from colab_swarm.runtime import Runner
 from colab_swarm.training.communication import Communication, elected_agreement, options_by

@@ -1,7 +1,6 @@
 """The objects of one model of a run: looked at, signed and written. The bucket is asked until it answers."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -45,17 +44,25 @@ MAX_REMEMBERED = 10_000
 
 
 class Journal:
-    """What the members of a collaboration have written, and this one writes, in a ``bucket``."""
+    """What the members of a collaboration have written, and this one writes, in a ``bucket``.
+
+    ``until()`` is when this peer no longer waits for a bucket that is away, loop time.
+    """
 
     def __init__(
-        self, bucket: Bucket, services: PeerServices, settings: TrainingSettings, numel: int
+        self,
+        bucket: Bucket,
+        services: PeerServices,
+        settings: TrainingSettings,
+        numel: int,
+        until: Callable[[], float],
     ) -> None:
         self.bucket = bucket
         self._services = services
         self._prefix = settings.prefix
         self.codec = codec_of(settings.compression)
         self.numel = numel
-        self.until = math.inf  # when this peer no longer waits for a bucket that is away
+        self._until = until
         self.reader = Reader(self._fetch, services, settings.prefix, self.codec, numel)
         self._away = False
         self._faulty_states: dict[StoredObject, str] = {}  # that do not count, and why
@@ -81,12 +88,12 @@ class Journal:
             try:
                 answer = await ask(*given, **more)
             except BucketAway as error:
-                if loop_now() >= self.until:
+                if loop_now() >= self._until():
                     raise
                 if not self._away:
                     self._services.events.emit(Fault(loop_now(), "the bucket", f"{error}; it is asked again"))
                 self._away = True
-                await asyncio.sleep(min(pause_s, self.until - loop_now()))
+                await asyncio.sleep(min(pause_s, self._until() - loop_now()))
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
                 continue
             if self._away:

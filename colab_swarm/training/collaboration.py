@@ -96,12 +96,12 @@ class Collaboration:
         if dropped is not None:
             self._services.events.emit(BatchDropped(loop_now(), dropped))
         else:
-            self.rounds.computed += samples
             self.progress.known.update(
                 samples=self.progress.known.own.samples + samples,
                 samples_per_s=throughput.samples_per_s,
                 batch_s=throughput.batch_s,
             )
+            self.rounds.on_batch(samples)
         return self._due()
 
     async def wait_due(self, deadline: float) -> Due:

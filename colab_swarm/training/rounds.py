@@ -77,10 +77,10 @@ class Rounds(ABC):
         self.model = model
         round_samples = settings.target_batch_size * settings.local_steps
         self.progress = Progress(services.peers.id, own, settings.prefix, round_samples=round_samples)
-        # The trainer writes these three: its speed, the samples of this process, and when it waits no longer.
+        # The trainer writes these two: its speed, and when it waits no longer.
         self.throughput = ThroughputEstimator(loop_now())
-        self.computed = 0.0
         self.until = math.inf
+        self.computed = 0.0  # samples of this process so far
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
 
     @property
@@ -112,6 +112,10 @@ class Rounds(ABC):
     @abstractmethod
     def behind(self) -> bool:
         """True if the swarm moved on without this peer."""
+
+    def on_batch(self, samples: float) -> None:
+        """The trainer has computed a micro-batch, which its record counts."""
+        self.computed += samples
 
     @abstractmethod
     def samples(self, now: float, *, aside: bool) -> float:

@@ -17,7 +17,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.experiments.report import Report, reports
-from colab_swarm.mailbox.collaboration import BucketRounds
+from colab_swarm.mailbox.bucket_rounds import BucketRounds
 from colab_swarm.swarm.swarm import Swarm
 
 PEERS = 4
@@ -61,7 +61,7 @@ def rounds(address: str, count: int) -> tuple[list[float], float]:
                 ended[optimizer.global_step].append(time.monotonic())
         part = optimizer.collaboration.rounds
         assert isinstance(part, BucketRounds)
-        requests.append(part.requests / count)
+        requests.append(part.bucket.requests / count)
 
     with ExitStack() as stack:
         swarms = [stack.enter_context(cs.create("bench-mailbox", mailbox=address, peer_name="peer-0"))]

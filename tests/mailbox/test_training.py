@@ -151,7 +151,7 @@ def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> N
 
 
 def test_a_peer_that_slept_while_its_rounds_were_deleted_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.mailbox.collaboration.STATE_ROUNDS", 4)
+    monkeypatch.setattr("colab_swarm.mailbox.bucket_rounds.STATE_ROUNDS", 4)
     read_at = list[float]()
 
     async def looked(path: str) -> bytes | None:
