@@ -31,11 +31,13 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 
 ## States of a trainer
 
-    syncing --(no other peer, or equal parameters)--> training --batch full--> round --mean--> training
-       ^                                                 |                      |
-       '------------- behind: catch up <-----------------'---- values kept local
+    joining, catching up --(no other peer, or equal parameters)--> computing --batch full--> averaging --> applying
+       ^                                                             |  ^                      |              |
+       '--------------------- behind: catch up <---------------------'  '------ no mean -------'--- the mean -'
 
-- **Lineage** and **branch** name the parameters that most of the swarm holds, and **votes** elect them: see `progress`.
+The table of states and events is in `trainer_state`.
+
+- **Lineage** and **branch** name the parameters that most of the swarm holds, and **votes** elect them: see `election`.
   A round admits one step of one lineage. A trainer is idle, and has no vote, after 10 of its own micro-batches' time,
   120 s at least, without a micro-batch. It catches up before it trains again.
 - **Agreement.** A record says, in words, what must be equal at all peers: the trained tensors, a digest of the frozen
@@ -44,7 +46,7 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
   can refuse it. The agreement is in each round's schema, so peers that differ never share a round.
 - **Catching up.** The state arrives in chunks of 256 KiB or more, from four donors at once, each chunk checked by its
   hash; donors train on meanwhile. The late joiner follows the rounds, however long the download takes: see
-  `collaboration`.
+  `catch_up`.
 
 ## Times
 
@@ -107,10 +109,10 @@ adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
 
 | DeDLOC ([arXiv 2106.10207](https://arxiv.org/abs/2106.10207)) | module |
 |---|---|
-| section 3.1: own pace, one step per target batch | `progress`, `gradients`, `collaboration` |
-| section 3.2: rounds, delayed updates (after ZeRO-Offload) | `collaboration`, `optimizer`, `replica` |
+| section 3.1: own pace, one step per target batch | `forecast`, `gradients`, `collaboration` |
+| section 3.2: rounds, delayed updates (after ZeRO-Offload) | `link_rounds`, `trainer`, `replica` |
 | auxiliary peers | `assistant`, `state` |
-| late joiners get the state from peers | `state`, `collaboration` |
+| late joiners get the state from peers | `state`, `catch_up` |
 | section 4.3: sahajBERT | `colab_swarm.recipes`, `notebooks/sahajbert.ipynb` |
 
 `layerwise` has LAMB, [arXiv 1904.00962](https://arxiv.org/abs/1904.00962), and LARS, [arXiv
