@@ -4,12 +4,15 @@ One stream to each reducer: outgoing connections are enough. No task, timer or c
 """
 
 import asyncio
+import math
 
 from colab_swarm.averaging.collection import Collection
+from colab_swarm.averaging.group import Span
 from colab_swarm.averaging.lateness import SHORTEST_S, TICK_S, Lateness
 from colab_swarm.averaging.member import RoundMember
 from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.averaging.recovery import Recovery
+from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.span_server import SpanServer
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.runtime import loop_now
@@ -18,7 +21,7 @@ from colab_swarm.runtime import loop_now
 class AllReduce:
     """One round at one member, whose vector becomes the means; an assistant, which does not collect, only reduces.
 
-    ``exchange_s`` is the time until the last other reducer was done or lost.
+    ``exchange_s`` is the time until the last other reducer was done or lost, by `obtain`; infinite while none is.
     """
 
     def __init__(
@@ -34,11 +37,40 @@ class AllReduce:
         self.server = SpanServer(own, encoding.fine, collects=collects)
         self.collection = Collection(own, self.upload)
         self.recovery = Recovery(own, self.upload, self.lateness, collects=collects)
-        self.exchange_s: float | None = None
+        self.exchange_s = math.inf
         if not collects:
             for reducer, settled in enumerate(own.settled):
                 if reducer != own.me:
                     settled.set()
+
+    def result(self, now: float) -> GroupResult:
+        """Return how the round went, when it is over."""
+        own = self.own
+        group = self.group
+        spans = group.spans()
+        seconds = now - own.trace.began_at
+        incomplete = own.ledger.incomplete()
+        contributors = []
+        for index, member in enumerate(group.members):
+            if member.weight > 0 and index not in incomplete:
+                contributors.append(member.id)
+        kept_local: tuple[Span, ...] = ()
+        if self.collects:
+            kept_local = own.ledger.kept_local()
+        return GroupResult(
+            group=group,
+            step=group.terms.step,
+            announced={member.id: member.samples for member in group.members},
+            contributors=tuple(contributors),
+            spans_lost=tuple(spans[reducer] for reducer in sorted(own.lost)),
+            kept_local=kept_local,
+            sent_bytes=own.trace.sent_bytes,
+            received_bytes=own.trace.received_bytes,
+            seconds=seconds,
+            exchange_s=min(seconds, self.exchange_s),
+            members=own.trace.members(incomplete),
+            gaps=own.ledger.gaps(),
+        )
 
     async def contribute_own(self) -> None:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""

@@ -111,6 +111,12 @@ class RoundMember:
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
 
+    @property
+    def others(self) -> list[int]:
+        """The other members, starting after this one, so that each begins with another."""
+        count = len(self.group.members)
+        return [*range(self.me + 1, count), *range(self.me)]
+
     def member(self, index: int) -> GroupMember:
         return self.group.members[index]
 

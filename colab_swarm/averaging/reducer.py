@@ -67,18 +67,29 @@ class SpanLedger:
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                if not self.result(reducer, index)[0]:
-                    start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
-                    kept.append(Span(start, chunk.stop))
+                has_mean, _ = self.result(reducer, index)
+                if has_mean:
+                    continue
+                start = chunk.start
+                if kept and kept[-1].stop == chunk.start:
+                    start = kept.pop().start
+                kept.append(Span(start, chunk.stop))
         return tuple(kept)
 
     def incomplete(self) -> Collection[int]:
         """Return the members that are missing in at least one mean."""
-        return {member for _, missing in self._placed.values() for member in missing}
+        incomplete = set[int]()
+        for _, missing in self._placed.values():
+            incomplete.update(missing)
+        return incomplete
 
     def waited(self) -> dict[int, int]:
         """Return a member that is missing in a reducer's means, by reducer: it may have waited for that one."""
-        return {reducer: missing[0] for (reducer, _), (has_mean, missing) in self._placed.items() if missing}
+        waited = {}
+        for (reducer, _), (_, missing) in self._placed.items():
+            if missing:
+                waited[reducer] = missing[0]
+        return waited
 
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
         """Return the chunks whose values lack members, and which: all, where there is no mean."""
@@ -162,12 +173,18 @@ class SpanReducer:
 
     def mean(self, chunk: int) -> Floats | None:
         """Return the mean of a finished chunk (a view of ``sums``); None if empty or overflown."""
-        return self.sums[chunk] if self._delivered[chunk] and all_finite(self.sums[chunk]) else None
+        if not self._delivered[chunk] or not all_finite(self.sums[chunk]):
+            return None
+        return self.sums[chunk]
 
     @property
     def usual_rms(self) -> float:
         """The median member's root mean square in the chunk where it is largest; 0 if nothing came."""
-        return max((statistics.median_low(members) for members in self._rms if members), default=0.0)
+        largest = 0.0
+        for members_rms in self._rms:
+            if members_rms:
+                largest = max(largest, statistics.median_low(members_rms))
+        return largest
 
     def missing(self, chunk: int) -> tuple[int, ...]:
         return tuple(sorted(self._everyone - self._delivered[chunk]))
@@ -177,7 +194,11 @@ class SpanReducer:
         return bool(self._delivered) and all(member in delivered for delivered in self._delivered)
 
     def awaited(self) -> list[int]:
-        return sorted({m for chunk in self.unfinished for m in self._expected - self._delivered[chunk]})
+        """Return the members that still owe a chunk."""
+        awaited = set[int]()
+        for chunk in self.unfinished:
+            awaited |= self._expected - self._delivered[chunk]
+        return sorted(awaited)
 
     def finished(self) -> list[int]:
         """Return the chunks that have just finished; at first all, if all weights are 0."""

@@ -26,13 +26,15 @@ class RoundResult:
 
     def __repr__(self) -> str:
         peers = f"{len(self.contributors)} of {len(self.announced)} peers"
-        lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
-        return f"RoundResult(step {self.step}, {peers}, {self.seconds:.2f} s{lost})"
+        text = f"step {self.step}, {peers}, {self.seconds:.2f} s"
+        if self.spans_lost:
+            text += f", {len(self.spans_lost)} spans lost"
+        return f"RoundResult({text})"
 
     @property
     def samples(self) -> dict[PeerId, float]:
         """Of each contributor."""
-        return {peer: samples for peer, samples in self.announced.items() if peer in self.contributors}
+        return {peer: self.announced[peer] for peer in self.announced if peer in self.contributors}
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         """Return the event that this round has ended; it ``began_at`` the search for its group."""

@@ -103,7 +103,9 @@ class Averager:
             await wait_until(deadline, exchange.server.idle)
 
     def forget(self, prefix: str) -> None:
-        if exchange := self._finished.pop(prefix, None):
+        """Let no member recover from the last finished round any more."""
+        exchange = self._finished.pop(prefix, None)
+        if exchange is not None:
             del self._rounds[exchange.group.round_id]
 
     async def _take_part(
@@ -129,24 +131,7 @@ class Averager:
             self.forget(prefix)
             self._finished[prefix] = exchange
         exchange.server.release()
-        seconds = loop_now() - own.trace.began_at
-        incomplete = own.ledger.incomplete()
-        members = enumerate(group.members)
-        spans = group.spans()
-        result = GroupResult(
-            group=group,
-            step=group.terms.step,
-            announced={member.id: member.samples for member in group.members},
-            contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
-            spans_lost=tuple(spans[reducer] for reducer in sorted(own.lost)),
-            kept_local=own.ledger.kept_local() if collects else (),
-            sent_bytes=own.trace.sent_bytes,
-            received_bytes=own.trace.received_bytes,
-            seconds=seconds,
-            exchange_s=seconds if exchange.exchange_s is None else exchange.exchange_s,
-            members=own.trace.members(incomplete),
-            gaps=own.ledger.gaps(),
-        )
+        result = exchange.result(loop_now())
         self._learn(exchange)
         logger.info("%s", result)
         self.on_round(result)
@@ -156,8 +141,12 @@ class Averager:
         prefix = group.terms.prefix
         took = self._took.get(prefix)
         norms = self._norms.get(prefix)
-        round_s = max(took.seconds, PREDICTED * forecast_s(group)) if took else math.inf
-        most_rms = OUTLIER * statistics.median(norms) if bounded and norms else math.inf
+        round_s = math.inf
+        most_rms = math.inf
+        if took is not None:
+            round_s = max(took.seconds, PREDICTED * forecast_s(group))
+        if bounded and norms:
+            most_rms = OUTLIER * statistics.median(norms)
         return Usual(round_s, most_rms, self.standings[prefix])
 
     def _limit_s(self, group: Group) -> float:
@@ -166,47 +155,49 @@ class Averager:
 
     def _learn(self, exchange: AllReduce) -> None:
         """Charge the members that this round waited for; what the median one did is usual."""
-        members = exchange.group.members
+        peers = [member.id for member in exchange.group.members]
         prefix = exchange.group.terms.prefix
-        late_s = {members[one].id: seconds for one, seconds in exchange.lateness.late_s.items()}
-        # Who sent all of its part here did not keep the reducer waiting either, whatever that one says.
-        told = {
-            members[reducer].id: members[other].id
-            for reducer, other in exchange.own.ledger.waited().items()
-            if not exchange.server.reducer.has_all_of(other)
-        }
-        everyone = [one.id for one in members]
+        late_s = {peers[member]: seconds for member, seconds in exchange.lateness.late_s.items()}
+        # A member that sent its whole part here did not keep the reducer waiting either, whatever that one says.
+        waited_for = {}
+        for reducer, member in exchange.own.ledger.waited().items():
+            if not exchange.server.reducer.has_all_of(member):
+                waited_for[peers[reducer]] = peers[member]
         standing = exchange.own.usual.standing
-        standing.settle("its part of a round", late_s, everyone, loop_now(), told)
-        if ended_s := exchange.own.trace.ended_s():
+        standing.settle("its part of a round", late_s, peers, loop_now(), waited_for)
+        ended_s = exchange.own.trace.ended_s()
+        if ended_s:
             took = self._took.setdefault(prefix, Patience(_MIN_USUAL_S, self._settings.round_timeout_s))
             took.learn(statistics.median_low(ended_s))
-        if usual_rms := exchange.server.reducer.usual_rms:
+        usual_rms = exchange.server.reducer.usual_rms
+        if usual_rms:
             self._norms.setdefault(prefix, deque(maxlen=_NORMS)).append(usual_rms)
 
     async def _run(self, exchange: AllReduce) -> None:
         stop_listening = self._peers.on_lost(exchange.server.on_lost)
+        own = exchange.own
         step = exchange.group.terms.step
         limit_s = self._limit_s(exchange.group)
-        awaited = exchange.own.final if exchange.collects else [exchange.own.final[exchange.own.me]]
+        awaited = own.final
+        if not exchange.collects:
+            awaited = [own.final[own.me]]
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(exchange.watch())
                 if exchange.collects:
                     tasks.create_task(exchange.contribute_own())
-                    count = len(exchange.group.members)
-                    for reducer in ((exchange.own.me + step) % count for step in range(1, count)):
+                    for reducer in own.others:
                         tasks.create_task(exchange.obtain(reducer))
                 for final in awaited:
                     await final.wait()
                 watch.cancel()
         except TimeoutError:
             logger.warning("the round of step %d timed out after %g s", step, limit_s)
-            for member in {*exchange.server.reducer.awaited(), *exchange.own.lost} - {exchange.own.me}:
-                exchange.own.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
+            for member in {*exchange.server.reducer.awaited(), *own.lost} - {own.me}:
+                own.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
         finally:
             stop_listening()
-            for event in (*exchange.own.settled, *awaited):
+            for event in (*own.settled, *awaited):
                 event.set()
 
     @asynccontextmanager
@@ -216,7 +207,8 @@ class Averager:
             require(loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)
         exchange = self._rounds[round_id]
-        if (member := exchange.group.index_of(peer)) is None:
+        member = exchange.group.index_of(peer)
+        if member is None:
             raise Refusal("the group of this round was formed without you")
         exchange.server.on_open()
         try:

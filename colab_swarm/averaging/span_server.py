@@ -140,7 +140,8 @@ class SpanServer:
         if mean is not None:
             payload = codec.encode(mean)
             mean = codec.decode(payload, len(mean), scratch=own.scratch)
-            if codec.name == "float16" and (shorter := drop_zeros(payload)):
+            shorter = drop_zeros(payload) if codec.name == "float16" else b""
+            if shorter:
                 name = SPARSE16
                 payload = shorter
         own.ledger.place(own.me, index, mean, missing)

@@ -61,10 +61,7 @@ class Upload:
     def __init__(self, own: RoundMember, encoding: UploadEncoding, *, now: float) -> None:
         self.own = own
         self._precision = Precision(encoding.precision or own.group.terms.codec, encoding.fine)
-        # each member begins with another one
-        count = len(own.group.members)
-        order = (*range(own.me + 1, count), *range(own.me))
-        self._pace = Pace({reducer: len(own.ledger.chunks[reducer]) for reducer in order}, now=now)
+        self._pace = Pace({reducer: len(own.ledger.chunks[reducer]) for reducer in own.others}, now=now)
         self._turn = asyncio.Event()
 
     def tick(self) -> None:

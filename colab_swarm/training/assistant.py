@@ -120,7 +120,8 @@ class Assistant:
             self._parts[prefix] = _Part(self, self._services, prefix, self._stored)
 
     def leave(self, prefix: str) -> None:
-        if part := self._parts.pop(prefix, None):
+        part = self._parts.pop(prefix, None)
+        if part is not None:
             part.close()
 
 

@@ -44,7 +44,8 @@ class BatchForecast:
 
     def forget_absent(self, records: Mapping[PeerId, ProgressRecord]) -> None:
         """Forget the peers that have no record any more."""
-        self._kept = {peer: part for peer, part in self._kept.items() if peer in records}
+        for peer in self._kept.keys() - records.keys():
+            del self._kept[peer]
 
     def on_round(self, samples: Mapping[PeerId, float], step: int, *, now: float) -> None:
         """Compare the ``samples`` by contributor of the round to ``step`` with those that were announced."""

@@ -71,7 +71,8 @@ class KnownRecords:
 
         A lost peer counts again if, after `LAST_RECORD_S`, it has a new record, or is ``linked`` and absent.
         """
-        self.step_at = {peer: entry for peer, entry in self.step_at.items() if peer in records}
+        for peer in self.step_at.keys() - records.keys():
+            del self.step_at[peer]
         self._lost = {
             peer: (records.get(peer), since)
             for peer, (last, since) in self._lost.items()

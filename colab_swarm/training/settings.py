@@ -30,6 +30,27 @@ KEPT_PER_ROUND = 0.98
 ROUNDS = 4  # number of rounds before their best counts: a single round may have waited for anything
 
 
+class _Direction:
+    """The best bandwidth of the last rounds in one direction, bits per second."""
+
+    def __init__(self) -> None:
+        self._best_bps = 0.0
+        self._rounds = 0  # that were large enough
+
+    def on_round(self, size_bytes: int, seconds: float) -> None:
+        self._best_bps *= KEPT_PER_ROUND  # bandwidth changes
+        if size_bytes >= _MEASURABLE_BYTES and seconds > 0:
+            self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
+            self._rounds += 1
+
+    def known_bps(self, link_bps: float | None) -> float | None:
+        """Return the bandwidth by rounds or by the links, whichever is more; None: not measured."""
+        best_bps = link_bps or 0.0
+        if self._rounds >= ROUNDS:
+            best_bps = max(best_bps, self._best_bps)
+        return best_bps or None
+
+
 class LinkBandwidth:
     """Bandwidth of a peer in both directions, as links and rounds measured it.
 
@@ -38,23 +59,17 @@ class LinkBandwidth:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._best_bps = [0.0, 0.0]
-        self._rounds = [0, 0]
+        self._upload = _Direction()
+        self._download = _Direction()
 
     def on_round(self, result: RoundResult) -> None:
-        for way, size_bytes in enumerate((result.sent_bytes, result.received_bytes)):
-            self._best_bps[way] *= KEPT_PER_ROUND  # bandwidth changes
-            if size_bytes >= _MEASURABLE_BYTES and result.exchange_s > 0:
-                self._best_bps[way] = max(self._best_bps[way], 8 * size_bytes / result.exchange_s)
-                self._rounds[way] += 1
+        self._upload.on_round(result.sent_bytes, result.exchange_s)
+        self._download.on_round(result.received_bytes, result.exchange_s)
 
     def known(self) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second; None where not measured."""
         links = self._peers.statistics()
-        rated = [count >= ROUNDS for count in self._rounds]
-        upload_bps = max(links.upload_bps or 0.0, self._best_bps[0] if rated[0] else 0.0)
-        download_bps = max(links.download_bps or 0.0, self._best_bps[1] if rated[1] else 0.0)
-        return upload_bps or None, download_bps or None
+        return self._upload.known_bps(links.upload_bps), self._download.known_bps(links.download_bps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ class ThroughputEstimator:
         if self._computing_since is not None:
             took_s = max(now - self._computing_since, 1e-6)
             speed = samples / took_s
-            self.batch_s = took_s if not self.batch_s else 0.7 * self.batch_s + 0.3 * took_s
-            self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
+            self.batch_s = _moved(self.batch_s, took_s, 0.7, 0.3)
+            self.samples_per_s = _moved(self.samples_per_s, speed, 0.8, 0.2)
         self.work(now)
 
     def ready_in_s(self, now: float, *, patience_s: float) -> float | None:
@@ -43,6 +43,14 @@ class ThroughputEstimator:
         return None if late else max(0.0, ready_in_s)
 
     def idle(self, now: float) -> bool:
-        return now - self.active_at > max(
-            _IDLE_BATCHES * self.batch_s, _IDLE_S if self.batch_s else _UNKNOWN_IDLE_S
-        )
+        silent_s = now - self.active_at
+        if not self.batch_s:
+            return silent_s > _UNKNOWN_IDLE_S
+        return silent_s > max(_IDLE_BATCHES * self.batch_s, _IDLE_S)
+
+
+def _moved(average: float, value: float, old: float, new: float) -> float:
+    """Return the moving average with a new value; it is the first one while the average is 0."""
+    if not average:
+        return value
+    return old * average + new * value

@@ -140,7 +140,8 @@ class Trainer:
         if not task.done():
             return None
         self._flight = None
-        if (result := task.result()) is None:
+        result = task.result()
+        if result is None:
             self._gathered.on_returned(given)
         elif self._replica.rule.local:
             self._replica.land()
