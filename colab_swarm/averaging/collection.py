@@ -106,5 +106,6 @@ class Collection:
 
     def give_up(self, reducer: int, now: float) -> None:
         """Wait no longer for a reducer's means."""
-        if reducer in self._limits:
-            self._limits[reducer].reschedule(now)
+        limit = self._limits.get(reducer)
+        if limit is not None and not limit.expired():
+            limit.reschedule(now)

@@ -73,10 +73,12 @@ class GroupFormation:
         """Stop waiting for a candidate that declined or is unreachable; if it has joined, it stays."""
         self._awaited.pop(peer, None)
 
-    def on_lost(self, peer: PeerId) -> None:
-        """Drop a peer that joined and gave up."""
-        self._awaited.pop(peer, None)
-        self._joined.pop(peer, None)
+    def on_gave_up(self, peer: PeerId, ticket: Ticket) -> None:
+        """Drop a peer that joined with this ticket and gave up, unless it has joined again since."""
+        entry = self._joined.get(peer)
+        if entry is None or entry[0] is ticket:
+            self._awaited.pop(peer, None)
+            self._joined.pop(peer, None)
 
     def on_join(self, ticket: Ticket, contact: Contact, *, now: float) -> Joined | None:
         """Add a peer; return the answer if it is refused."""

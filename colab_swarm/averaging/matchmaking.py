@@ -274,7 +274,7 @@ class Matchmaker:
         except asyncio.CancelledError:
             # The peer gave up.
             if not forming.done():
-                formation.on_lost(peer)
+                formation.on_gave_up(peer, message.ticket)
                 wake(self._changed)
             raise
         return hand_out(organized, peer)

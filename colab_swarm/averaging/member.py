@@ -73,11 +73,12 @@ class RoundMember:
     Raises ValueError if this peer is no member. What changes, by member, and who writes it:
 
     - ``ledger``, with the vector: the span server, the collection and the recovery place means.
-    - ``heard_at``: the span server and the collection, by `on_heard`.
+    - ``heard_at``: the span server and the collection, by `on_heard`; all at once after this process was stopped.
     - ``streaming``, the members that opened a stream here: the span server.
-    - ``lost``, reducers before all of their means arrived: the collection; a recovery, at an assistant.
-    - ``settled``, set when all means that this reducer could give have arrived, and ``final``, that any member could
-      give: the span server for its own span, else the collection and the recovery.
+    - ``lost``, reducers that failed here before all their means arrived: the collection; at an assistant, those that it
+      was asked to recover: the recovery.
+    - ``settled``, set when a reducer's own means have arrived here or will not, and ``final``, when no other member's
+      will either: the span server for its own span, `AllReduce` for the others, and the end of the round for all.
 
     ``scratch`` is memory for one chunk, for use without an await.
     """

@@ -20,7 +20,7 @@ from colab_swarm.averaging.messages import Chunk, RecallSpan
 from colab_swarm.averaging.reducer import average_chunk
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import PeerError, require
-from colab_swarm.net.peers import Buffer, Stream, short
+from colab_swarm.net.peers import Buffer, Refusal, Stream, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -80,6 +80,7 @@ class Recovery:
                     await self.recover(opening.reducer)
                     own.final[opening.reducer].set()
         for index in opening.wanted:
+            require(own.ledger.readable, "the round of this span is over", Refusal)
             message, payload = self._answer(opening, index)
             # Copied: the round may end, and its vector be reused, while the item waits for room.
             await stream.send(message, bytes(payload))

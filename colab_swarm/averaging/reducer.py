@@ -28,10 +28,16 @@ FEW_VALUES = 64  # short vectors differ by chance: at this length twice as large
 
 
 class SpanLedger:
-    """The vector of one member, and the state of each chunk of each reducer's span."""
+    """The vector of one member, and the state of each chunk of each reducer's span.
+
+    The round's end makes it unwritable: then the trainer applies the vector. The next round's end makes it
+    unreadable: then the trainer reuses it.
+    """
 
     def __init__(self, group: Group, vector: Vector) -> None:
         self.vector = vector
+        self.writable = True
+        self.readable = True
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
         # (reducer, chunk) -> whether there is a mean, and the members that are missing in it
@@ -44,9 +50,9 @@ class SpanLedger:
         return self.chunks[reducer][index]
 
     def place(self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...]) -> None:
-        """Replace the own values by the mean, unless the chunk is settled; None: there is no mean."""
+        """Replace the own values by the mean, unless the chunk is settled or the round over; None: there is no mean."""
         chunk = self.chunk(reducer, index)
-        if not self.settled(reducer, index):
+        if self.writable and not self.settled(reducer, index):
             if mean is not None:
                 self.vector.write(*chunk, mean)
             self._placed[reducer, index] = mean is not None, missing
@@ -84,7 +90,7 @@ class SpanLedger:
         return incomplete
 
     def waited(self) -> dict[int, int]:
-        """Return a member that is missing in a reducer's means, by reducer: it may have waited for that one."""
+        """Return, by reducer, one member missing from its means: the reducer may have waited for it."""
         waited = {}
         for (reducer, _), (_, missing) in self._placed.items():
             if missing:
@@ -108,7 +114,8 @@ class SpanLedger:
 class SpanReducer:
     """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
 
-    ``sums`` is float32 memory for the span, and holds the means in the end; then a copy of them may take its place.
+    ``sums`` is float32 memory for the span, and holds the means in the end. `SpanServer.release` replaces it later by
+    views of the vector.
     """
 
     def __init__(

@@ -106,6 +106,7 @@ class Averager:
         """Let no member recover from the last finished round any more."""
         exchange = self._finished.pop(prefix, None)
         if exchange is not None:
+            exchange.own.ledger.readable = False
             del self._rounds[exchange.group.round_id]
 
     async def _take_part(
@@ -197,6 +198,8 @@ class Averager:
                 own.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
         finally:
             stop_listening()
+            if exchange.collects:  # a late chunk must not change what the trainer applies
+                own.ledger.writable = False
             for event in (*own.settled, *awaited):
                 event.set()
 

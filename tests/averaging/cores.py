@@ -300,7 +300,7 @@ class CorePeer(SwarmView):
         if self.alive and formation is not None:
             entries = self.waiting[TERMS.key]
             self.waiting[TERMS.key] = [entry for entry in entries if entry[0] != peer]
-            formation.on_lost(peer)
+            formation.on_gave_up(peer, self.town.peer(peer).ticket)
             self.look()
 
     def look(self) -> None:

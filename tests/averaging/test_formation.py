@@ -53,7 +53,15 @@ def test_no_peer_is_waited_for_beyond_the_longest_window_and_an_invalid_time_cou
 def test_a_peer_that_joined_and_gave_up_is_no_member(g: GroupFormation) -> None:
     for peer in (ALICE, BOB):
         g.on_join(TICKET, contact(peer), now=101.0)
-    g.on_lost(BOB)
+    g.on_gave_up(BOB, TICKET)
+    assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
+
+
+def test_a_peer_that_gave_up_and_joined_again_at_once_is_a_member(g: GroupFormation) -> None:
+    again = msgspec.structs.replace(TICKET)
+    for ticket in (TICKET, again):
+        g.on_join(ticket, contact(ALICE), now=101.0)
+    g.on_gave_up(ALICE, TICKET)  # the end of the first stream is noticed late
     assert [member.id for member in g.form(bytes(16), equal_shares).members] == [ALICE]
 
 

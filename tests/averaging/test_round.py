@@ -308,6 +308,10 @@ async def test_at_its_deadline_a_round_ends_with_the_arrived_means() -> None:
     told = result.event(began_at=1.0, now=5.5)  # the search for the group included
     assert (told.seconds, told.averaging_s, told.kept_local) == (4.5, result.seconds, 10)
     assert len(result.spans_lost) == 1
+    async with await bob.stream(alice.id, ReduceSpan(result.group.round_id), timeout_s=1) as stream:
+        await stream.send(Chunk(0), bytes(20))
+        await stream.receive(Chunk)  # the late chunk finishes alice's span
+    np.testing.assert_array_equal(values, vector(0, 10))  # which her trainer has applied by now
 
 
 async def test_over_slow_lines_the_deadline_is_three_times_the_forecast() -> None:
