@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.errors import BucketAway, BucketError, MismatchError, require
+from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
 from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
 from colab_swarm.mailbox.branches import Branches, Step
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
@@ -65,10 +65,12 @@ class BucketRounds(Rounds):
 
     Raises ValueError if a setting does not go with a bucket. What changes, and when:
 
-    - ``_chain``: `take_state` reads it, each applied round moves it on; None: not read, or others left it behind.
+    - ``_chain``: `take_state` reads it, each applied round moves it on; None: not read yet, or a look found that others
+      left it behind.
     - ``_last``: the round before it, by each applied round; None after `take_state`.
     - ``_later``: a state that a look found and `take_state` will use.
-    - ``_own``: `contribute` writes it, and removes it when it is over.
+    - ``_own``: `contribute` writes it, each look its fields; None again before the mean that ends it, and after
+      `take_state`.
     """
 
     def __init__(
@@ -164,6 +166,9 @@ class BucketRounds(Rounds):
         for closed in rounds:
             yield self._journal.mean(closed, values)
 
+    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
+        """Do nothing: rounds go on from the chain that `take_state` has read."""
+
     async def distrust(self, donors: Sequence[PeerId]) -> None:
         text = f"the state of {', '.join(map(short, donors))} does not load"
         self.services.events.emit(Notice(loop_now(), text))
@@ -206,9 +211,10 @@ class BucketRounds(Rounds):
                 result = _result(closed, moved, loop_now() - began_at)
                 mean = await asyncio.to_thread(self._journal.mean, closed, contribution.vector.values)
                 self._closed = closed
-                yield RoundOutcome(mean, result, counted=counted, over=over)
                 if over:
                     self._own = None
+                yield RoundOutcome(mean, result, counted=counted, over=over)
+                if over:
                     if contribution.weight and not counted:
                         reason = "was overwritten" if spoilt else "came too late"
                         text = f"the contribution to round {round} {reason}"
@@ -227,8 +233,10 @@ class BucketRounds(Rounds):
         self._followed_at = loop_now()
         self.services.averager.on_round(outcome.result)
         if closed.after.round % STATE_ROUNDS == 0:
-            closed_here = closed.manifest.member == self.services.peers.id
-            snapshot = await asyncio.to_thread(self.model.snapshot) if closed_here else None
+            snapshot = None
+            if closed.manifest.member == self.services.peers.id:
+                with suppress(StateError):  # the next writer saves the next one
+                    snapshot = await asyncio.to_thread(self.model.snapshot)
             self._saving = self._tasks.spawn(self._save(closed.after, snapshot))
 
     async def _write(self, contribution: RoundInput) -> int:

@@ -11,6 +11,7 @@ from enum import Enum
 
 from colab_swarm.errors import PeerError
 from colab_swarm.events import BatchDropped, Loaded, StepFinished
+from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds
 from colab_swarm.training.settings import RoundInput
@@ -109,8 +110,8 @@ class Collaboration:
         self.on_gate()
         self.rounds.until = deadline
         self.rounds.throughput.wait()
-        await self._end_idle()
         try:
+            await self._end_idle()
             while (due := self._due(waiting=True)) is Due.NOTHING and loop_now() < deadline:
                 if self.state is TrainerState.COMPUTING:
                     self._enter(TrainerEvent.RAN_OUT)
@@ -120,7 +121,7 @@ class Collaboration:
         finally:  # also if the user interrupts the wait
             if self.state is TrainerState.WAITING:
                 self._enter(TrainerEvent.WENT_ON)
-        self.rounds.throughput.work(loop_now())
+            self.rounds.throughput.work(loop_now())
         return due
 
     async def _end_idle(self) -> None:
@@ -227,12 +228,13 @@ class Collaboration:
             self._catch_up_done()
         return caught_up
 
-    async def on_loaded(self, step: int, lineage: bytes) -> None:
-        """The trainer has loaded what `catch_up` returned, and is at this step and lineage."""
+    async def on_loaded(self, step: int, lineage: bytes, donors: tuple[PeerId, ...]) -> None:
+        """The trainer has loaded what `catch_up` returned, of these donors, and is at this step and lineage."""
         own = self.progress.known.own
         self._steps_alone = 0
         if (own.step, own.lineage) != (step, lineage):
             self.rounds.adopt(step, lineage)
+        self.rounds.on_loaded(donors)
         self._catch_up_done()
         if self._services.events.detailed:
             digest = await self.rounds.state_digest()

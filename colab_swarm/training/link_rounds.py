@@ -78,8 +78,10 @@ class LinkRounds(Rounds):
         self._tasks.spawn(self._records.keep_exchanging())
 
     async def stop(self) -> None:
-        await self.services.averager.drain(self.settings.prefix)
-        self.kill()
+        try:
+            await self.services.averager.drain(self.settings.prefix)
+        finally:
+            self.kill()
         await self._records.withdraw()
 
     def kill(self) -> None:
@@ -195,11 +197,12 @@ class LinkRounds(Rounds):
             if not has_state:
                 self.progress.election.trust_all()  # the next attempt tries all peers
             raise
-        self._records.deviant = False
-        if caught_up is not None:
-            snapshot, _ = caught_up
-            self._records.on_loaded(snapshot.donors)
+        if caught_up is None:
+            self._records.deviant = False
         return caught_up
+
+    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
+        self._records.on_loaded(donors)
 
     async def wait_called(self) -> None:
         """Wait until another peer calls this one to a round."""

@@ -48,7 +48,8 @@ class RecordExchange:
         self._bandwidth = bandwidth
         self._suspects = suspects
         self._state_check = StateCheck()
-        self.deviant = False  # this peer's state is not that of most others; until it has loaded theirs
+        # This peer's state is not that of most others: from a reading until it has loaded theirs.
+        self.deviant = False
 
     async def keep_exchanging(self) -> None:
         """Exchange records for ever: the sooner the batch will be full, the more often."""
@@ -60,9 +61,13 @@ class RecordExchange:
                 await self.exchange()
             except PeerError as error:
                 logger.info("progress not exchanged: %s", error)
+            except Exception as error:  # a door: the others must go on hearing of this peer
+                logger.exception("progress not exchanged")
+                self._services.events.emit(Fault.of(loop_now(), "progress", error))
 
     def _period_s(self) -> float:
-        if self._progress.known.called is not None:
+        known = self._progress.known
+        if known.called is not None and known.called[0] >= known.own.step:
             return _FORMING_S
         eta_s = self._progress.forecast.seconds_to_batch(loop_now())
         if eta_s == math.inf:
@@ -106,6 +111,7 @@ class RecordExchange:
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         """Compare this peer's state, which it has from the donors, before it is a witness for others."""
+        self.deviant = False
         self._state_check.on_loaded(donors)
 
     def on_step(self, step: int, tasks: BackgroundTasks) -> None:

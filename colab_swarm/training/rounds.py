@@ -144,6 +144,10 @@ class Rounds(ABC):
         """
 
     @abstractmethod
+    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
+        """The trainer has loaded the state that `take_state` returned, of these donors."""
+
+    @abstractmethod
     async def distrust(self, donors: Sequence[PeerId]) -> None:
         """Take the vote of peers that gave a state which does not load."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import MismatchError, StateError
 from colab_swarm.events import Fault
+from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
@@ -86,7 +87,7 @@ class Trainer:
     async def _average(self, contribution: RoundInput, *, aside: bool = False) -> RoundResult | None:
         """Contribute, and take a step with each mean that comes of it; ``aside``: while the trainer computes on.
 
-        Returns None if no mean counted the contribution. An interrupt stops the round, but no step that has begun:
+        Returns None if there was no round. An interrupt stops the round, but no step that has begun:
         parameters and record must agree.
         """
         if not aside:
@@ -140,7 +141,11 @@ class Trainer:
         if not task.done():
             return None
         self._flight = None
-        result = task.result()
+        try:
+            result = task.result()
+        except BaseException:
+            self._gathered.on_returned(given)
+            raise
         if result is None:
             self._gathered.on_returned(given)
         elif self._replica.rule.local:
@@ -176,12 +181,15 @@ class Trainer:
             for mean in means:
                 self._replica.apply(mean)
             self._gathered.forget()
-            self._runtime.call(self._collaboration.on_loaded(self._replica.step, self._replica.lineage))
+            self._runtime.call(self._loaded(snapshot.donors))
         except StateError:
             self._runtime.call(self._collaboration.rounds.distrust(snapshot.donors))
             raise
         finally:
             self.recover()  # at once: by its record this peer has caught up already
+
+    async def _loaded(self, donors: tuple[PeerId, ...]) -> None:
+        await self._collaboration.on_loaded(self._replica.step, self._replica.lineage, donors)
 
     def recover(self) -> None:
         """Make the record say what the replica is, if they differ: this peer catches up then."""

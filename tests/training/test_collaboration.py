@@ -1,6 +1,7 @@
 """What a trainer does next: its table of states, and a way of averaging that needs no network."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
@@ -38,6 +39,7 @@ class SoloRounds(Rounds):
     async def on_applied(self, outcome: RoundOutcome) -> None: ...
     async def distrust(self, donors: Sequence[PeerId]) -> None: ...
     async def take_state(self, *, has_state: bool) -> None: ...
+    def on_loaded(self, donors: tuple[PeerId, ...]) -> None: ...
     def kill(self) -> None: ...
     def check(self) -> None: ...
 
@@ -191,3 +193,20 @@ def test_every_state_and_event_of_the_table_is_reached() -> None:
             break
         reached |= more
     assert reached == {*TrainerState} and {event for _, event in TRANSITIONS} == {*TrainerEvent}
+
+
+def test_a_wait_that_the_user_interrupts_leaves_no_trainer_that_says_it_is_ready() -> None:
+    async def train(swarm: Swarm) -> None:
+        trainer = await solo(swarm)
+        await trainer.report(1.0)
+        waiting = asyncio.create_task(trainer.wait_due(math.inf))
+        await asyncio.sleep(1.0)
+        assert trainer.state is TrainerState.WAITING
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert trainer.state is TrainerState.COMPUTING
+        await asyncio.sleep(10_000.0)
+        assert trainer.rounds.throughput.idle(asyncio.get_running_loop().time())
+
+    with cs.simulate(1) as simulation:
+        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)), seconds=20_000.0)
