@@ -21,7 +21,8 @@ from colab_swarm.runtime import loop_now
 class AllReduce:
     """One round at one member, whose vector becomes the means; an assistant, which does not collect, only reduces.
 
-    ``exchange_s`` is the time until the last other reducer was done or lost, by `obtain`; infinite while none is.
+    ``exchange_s`` is the time from the begin until the last other reducer was done or lost, by `obtain`; infinite
+    while none is.
     """
 
     def __init__(

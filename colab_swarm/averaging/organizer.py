@@ -70,7 +70,7 @@ class Organizer:
         self._memory = memory
         self._settings = settings
         self._strategy = strategy
-        # Callers of the rounds that this peer joins, by step and lineage. `_ready_in_s` adds them.
+        # Callers of the rounds that this peer joins, by step and lineage. `_take_call` adds them.
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}
 
     # As one that is called.
@@ -80,7 +80,7 @@ class Organizer:
         group = self._group_of(terms, now)
         if group is not None:
             return JoinEta(None, group)
-        ready_in_s = self._ready_in_s(caller, terms, search, now)
+        ready_in_s = self._take_call(caller, terms, search, now)
         asked = None if search.asked is None else search.asked.organizer
         return JoinEta(ready_in_s, waits_for=asked)
 
@@ -97,8 +97,11 @@ class Organizer:
             return None
         return group
 
-    def _ready_in_s(self, caller: PeerId, terms: RoundTerms, search: Search, now: float) -> float | None:
-        """Return the seconds until this peer can join a caller, or None if it will not come."""
+    def _take_call(self, caller: PeerId, terms: RoundTerms, search: Search, now: float) -> float | None:
+        """Note a caller, and give way to it if it outranks this peer's own formation.
+
+        Return the seconds until this peer can join the caller, or None if it will not come.
+        """
         ready_in_s = self._swarm.on_called(terms, caller)
         if ready_in_s is None:
             return None
@@ -127,7 +130,7 @@ class Organizer:
             return hand_out(group, peer)
         formation = self.formations.get(ticket.terms.key)
         if formation is None:
-            ready_in_s = self._ready_in_s(peer, ticket.terms, search, now)
+            ready_in_s = self._take_call(peer, ticket.terms, search, now)
             if ready_in_s is None:
                 # A formation of the same step is open: this peer averages, but another model state.
                 parted = any(step == ticket.terms.step for step, _ in self.formations)

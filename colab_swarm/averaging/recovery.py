@@ -4,9 +4,13 @@ The first live reducer after it, in member order, is the *coordinator*. It takes
 it, or recomputes it from their contributions, in member order, as float32: all members end with
 equal bits. They fetch the result from it, or from the next one if it is lost too.
 
-Why it does not deadlock: a coordinator's request waits until the answering member is done with the
-*lost reducer*, a fetch until the *coordinator* is done with its own recovery, which only fetches
-from coordinators before it. An assistant collects no means and recovers a span on request.
+It does not deadlock, because of what the two kinds of request wait for:
+
+1. A coordinator asks for contributions. The answer waits until the member is done with the *lost reducer*.
+2. A member fetches a mean. The answer waits until the *coordinator* has ended its own recovery, and that fetches
+   from coordinators before it only.
+
+An assistant collects no means; it recovers a span on request.
 """
 
 import asyncio

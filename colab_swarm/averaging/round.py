@@ -83,7 +83,7 @@ class Averager:
             bounded: scale down contributions that are `OUTLIER` times larger than usual in the last rounds.
 
         The result shows the failures of peers. Raises ValueError if this peer is no member or the
-        vector does not fit, RoundRefused if this round was averaged or given up here before.
+        vector does not fit, RoundRefused if it was this peer's last round, or still runs here.
         """
         numel = group.terms.numel
         require(vector.numel == numel, f"the group averages {numel} values, the vector has {vector.numel}")

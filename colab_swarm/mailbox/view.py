@@ -180,6 +180,6 @@ class RoundView:
         return now >= self.due_at and not self.chain.is_quorum(self._present | gone)
 
     def _pause_s(self, now: float, due_at: float) -> float:
-        """Return the time to the next look: half of that to the likely end of the round, unless it is due before."""
+        """Return the time to the next look: half the time to the likely end of the round; less if it is due sooner."""
         likely_s = abs(self.chain.closed_at + self.chain.pace_s - now) / 2
         return min(max(min(likely_s, due_at - now), LEAST_PAUSE_S), MOST_PAUSE_S)

@@ -103,7 +103,7 @@ class Collaboration:
                 batch_s=throughput.batch_s,
             )
             self.rounds.on_batch(samples)
-        return self._due()
+        return self._take_due()
 
     async def wait_due(self, deadline: float) -> Due:
         """Wait until there is something to do, or the ``deadline`` (loop time)."""
@@ -112,7 +112,7 @@ class Collaboration:
         self.rounds.throughput.wait()
         try:
             await self._end_idle()
-            while (due := self._due(waiting=True)) is Due.NOTHING and loop_now() < deadline:
+            while (due := self._take_due(waiting=True)) is Due.NOTHING and loop_now() < deadline:
                 if self.state is TrainerState.COMPUTING:
                     self._enter(TrainerEvent.RAN_OUT)
                 self.rounds.check()
@@ -132,7 +132,8 @@ class Collaboration:
             if not self.rounds.behind:
                 self.progress.known.update(idle=False)
 
-    def _due(self, *, waiting: bool = False) -> Due:
+    def _take_due(self, *, waiting: bool = False) -> Due:
+        """Return what to do now; a local step is handed out once."""
         own = self.progress.known.own
         now = loop_now()
         if own.paused:

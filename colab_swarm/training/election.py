@@ -82,7 +82,7 @@ class Election:
     def on_records(self, suspects: Iterable[PeerId], *, step_s: float, now: float) -> None:
         """Judge the records just read; a step of the whole swarm takes ``step_s``.
 
-        ``suspects`` have no vote to a peer that has a state; one without waits for anybody.
+        ``suspects`` have no vote, unless this peer is at step 0: it waits for anybody's state.
         """
         doubted = self._far_ahead(step_s, now)
         if self._known.own.step:
@@ -208,11 +208,11 @@ class Election:
         return self._known.found[peer].voucher if peer in self._known.found else peer
 
     def _votes(self, voters: Iterable[PeerId]) -> dict[PeerId, float]:
-        """Return the weight of each vote: one for each peer that this one averaged with, if there are any.
+        """Return the weight of each vote.
 
-        Of the others, all for whom one invitation vouches share a vote, as a member may be many; it decides ties.
-        Those that take part have equal votes: after a partition both sides would follow themselves, and with one
-        vote for a whole class its founder's old record would call all others back.
+        Each peer that has averaged with this one has a full vote; so has this peer, if there is such a one. Votes are
+        equal, so that after a partition the larger side counts, and not each side to itself. The others decide ties
+        only. All for whom one invitation vouches share a vote there, because one member may claim to be many.
         """
         full = self._voters(voters)
         if full:

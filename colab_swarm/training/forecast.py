@@ -91,11 +91,14 @@ class BatchForecast:
         return sum(min(record.samples_per_s, most) for record in self._known.all.values() if record.computes)
 
     def early_s(self, now: float) -> float:
-        """Return how many seconds too early a call is; 0 unless a round was short lately, as records may be old."""
+        """Return how long a call comes too early, because the batch cannot be full yet.
+
+        It is 0 unless a recent round was short: records may be old, and the caller may know more.
+        """
         own = self._known.own
         others = self._known.waiting(own.step, own.lineage)
-        most = sum(self._computable(peer, self._known.others[peer], now) for peer in sorted(others))
-        early_s = self._seconds_for(self.round_samples - own.samples - most)
+        most_samples = sum(self._computable(peer, self._known.others[peer], now) for peer in sorted(others))
+        early_s = self._seconds_for(self.round_samples - own.samples - most_samples)
         if not early_s or min(self._filled, default=1.0) >= _SHORT:
             return 0.0
         return early_s + own.batch_s

@@ -77,7 +77,7 @@ class Rounds(ABC):
         self.model = model
         round_samples = settings.target_batch_size * settings.local_steps
         self.progress = Progress(services.peers.id, own, settings.prefix, round_samples=round_samples)
-        # The trainer writes these two: its speed, and when it waits no longer.
+        # `Collaboration` writes these two: the trainer's speed, and when it waits no longer.
         self.throughput = ThroughputEstimator(loop_now())
         self.until = math.inf
         self.computed = 0.0  # samples of this process so far

@@ -186,7 +186,7 @@ class Trainer:
             self._runtime.call(self._collaboration.rounds.distrust(snapshot.donors))
             raise
         finally:
-            self.recover()  # at once: by its record this peer has caught up already
+            self.recover()  # `CatchUp` moved the record before the state was loaded
 
     async def _loaded(self, donors: tuple[PeerId, ...]) -> None:
         await self._collaboration.on_loaded(self._replica.step, self._replica.lineage, donors)

@@ -199,7 +199,7 @@ def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
         wait_for_peers(swarm, optimizer, 2)
     for batch in range(12):
         loss_of(net, batch, rows).backward()
-        part._due = lambda batch=batch: Due.ROUND if batch % 3 == 2 else Due.LOCAL_STEP  # type: ignore[misc]
+        part._take_due = lambda batch=batch: Due.ROUND if batch % 3 == 2 else Due.LOCAL_STEP  # type: ignore[misc]
         optimizer.step(samples=rows.stop - rows.start)
         if batch % 3 == 2:
             optimizer._trainer.land(wait=True)
