@@ -1,45 +1,28 @@
 """Rounds in a bucket, as a trainer takes part in them: nobody needs to be online with it."""
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
 from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
-from colab_swarm.mailbox.branches import Branches, Step
-from colab_swarm.mailbox.bucket import Bucket, StoredObject
+from colab_swarm.mailbox.bucket import Bucket
+from colab_swarm.mailbox.follower import ChainFollower, Counted
 from colab_swarm.mailbox.journal import Journal
 from colab_swarm.mailbox.members import LastMembers
 from colab_swarm.mailbox.rounds import (
     STATE_ROUNDS,
-    WINDOW,
     Card,
     ClosedRound,
-    PseudoGradient,
     RoundChain,
-    decode,
-    encode,
-)
-from colab_swarm.mailbox.view import (
-    LEAST_PAUSE_S,
-    Close,
-    Decision,
-    Follow,
-    LoadState,
-    RoundView,
-    SeekState,
-    Wait,
 )
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Codec, Floats
-from colab_swarm.tensors.vector import HostVector
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.records import ProgressRecord, differing
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
@@ -47,30 +30,10 @@ from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSett
 STOP_S = 60.0  # for a state to be written by a peer that leaves
 
 
-@dataclass
-class _Written:
-    """This peer's contribution in the bucket, until a manifest lists it or it is too old."""
-
-    round: int
-    # As it is there, to know what compression cut off; empty if an earlier session wrote it.
-    content: bytes
-    # When it was written, by this peer's clock; None: by an earlier session, or the store's time of it is known.
-    written_at: float | None
-    # True if another member has overwritten it.
-    spoilt: bool = False
-
-
 class BucketRounds(Rounds):
     """Rounds by the objects of a ``bucket``; what only links need is ignored.
 
-    Raises ValueError if a setting does not go with a bucket. What changes, and when:
-
-    - ``_chain``: `take_state` reads it, each applied round moves it on; None: not read yet, or a look found that others
-      left it behind.
-    - ``_last``: the round before it, by each applied round; None after `take_state`.
-    - ``_later``: a state that a look found and `take_state` will use.
-    - ``_own``: `contribute` writes it, each look its fields; None again before the mean that ends it, and after
-      `take_state`.
+    Raises ValueError if a setting does not go with a bucket.
     """
 
     def __init__(
@@ -85,11 +48,7 @@ class BucketRounds(Rounds):
         _check_settings(settings)
         self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
         self._members = LastMembers(self.progress.known)
-        self._chain: RoundChain | None = None
-        self._last: ClosedRound | None = None
-        self._later: tuple[RoundChain, Snapshot | None] | None = None
-        self._own: _Written | None = None
-        self._followed_at = loop_now()  # when this peer learnt of the last manifest
+        self._follower = ChainFollower(services.peers.id, self._journal, lambda: self.until)
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
@@ -111,8 +70,8 @@ class BucketRounds(Rounds):
     async def stop(self) -> None:
         if self._saving is not None:
             await asyncio.wait([self._saving], timeout=STOP_S)
-        chain = self._chain
-        if chain is not None and (self._own is not None or self.services.peers.id in chain.members):
+        chain = self._follower.chain
+        if chain is not None and self._follower.is_awaited:
             with suppress(BucketError):
                 await self._journal.leave(chain)
         self.kill()
@@ -130,14 +89,14 @@ class BucketRounds(Rounds):
 
     @property
     def behind(self) -> bool:
-        return self._chain is None or self.progress.known.own.step != self._chain.round
+        chain = self._follower.chain
+        return chain is None or self.progress.known.own.step != chain.round
 
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
         """Read the newest state and the rounds since then; the first peer writes its own state."""
         journal = self._journal
         began_at = loop_now()
-        later = self._later
-        self._later = None
+        later: tuple[RoundChain, Snapshot | None] | None = self._follower.later
         while True:
             if later is None:
                 later = await journal.patiently(journal.read_state, self.model.snapshot)
@@ -147,10 +106,7 @@ class BucketRounds(Rounds):
             # If the own state became the first one while others went on from theirs, read again.
             if snapshot is not None or not rounds:
                 break
-        self._chain = chain
-        self._last = None
-        self._own = None
-        self._followed_at = loop_now()
+        self._follower.begin(chain)
         if rounds:
             self._learn(rounds[-1])
         if snapshot is None:
@@ -201,24 +157,16 @@ class BucketRounds(Rounds):
         began_at = loop_now()
         bytes_before = self.bucket_bytes
         try:
-            round = await self._write(contribution)
-            while (closed := await self._next()) is not None:
-                counted = closed.counts(self.services.peers.id, round)
-                spoilt = self._own is not None and self._own.spoilt
-                too_old = closed.manifest.round >= round + WINDOW
-                over = counted or not contribution.weight or spoilt or too_old
+            round = await self._follower.write(contribution, self.progress.known.own)
+            while (end := await self._follower.next_round(contribution, round)) is not None:
                 moved = [now - then for now, then in zip(self.bucket_bytes, bytes_before, strict=True)]
-                result = _result(closed, moved, loop_now() - began_at)
-                mean = await asyncio.to_thread(self._journal.mean, closed, contribution.vector.values)
-                self._closed = closed
-                if over:
-                    self._own = None
-                yield RoundOutcome(mean, result, counted=counted, over=over)
-                if over:
-                    if contribution.weight and not counted:
-                        reason = "was overwritten" if spoilt else "came too late"
-                        text = f"the contribution to round {round} {reason}"
-                        self.services.events.emit(BatchDropped(loop_now(), text))
+                result = _result(end.closed, moved, loop_now() - began_at)
+                mean = await asyncio.to_thread(self._journal.mean, end.closed, contribution.vector.values)
+                self._closed = end.closed
+                yield RoundOutcome(mean, result, counted=end.counted, over=end.over)
+                if end.over:
+                    if contribution.weight and not end.counted:
+                        self._tell_dropped(round, end)
                     self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
                     return
         except BucketAway:
@@ -230,7 +178,6 @@ class BucketRounds(Rounds):
         closed = self._closed
         assert closed is not None
         self._learn(closed)
-        self._followed_at = loop_now()
         self.services.averager.on_round(outcome.result)
         if closed.after.round % STATE_ROUNDS == 0:
             snapshot = None
@@ -239,97 +186,10 @@ class BucketRounds(Rounds):
                     snapshot = await asyncio.to_thread(self.model.snapshot)
             self._saving = self._tasks.spawn(self._save(closed.after, snapshot))
 
-    async def _write(self, contribution: RoundInput) -> int:
-        """Write the contribution, and return its round; one that no manifest lists yet goes first."""
-        chain = self._chain
-        journal = self._journal
-        me = self.services.peers.id
-        assert chain is not None
-        if not contribution.weight:
-            return chain.round
-        own = self._own
-        if own is None or not chain.may_count(me, own.round):
-            content = await asyncio.to_thread(encode, journal.codec, contribution.vector.values)
-            data = self._sealed(contribution, content, chain)
-            path = f"{chain.folder}/{me.hex()}"
-            written = await journal.patiently(self.bucket.create, path, data)
-            if not written and await journal.patiently(self.bucket.read, path) != data:
-                content = b""  # a contribution of an earlier session is there, and counts
-            self._own = own = _Written(chain.round, content, loop_now() if written else None)
-        await asyncio.to_thread(_keep_loss, contribution.vector, journal.codec, own.content)
-        return own.round
-
-    def _sealed(self, contribution: RoundInput, content: bytes, chain: RoundChain) -> bytes:
-        record = self.progress.known.own
-        return self._journal.signed(
-            PseudoGradient,
-            content,
-            round=chain.round,
-            base=chain.base,
-            weight=contribution.weight,
-            samples=contribution.samples,
-            samples_per_s=record.samples_per_s,
-            seconds=loop_now() - self._followed_at,
-            name=record.name[:100],
-            loss=contribution.loss,
-        )
-
-    async def _next(self) -> ClosedRound | None:
-        """Wait until the round is over, and close it if that is due; None if this peer waits no longer.
-
-        None also if others went on without this peer, which must catch up: on another manifest, or long ago.
-        """
-        chain = self._chain
-        journal = self._journal
-        assert chain is not None
-        close_at = -math.inf  # when this peer may write another manifest
-        while True:
-            action = await self._decide(chain, close_at)
-            pause_s = LEAST_PAUSE_S
-            match action:
-                case Follow(closed):
-                    return closed
-                case LoadState():
-                    self._chain = None
-                    return None
-                case Close(again_at=again_at):
-                    if await journal.close(chain, action):
-                        close_at = again_at
-                        continue
-                case Wait():
-                    pause_s = action.pause_s
-            if loop_now() >= self.until:
-                return None
-            await asyncio.sleep(min(pause_s, self.until - loop_now()))
-
-    async def _decide(self, chain: RoundChain, close_at: float) -> Decision:
-        """Look at the bucket, and return what to do next."""
-        journal = self._journal
-        branches = await journal.look(chain)
-        view = RoundView(chain, branches, self._last, self._own_place(chain, branches))
-
-        def ask() -> Decision | Step:
-            return view.next_action(journal.bucket.now(), close_at)
-
-        action: Decision = await journal.reader.answer(ask)
-        if isinstance(action, SeekState):
-            self._later = await journal.patiently(journal.newest_state, chain.round)
-            view.later_state = self._later is not None
-            action = await journal.reader.answer(ask)
-        if self._own is not None:
-            self._own.spoilt = view.spoilt
-        return action
-
-    def _own_place(self, chain: RoundChain, branches: Branches) -> StoredObject | None:
-        """Return the own contribution that no manifest lists yet, and learn from it how the store's clock goes."""
-        own = self._own
-        if own is None:
-            return None
-        place = branches.listing.contributions.get(chain.path_of(self.services.peers.id, own.round))
-        if place is not None and own.written_at is not None:
-            self.bucket.on_time(place.modified_at, own.written_at)
-            own.written_at = None  # others may overwrite it
-        return place
+    def _tell_dropped(self, round: int, end: Counted) -> None:
+        reason = "was overwritten" if end.spoilt else "came too late"
+        text = f"the contribution to round {round} {reason}"
+        self.services.events.emit(BatchDropped(loop_now(), text))
 
     async def _save(self, chain: RoundChain, snapshot: Snapshot | None) -> None:
         """Write the state, if there is one, and delete what nobody needs any more."""
@@ -341,26 +201,13 @@ class BucketRounds(Rounds):
 
     def _learn(self, closed: ClosedRound) -> None:
         """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""
-        self._chain = closed.after
-        self._last = closed
+        self._follower.on_round(closed)
         self._members.on_round(closed)
         self._show_members()
         self._journal.reader.readings.forget(closed)
 
     def _show_members(self) -> None:
         self.progress.on_records(self._members.records(), now=loop_now())
-
-
-def _keep_loss(vector: HostVector, codec: Codec, content: bytes) -> None:
-    """Keep as error feedback what the contribution that is in the bucket lacks."""
-    feedback = vector.feedback
-    values = vector.values
-    if feedback is None:
-        return
-    feedback.cut_off(0, values, np.zeros_like(values))
-    if content:
-        for span, piece in decode(codec, memoryview(content), len(values)):
-            feedback.cut_off(span.start, values[span], piece)
 
 
 def _result(closed: ClosedRound, moved_bytes: Sequence[int], seconds: float) -> RoundResult:

@@ -32,9 +32,6 @@ class KnownRecords:
         self.own = own
         self.others: dict[PeerId, ProgressRecord] = {}  # those that count
         self.assistants: dict[PeerId, AssistantRecord] = {}  # believed alive
-        # The round to which another peer called this one, until it takes part: `Meetings` sets it, `LinkRounds`
-        # takes it back.
-        self.called: tuple[int, bytes] | None = None
         self.news = asyncio.Event()
         self.urgent = asyncio.Event()
         self.found: Mapping[PeerId, Found] = {}  # roles and vouchers, as last read

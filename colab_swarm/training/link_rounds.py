@@ -54,14 +54,7 @@ class LinkRounds(Rounds):
             services, settings, progress, self.throughput, numel=model.numel, schema=model.schema
         )
         services.averager.standings[settings.prefix] = self._meetings.standing
-        self._records = RecordExchange(
-            services,
-            progress,
-            model,
-            self.throughput,
-            self._meetings.bandwidth,
-            suspects=lambda: self._meetings.standing.suspects(loop_now()),
-        )
+        self._records = RecordExchange(services, progress, model, self.throughput, self._meetings)
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
         )
@@ -121,7 +114,7 @@ class LinkRounds(Rounds):
     def round_due(self, now: float, *, waiting: bool) -> bool:
         known = self.progress.known
         forecast = self.progress.forecast
-        called = known.called == (known.own.step, known.own.lineage)
+        called = self._meetings.called == (known.own.step, known.own.lineage)
         if called and not forecast.early_s(now):
             return True
         return forecast.batch_full(now)
@@ -167,7 +160,7 @@ class LinkRounds(Rounds):
         vector = contribution.vector
         events = self.services.events
         group = await self._meetings.find_group(own, contribution)
-        self.progress.known.called = None
+        self._meetings.called = None
         if contribution.weight and events.detailed:
             given = contributed(
                 group, vector.values, contribution.weight, contribution.samples, self.computed, now=loop_now()
@@ -183,7 +176,7 @@ class LinkRounds(Rounds):
 
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
         known = self.progress.known
-        known.called = None
+        self._meetings.called = None
         await self._records.exchange()
         self.check()
         branch = self.progress.election.branch()
@@ -206,17 +199,17 @@ class LinkRounds(Rounds):
 
     async def wait_called(self) -> None:
         """Wait until another peer calls this one to a round."""
-        known = self.progress.known
-        while known.called is None:
-            known.news.clear()
-            await known.news.wait()
+        news = self.progress.known.news
+        while self._meetings.called is None:
+            news.clear()
+            await news.wait()
 
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
         """Follow the round of the call; return its complete mean by step and lineage."""
-        called = self.progress.known.called
+        called = self._meetings.called
         assert called is not None
         step, lineage = called
-        self.progress.known.called = None
+        self._meetings.called = None
         values = np.zeros(self.model.numel, np.float32)
         own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
         try:

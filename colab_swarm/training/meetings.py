@@ -26,6 +26,8 @@ class Meetings(SwarmView):
     Attributes:
         standing: what others' delays have cost this peer; rounds let them earn.
         shares: the strategy, which learns from each round.
+        called: step and lineage of the round to which another peer called this one. `on_called` sets it, `LinkRounds`
+            resets it when this peer takes part, or needs the state.
         in_a_round: True from a contribution until its mean is applied. `LinkRounds` writes it: a faster member may
             call the next round meanwhile.
     """
@@ -42,6 +44,7 @@ class Meetings(SwarmView):
     ) -> None:
         peers = services.peers
         patience_s = settings.matchmaking_timeout_s
+        self.called: tuple[int, bytes] | None = None
         self.in_a_round = False
         self.bandwidth = LinkBandwidth(peers)
         self.shares = AdaptiveShares()
@@ -117,7 +120,7 @@ class Meetings(SwarmView):
         if own.absent or ahead or not here:
             return None
         if caller != self._peers.id:  # its own organizer has begun, and would follow itself forever
-            known.called = terms.key
+            self.called = terms.key
             known.news.set()
         if own.syncing:
             return 0.0

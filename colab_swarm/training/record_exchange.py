@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
 
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.events import Fault
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import progress_key
 from colab_swarm.training.rounds import TrainedModel
-from colab_swarm.training.settings import LinkBandwidth, PeerServices
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck
 from colab_swarm.training.throughput import MAX_REPORT_S, ThroughputEstimator
 
@@ -29,7 +29,7 @@ _GONE_S = 0.5
 class RecordExchange:
     """Publishes this trainer's record in the DHT, and reads the others'.
 
-    ``suspects()`` are peers that keep others waiting; their records have no vote.
+    Peers that keep the ``meetings`` waiting have no vote.
     """
 
     def __init__(
@@ -38,15 +38,13 @@ class RecordExchange:
         progress: Progress,
         model: TrainedModel,
         throughput: ThroughputEstimator,
-        bandwidth: LinkBandwidth,
-        suspects: Callable[[], Iterable[PeerId]],
+        meetings: Meetings,
     ) -> None:
         self._services = services
         self._progress = progress
         self._model = model
         self._throughput = throughput
-        self._bandwidth = bandwidth
-        self._suspects = suspects
+        self._meetings = meetings
         self._state_check = StateCheck()
         # This peer's state is not that of most others: from a reading until it has loaded theirs.
         self.deviant = False
@@ -66,8 +64,8 @@ class RecordExchange:
                 self._services.events.emit(Fault.of(loop_now(), "progress", error))
 
     def _period_s(self) -> float:
-        known = self._progress.known
-        if known.called is not None and known.called[0] >= known.own.step:
+        called = self._meetings.called
+        if called is not None and called[0] >= self._progress.known.own.step:
             return _FORMING_S
         eta_s = self._progress.forecast.seconds_to_batch(loop_now())
         if eta_s == math.inf:
@@ -88,7 +86,7 @@ class RecordExchange:
         if self._throughput.idle(loop_now()) and known.own.computes:
             known.update(idle=True)
         addresses = self._services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
-        up, down = self._bandwidth.known()
+        up, down = self._meetings.bandwidth.known()
         known.update(addresses=addresses, reduces=bool(addresses), upload_bps=up, download_bps=down)
         loss = await asyncio.to_thread(self._model.loss)  # it may wait for a GPU
         if loss is not None:
@@ -98,7 +96,9 @@ class RecordExchange:
     async def refresh(self) -> None:
         """Read the others' records; this peer must load the state again if most others hold another one."""
         progress = self._progress
-        await progress.refresh(self._services.dht, self._services.peers, self._suspects())
+        await progress.refresh(
+            self._services.dht, self._services.peers, self._meetings.standing.suspects(loop_now())
+        )
         donors = self._state_check.judge(*progress.election.sketches(), now=loop_now())
         if donors:
             text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"

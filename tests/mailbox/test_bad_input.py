@@ -164,7 +164,7 @@ def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
 
     async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
         written = await create(path, data)
-        journal, chain = part._journal, part._chain
+        journal, chain = part._journal, part._follower.chain
         view = RoundView(chain, await journal.look(chain))
         entries = lie(entries_of(await journal.reader.answer(partial(read, view))), part.services.peers.id)
         told = journal.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
@@ -220,8 +220,8 @@ def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
             return await create(f"{last.before.folder}/manifest-01", data)
 
         written = await create(path, data)
-        if part._last is not None and len(part._last.manifest.entries) == 3:
-            second.append(asyncio.create_task(later(part._last)))
+        if part._follower._last is not None and len(part._follower._last.manifest.entries) == 3:
+            second.append(asyncio.create_task(later(part._follower._last)))
         return written
 
     with cs.simulate(3, mailbox=True) as sim:

@@ -89,7 +89,7 @@ def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> Non
                 folder, _, name = path.rpartition("/")
                 if name == bob.id.hex():
                     part: Any = bob.optimizers["model"].collaboration.rounds
-                    journal, chain = part._journal, part._chain
+                    journal, chain = part._journal, part._follower.chain
                     await write(
                         f"{folder}/{sim.swarms['alice'].id.hex()}{LEFT}",
                         journal.signed(Farewell, base=chain.base),

@@ -37,7 +37,7 @@ def test_a_peer_that_organizes_its_own_round_does_not_call_itself_to_it_again(by
         terms = RoundTerms(mine.progress.prefix, own.step, own.lineage, 10)
         assert isinstance(mine.rounds, LinkRounds)
         assert mine.rounds._meetings.on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
-        return mine.progress.known.called is not None
+        return mine.rounds._meetings.called is not None
 
     def ask(swarm: Swarm) -> bool:
         return swarm.runtime.call(called(join_training(swarm, model()).collaboration))

@@ -1,0 +1,218 @@
+"""Where a peer is in the chain of a bucket's rounds: it contributes there, and waits until a round is over."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from colab_swarm.mailbox.branches import Branches, Step
+from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.mailbox.journal import Journal
+from colab_swarm.mailbox.rounds import WINDOW, ClosedRound, PseudoGradient, RoundChain, decode, encode
+from colab_swarm.mailbox.view import (
+    LEAST_PAUSE_S,
+    Close,
+    Decision,
+    Follow,
+    LoadState,
+    RoundView,
+    SeekState,
+    Wait,
+)
+from colab_swarm.net.peers import PeerId
+from colab_swarm.runtime import loop_now
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.codecs import Codec
+from colab_swarm.tensors.vector import HostVector
+from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.settings import RoundInput
+
+
+@dataclass
+class _Written:
+    """This peer's contribution in the bucket, until a manifest lists it or it is too old."""
+
+    round: int
+    # As it is there, to know what compression cut off; empty if an earlier session wrote it.
+    content: bytes
+    # When it was written, by this peer's clock; None: by an earlier session, or the store's time of it is known.
+    written_at: float | None
+    # Another member has overwritten it. Each look says so.
+    spoilt: bool = False
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a round that is over means for a contribution."""
+
+    closed: ClosedRound
+    counted: bool  # it lists the contribution
+    over: bool  # no later round will
+    spoilt: bool  # another member has overwritten the contribution
+
+
+class ChainFollower:
+    """Follows the rounds of a bucket from one to the next. ``until()`` is when the trainer waits no longer, loop time.
+
+    What changes, and when:
+
+    - ``chain``: `begin` sets it, each `on_round` moves it on; None: not read yet, or a look found that others left it
+      behind.
+    - ``later``: a state that a look found; `begin` forgets it.
+    - ``_last``: the round before the chain's, by each `on_round`; None after `begin`.
+    - ``_own``: `write` sets it, each look its fields; None again when it is over, and after `begin`.
+    - ``_followed_at``: when this peer learnt of the last manifest, by `begin` and `on_round`.
+    """
+
+    def __init__(self, me: PeerId, journal: Journal, until: Callable[[], float]) -> None:
+        self.chain: RoundChain | None = None
+        self.later: tuple[RoundChain, Snapshot] | None = None
+        self._me = me
+        self._journal = journal
+        self._until = until
+        self._last: ClosedRound | None = None
+        self._own: _Written | None = None
+        self._followed_at = loop_now()
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if the others wait for this peer until it says farewell."""
+        return self.chain is not None and (self._own is not None or self._me in self.chain.members)
+
+    def begin(self, chain: RoundChain) -> None:
+        """Go on from the round of a state."""
+        self.chain = chain
+        self.later = None
+        self._last = None
+        self._own = None
+        self._followed_at = loop_now()
+
+    def on_round(self, closed: ClosedRound) -> None:
+        """Go on to the next round, after the mean of this one was applied."""
+        self.chain = closed.after
+        self._last = closed
+        self._followed_at = loop_now()
+
+    async def write(self, contribution: RoundInput, record: ProgressRecord) -> int:
+        """Write the contribution, and return its round; one that no manifest lists yet goes first."""
+        chain = self.chain
+        journal = self._journal
+        assert chain is not None
+        if not contribution.weight:
+            return chain.round
+        own = self._own
+        if own is None or not chain.may_count(self._me, own.round):
+            content = await asyncio.to_thread(encode, journal.codec, contribution.vector.values)
+            data = self._sealed(contribution, content, chain, record)
+            path = f"{chain.folder}/{self._me.hex()}"
+            written = await journal.patiently(journal.bucket.create, path, data)
+            if not written and await journal.patiently(journal.bucket.read, path) != data:
+                content = b""  # a contribution of an earlier session is there, and counts
+            written_at = loop_now() if written else None
+            own = _Written(chain.round, content, written_at)
+            self._own = own
+        await asyncio.to_thread(_keep_loss, contribution.vector, journal.codec, own.content)
+        return own.round
+
+    def _sealed(
+        self, contribution: RoundInput, content: bytes, chain: RoundChain, record: ProgressRecord
+    ) -> bytes:
+        return self._journal.signed(
+            PseudoGradient,
+            content,
+            round=chain.round,
+            base=chain.base,
+            weight=contribution.weight,
+            samples=contribution.samples,
+            samples_per_s=record.samples_per_s,
+            seconds=loop_now() - self._followed_at,
+            name=record.name[:100],
+            loss=contribution.loss,
+        )
+
+    async def next_round(self, contribution: RoundInput, round: int) -> Counted | None:
+        """Wait until a round is over, and say what it means for the contribution to ``round``.
+
+        None if the trainer waits no longer, or this peer must catch up.
+        """
+        closed = await self._next()
+        if closed is None:
+            return None
+        counted = closed.counts(self._me, round)
+        spoilt = self._own is not None and self._own.spoilt
+        too_old = closed.manifest.round >= round + WINDOW
+        over = counted or not contribution.weight or spoilt or too_old
+        if over:
+            self._own = None
+        return Counted(closed, counted, over, spoilt)
+
+    async def _next(self) -> ClosedRound | None:
+        """Wait until the round is over, and close it if that is due; None if this peer waits no longer.
+
+        None also if others went on without this peer, which must catch up: on another manifest, or long ago.
+        """
+        chain = self.chain
+        journal = self._journal
+        assert chain is not None
+        close_at = -math.inf  # when this peer may write another manifest
+        while True:
+            action = await self._decide(chain, close_at)
+            pause_s = LEAST_PAUSE_S
+            match action:
+                case Follow(closed):
+                    return closed
+                case LoadState():
+                    self.chain = None
+                    return None
+                case Close(again_at=again_at):
+                    if await journal.close(chain, action):
+                        close_at = again_at
+                        continue
+                case Wait():
+                    pause_s = action.pause_s
+            if loop_now() >= self._until():
+                return None
+            await asyncio.sleep(min(pause_s, self._until() - loop_now()))
+
+    async def _decide(self, chain: RoundChain, close_at: float) -> Decision:
+        """Look at the bucket, and return what to do next."""
+        journal = self._journal
+        branches = await journal.look(chain)
+        view = RoundView(chain, branches, self._last, self._own_place(chain, branches))
+
+        def ask() -> Decision | Step:
+            return view.next_action(journal.bucket.now(), close_at)
+
+        action: Decision = await journal.reader.answer(ask)
+        if isinstance(action, SeekState):
+            self.later = await journal.patiently(journal.newest_state, chain.round)
+            view.later_state = self.later is not None
+            action = await journal.reader.answer(ask)
+        if self._own is not None:
+            self._own.spoilt = view.spoilt
+        return action
+
+    def _own_place(self, chain: RoundChain, branches: Branches) -> StoredObject | None:
+        """Return the own contribution that no manifest lists yet, and learn from it how the store's clock goes."""
+        own = self._own
+        if own is None:
+            return None
+        place = branches.listing.contributions.get(chain.path_of(self._me, own.round))
+        if place is not None and own.written_at is not None:
+            self._journal.bucket.on_time(place.modified_at, own.written_at)
+            own.written_at = None  # others may overwrite it
+        return place
+
+
+def _keep_loss(vector: HostVector, codec: Codec, content: bytes) -> None:
+    """Keep as error feedback what the contribution that is in the bucket lacks."""
+    feedback = vector.feedback
+    values = vector.values
+    if feedback is None:
+        return
+    feedback.cut_off(0, values, np.zeros_like(values))
+    if content:
+        for span, piece in decode(codec, memoryview(content), len(values)):
+            feedback.cut_off(span.start, values[span], piece)
