@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require
@@ -14,6 +14,9 @@ from colab_swarm.net.peers import Peers
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.tensors.vector import HostVector
+
+if TYPE_CHECKING:
+    from colab_swarm.averaging.round import Averager
 
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 _MAX_LOCAL_STEPS = 1000
@@ -77,7 +80,7 @@ class PeerServices(RunServices):
     """The services of a peer that may train."""
 
     router: PrefixRouter
-    averager: Averager
+    averager: "Averager"
     mailbox: str = ""  # address of the bucket that has the run's rounds; empty: they go over links
     pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
 
