@@ -72,7 +72,13 @@ class Averager:
         return any(exchange.own.ledger.vector is vector for exchange in list(self._rounds.values()))
 
     async def average(
-        self, group: Group, vector: Vector, encoding: UploadEncoding | None = None, *, bounded: bool = False
+        self,
+        group: Group,
+        vector: Vector,
+        encoding: UploadEncoding | None = None,
+        *,
+        standing: Standing | None = None,
+        bounded: bool = False,
     ) -> GroupResult:
         """Replace the values of ``vector`` by the group's weighted mean; all members end with the same bits.
 
@@ -80,6 +86,7 @@ class Averager:
             vector: of ``group.terms.numel`` values. Do not change it before the next round has ended: use two
                 vectors in turn.
             encoding: of the contribution; None: the group's codec.
+            standing: what delays have cost this peer; None: one of the averager's own for the collaboration.
             bounded: scale down contributions that are `OUTLIER` times larger than usual in the last rounds.
 
         The result shows the failures of peers. Raises ValueError if this peer is no member or the
@@ -87,7 +94,7 @@ class Averager:
         """
         numel = group.terms.numel
         require(vector.numel == numel, f"the group averages {numel} values, the vector has {vector.numel}")
-        return await self._take_part(group, vector, encoding, bounded=bounded)
+        return await self._take_part(group, vector, encoding, standing=standing, bounded=bounded)
 
     async def reduce(self, group: Group) -> GroupResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
@@ -115,13 +122,14 @@ class Averager:
         vector: Vector,
         encoding: UploadEncoding | None = None,
         *,
+        standing: Standing | None = None,
         collects: bool = True,
         bounded: bool,
     ) -> GroupResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         prefix = group.terms.prefix
-        usual = self._usual_in(group, bounded=bounded)
+        usual = self._usual_in(group, standing or self.standings[prefix], bounded=bounded)
         own = RoundMember(self._peers, group, vector, self._settings, usual, now=loop_now())
         exchange = AllReduce(own, encoding, collects=collects)
         self._rounds[group.round_id] = exchange
@@ -138,7 +146,7 @@ class Averager:
         self.on_round(result)
         return result
 
-    def _usual_in(self, group: Group, *, bounded: bool) -> Usual:
+    def _usual_in(self, group: Group, standing: Standing, *, bounded: bool) -> Usual:
         prefix = group.terms.prefix
         took = self._took.get(prefix)
         norms = self._norms.get(prefix)
@@ -148,7 +156,7 @@ class Averager:
             round_s = max(took.seconds, PREDICTED * forecast_s(group))
         if bounded and norms:
             most_rms = OUTLIER * statistics.median(norms)
-        return Usual(round_s, most_rms, self.standings[prefix])
+        return Usual(round_s, most_rms, standing)
 
     def _limit_s(self, group: Group) -> float:
         """Return the bound on a whole round: a large model takes long over slow lines, beside the trainer."""

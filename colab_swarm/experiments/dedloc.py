@@ -402,14 +402,14 @@ class _Player(Averager):
         self._done = 0
 
     async def average(
-        self, group: Group, vector: Vector, encoding: UploadEncoding | None = None, *, bounded: bool = False
+        self, group: Group, vector: Vector, encoding: UploadEncoding | None = None, **options: Any
     ) -> GroupResult:
         round_ = self._done + group.terms.step % MAX_ROUNDS
         if self._name in self._town.liars:
             vector.write(0, vector.numel, np.full(vector.numel, np.nan, np.float32))
         if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
-        result = await super().average(group, vector, encoding, bounded=bounded)
+        result = await super().average(group, vector, encoding, **options)
         self.held[round_ + 1] = vector.read(0, vector.numel).copy()
         return result
 

@@ -53,7 +53,6 @@ class LinkRounds(Rounds):
         self._meetings = Meetings(
             services, settings, progress, self.throughput, numel=model.numel, schema=model.schema
         )
-        services.averager.standings[settings.prefix] = self._meetings.standing
         self._records = RecordExchange(services, progress, model, self.throughput, self._meetings)
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
@@ -166,7 +165,9 @@ class LinkRounds(Rounds):
                 group, vector.values, contribution.weight, contribution.samples, self.computed, now=loop_now()
             )
             events.emit(given)
-        result = await self.services.averager.average(group, vector, contribution.encoding, bounded=True)
+        result = await self.services.averager.average(
+            group, vector, contribution.encoding, standing=self._meetings.standing, bounded=True
+        )
         self._meetings.bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
