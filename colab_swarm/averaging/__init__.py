@@ -109,7 +109,7 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | section 3.2: butterfly all-reduce over spans | `group`, `upload`, `collection`, `span_server`, `reducer` |
 | section 3.2: recovery of a lost peer's span | `recovery` |
 | groups without a fixed leader | `search`, `organizer`, `matchmaking` |
-| section 3.2 and appendix C: several groups | `moshpit` |
+| section 3.2 and appendix C: several groups | `assembly`, `moshpit` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 
 Here member j gets its share of every vector and returns it, so n shares determine the paper's rates

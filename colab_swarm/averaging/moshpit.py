@@ -1,10 +1,4 @@
-"""Averaging any vector among all peers that call for it: a meeting, then groups on a grid.
-
-A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in
-milliseconds) in the DHT, and all take the lowest. The meeting starts when the first peer has waited
-for the window, or all peers of the last meeting are back; with a fixed size, only once that many
-wait on the same terms. Its organizer calls the others, which ends their waiting too. A peer that
-waits longer takes a new number, so its record is no leftover.
+"""Averaging any vector among all peers that call for it: a meeting (`assembly`), then groups on a grid.
 
 A pass. All peers compute the same grid. Round r averages within the lines along axis r; each line
 is a group of its own. After one round per axis all have the exact mean, and a failed peer costs
@@ -19,26 +13,16 @@ Each member votes for a group size, as it measured. The median counts: a few lia
 """
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
-import logging
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
-from colab_swarm.averaging.group import (
-    Group,
-    GroupFormationSettings,
-    RoundRefused,
-    RoundTerms,
-    Ticket,
-    equal_shares,
-)
+from colab_swarm.averaging.assembly import QUICK, Assembly
+from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.memory import SwarmView
 from colab_swarm.averaging.result import GroupResult
@@ -46,18 +30,11 @@ from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
-from colab_swarm.net.peers import Message, PeerId, short
+from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.codecs import Floats, Precision, all_finite, mean_codec_for
 from colab_swarm.tensors.vector import HostVector
 
-logger = logging.getLogger(__name__)
-
-WINDOW_S = 5.0  # how long the first peer of a meeting waits for others
-_LOOK_S = 0.25
-_TTL_S = 30.0
-_SKEW_MS = 600_000  # ignore a number that is further from this peer's own time
-QUICK = GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0)
 _MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
 MAX_ROUNDS = 64
 _LAG_ROUNDS = 2.0  # delay that a peer announces which is still in the round before
@@ -65,173 +42,6 @@ _LAG_ROUNDS = 2.0  # delay that a peer announces which is still in the round bef
 _MIN_WEIGHT = 1e-4
 _MAX_WEIGHT = 1e6
 _ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
-
-
-class WaitingPeer(Message, frozen=True):
-    """DHT record: the peer waits for the meeting ``number``."""
-
-    number: int
-    addresses: tuple[str, ...]
-    terms: str = ""  # what all members of a fixed size must agree on
-    at: float = 0.0  # its swarm time when it wrote this
-
-
-class Assembly(SwarmView):
-    """One peer's part in the meetings of a name; each has exactly ``size`` members, if it is given.
-
-    All members of a fixed size must agree on ``terms``, readable text. ``timeout_s`` bounds finding
-    the group, beyond the window.
-    """
-
-    def __init__(
-        self,
-        router: PrefixRouter,
-        dht: DHT,
-        prefix: str,
-        settings: GroupFormationSettings = QUICK,
-        *,
-        timeout_s: float = 60.0,
-        terms: str = "",
-    ) -> None:
-        self._peers = router.peers
-        self._dht = dht
-        self._prefix = prefix
-        self._timeout_s = timeout_s
-        self._size = settings.size
-        self._terms = terms
-        self._lineage = hashlib.sha256(terms.encode()).digest()[:16] if terms else b""
-        self._matchmaker = Matchmaker(
-            router,
-            prefix,
-            self,
-            strategy=equal_shares,  # a meeting averages nothing
-            settings=settings,
-        )
-        self.number = self._last = 0  # the meeting that this peer waits for, or took part in last
-        self.waiting: dict[PeerId, int] = {}  # other peers as last read, and the meetings they wait for
-        self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
-        self._waits_for: RoundTerms | None = None  # while this peer waits
-        self._called = asyncio.Event()
-        self._joining = False
-        self._before: frozenset[PeerId] = frozenset()
-        self._withdrawing: asyncio.Task[None] | None = None
-
-    def close(self) -> None:
-        self._matchmaker.close()
-        if self._withdrawing is not None:
-            self._withdrawing.cancel()
-
-    async def meet(self, numel: int, schema: bytes, vote: Callable[[int], int] = lambda peers: 1) -> Group:
-        """Wait for other peers and return the group, which is the same at all its members.
-
-        All must give the same ``numel`` and ``schema``; ``vote(peers)`` is this peer's weight in
-        the group. Raises RoundRefused without a peer to meet or if the others average another
-        vector; with a fixed size only as ``late``, and ValueError if a waiting peer has other
-        terms.
-        """
-        deadline = loop_now() + WINDOW_S + self._timeout_s
-        try:
-            while True:
-                try:
-                    group = await self._meet_once(numel, schema, vote, deadline)
-                except RoundRefused as refusal:
-                    if (refusal.reason == "late") is bool(self._size) or loop_now() >= deadline:
-                        raise
-                    logger.debug("no group in meeting %d: %s", self.number, refusal)
-                else:
-                    self._before = frozenset(member.id for member in group.members)
-                    return group
-        finally:
-            self._withdrawing = asyncio.create_task(self.publish())
-
-    async def _meet_once(
-        self, numel: int, schema: bytes, vote: Callable[[int], int], deadline: float
-    ) -> Group:
-        self.number = own = max(int(self._peers.time() * 1000), self.number + 1)
-        self._waits_for = RoundTerms(self._prefix, own, self._lineage, numel, schema)
-        self._called.clear()
-        try:
-            others = await self._wait(own)
-            self._joining = True
-            terms = msgspec.structs.replace(self._waits_for, step=self.number)
-            weight = float(vote(len(others) + 1))
-            reduces = bool(self._peers.contact.addresses)
-            ticket = Ticket(terms, weight, reduces)
-            others |= self._matchmaker.likely(*terms.key)
-            return await self._matchmaker.join(ticket, sorted(others), deadline)
-        finally:
-            self._last = self.number if self._joining else self._last
-            self._waits_for = None
-            self._joining = False
-
-    async def _wait(self, own: int) -> set[PeerId]:
-        begun = loop_now()
-        published = 0
-        while True:
-            if published != self.number:
-                published = self.number
-                await self.publish(ttl_s=WINDOW_S + _TTL_S)
-            waiting = await self._read()
-            if not self._called.is_set():
-                self.number = min([own, *waiting.values()])
-            complete = bool(self._before) and self._before <= {*waiting, self._peers.id}
-            if self._size is not None:
-                complete = 1 + len(waiting) >= self._size
-            if complete or self._called.is_set():
-                return set(waiting)
-            if loop_now() - begun >= WINDOW_S:
-                if self._size is None:
-                    return set(waiting)
-                raise RoundRefused("unreachable", f"{1 + len(waiting)} of {self._size} peers wait")
-            await wait_until(loop_now() + _LOOK_S, self._called)
-
-    def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        own = self._waits_for
-        if own is None or msgspec.structs.replace(own, step=terms.step) != terms:
-            return None
-        if terms.step != self.number:
-            if self._joining or self._called.is_set() or not self._plausible(terms.step):
-                return None
-            self.number = terms.step
-        self._called.set()
-        return 0.0
-
-    async def expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        known = self._before & self._peers.linked() | self._matchmaker.likely(step, lineage)
-        return sorted({*await self._read(), *known})
-
-    def _plausible(self, number: int) -> bool:
-        return number > self._last and abs(number - self._peers.time() * 1000) < _SKEW_MS
-
-    async def publish(self, *, ttl_s: float = 0.5) -> None:
-        """Publish that this peer waits, for ``ttl_s``; by default, that it no longer does."""
-        peers = self._peers
-        record = WaitingPeer(self.number, peers.contact.addresses, self._terms, peers.time())
-        try:
-            await self._dht.publish(self._prefix, record, ttl_s=ttl_s)
-        except PeerError as error:
-            logger.info("could not publish that this peer waits: %s", error)
-
-    async def _read(self) -> dict[PeerId, int]:
-        with contextlib.suppress(PeerError):  # it is soon read again
-            records = await self._dht.published(self._prefix, WaitingPeer)
-            records.pop(self._peers.id, None)
-            self.waiting = {
-                peer: record.number
-                for peer, record in records.items()
-                if self._agrees(peer, record) and self._plausible(record.number)
-            }
-        return self.waiting
-
-    def _agrees(self, peer: PeerId, record: WaitingPeer) -> bool:
-        if self._size is None or record.terms == self._terms:
-            return True
-        if self._others.setdefault(peer, record.at) != record.at:
-            raise ValueError(
-                f"{short(peer)} has other settings: {record.terms[:512]!r}; this peer: {self._terms!r}. "
-                "Give all peers the same settings"
-            )
-        return False
 
 
 class MoshpitGrid:
@@ -243,15 +53,17 @@ class MoshpitGrid:
 
     def __init__(self, seed: bytes, reachable: Mapping[PeerId, bool], group_size: int) -> None:
         self._seed = seed
-        order = sorted(reachable, key=lambda p: (not reachable[p], hashlib.sha256(seed + p).digest()))
+        order = sorted(
+            reachable, key=lambda peer: (not reachable[peer], hashlib.sha256(seed + peer).digest())
+        )
         for rounds in range(rounds_for(len(order), group_size), 0, -1):
             self.sides = plan_sides(len(order), rounds)
-            shortest = min(self.sides)
-            cells = sorted(itertools.product(*map(range, self.sides)), key=lambda c: sum(c) % shortest > 0)
-            # the first ones hit every line: each needs a peer that can be dialled
-            if sum(sum(cell) % shortest == 0 for cell in cells) <= sum(reachable.values()):
+            diagonal, others = _cells_of(self.sides)
+            # Each cell of the diagonal gets one of the first peers, those that can be dialled.
+            if len(diagonal) <= sum(reachable.values()):
                 break
-        self.cells = {peer: cells[i % len(cells)] for i, peer in enumerate(order)}
+        cells = itertools.cycle(diagonal + others)
+        self.cells = dict(zip(order, cells, strict=False))
 
     def line(self, peer: PeerId, axis: int) -> tuple[PeerId, ...]:
         """Return the peers that average with ``peer`` along ``axis``, itself included; sorted."""
@@ -274,9 +86,25 @@ class MoshpitGrid:
         return cell[:axis] + cell[axis + 1 :]
 
 
+def _cells_of(sides: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the cells of a diagonal, of which every line has one, and all others."""
+    shortest = min(sides)
+    diagonal = []
+    others = []
+    for cell in itertools.product(*map(range, sides)):
+        if sum(cell) % shortest == 0:
+            diagonal.append(cell)
+        else:
+            others.append(cell)
+    return diagonal, others
+
+
 def rounds_for(peers: int, group_size: int) -> int:
     """Return ceil(log_m n): rounds in groups of ``group_size`` until all ``peers`` have mixed."""
-    return next(rounds for rounds in itertools.count(1) if group_size**rounds >= peers)
+    rounds = 1
+    while group_size**rounds < peers:
+        rounds += 1
+    return rounds
 
 
 def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
@@ -288,7 +116,9 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
     sides = []
     left = peers
     for axes in range(rounds, 0, -1):
-        side = next(s for s in itertools.count(1) if (s + 1) ** axes > left)
+        side = 1
+        while (side + 1) ** axes <= left:
+            side += 1
         sides.append(side)
         left //= side
     return tuple(sides)
@@ -404,11 +234,13 @@ class MoshpitAverager(SwarmView):
         begun = loop_now()
         self._busy = True
         schema = hashlib.sha256(f"{len(values)} {self.codec}".encode()).digest()[:8]
+
+        def vote(peers: int) -> int:
+            return group_size or self.meter.choose_group_size(peers)
+
         try:
-            meeting = await self._assembly.meet(
-                len(values), schema, lambda peers: group_size or self.meter.choose_group_size(peers)
-            )
-            self._pass = _Pass(meeting, values, weight)
+            group = await self._assembly.meet(len(values), schema, vote)
+            self._pass = _Pass(group, values, weight)
             self._begun.set()
             for axis in range(len(self._pass.grid.sides)):
                 await self._round(self._pass, axis)
@@ -452,13 +284,15 @@ class MoshpitAverager(SwarmView):
 
     def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         number, axis = divmod(terms.step, MAX_ROUNDS)
-        if not self._busy or number != self._assembly.number:
+        if not self._busy or number != self._assembly.meeting.number:
             return None
         if self._pass is None:  # the meeting's group has not arrived yet
             return self._lag_s
         if axis < self._pass.axis or terms.lineage != self._pass.grid.line_id(self._peers.id, axis):
             return None
-        return 0.0 if axis == self._pass.axis else self._lag_s
+        if axis > self._pass.axis:  # this peer is still in the round before
+            return self._lag_s
+        return 0.0
 
     @property
     def _lag_s(self) -> float:
@@ -466,7 +300,9 @@ class MoshpitAverager(SwarmView):
 
     async def expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
         await wait_until(loop_now() + self._lag_s, self._begun)
-        return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS) if self._pass else ()
+        if self._pass is None:
+            return ()
+        return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS)
 
 
 class _Pass:

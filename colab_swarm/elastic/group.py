@@ -1,6 +1,6 @@
 """Form an elastic group, and exchange buckets over peer links.
 
-Waiting peers meet (`colab_swarm.averaging.moshpit`); the first member sends its state to the
+Waiting peers meet (`colab_swarm.averaging.assembly`); the first member sends its state to the
 others. Any two share one stream; if it breaks, each counts the other as lost and continues.
 """
 
@@ -9,8 +9,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
+from colab_swarm.averaging.assembly import Assembly
 from colab_swarm.averaging.group import GroupFormationSettings, GroupMember, RoundRefused
-from colab_swarm.averaging.moshpit import Assembly
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import EventLog
@@ -181,7 +181,7 @@ async def enter_group(
                 members = (await assembly.meet(replica.numel, replica.schema)).members
         except TimeoutError:
             raise StateError(
-                f"training {name!r} needs {count} peers, {1 + len(assembly.waiting)} came in {wait_s:g} s: "
+                f"training {name!r} needs {count} peers, {1 + len(assembly.meeting.waiting)} came in {wait_s:g} s: "
                 "start the others with the same name, or raise wait_s"
             ) from None
         except RoundRefused:

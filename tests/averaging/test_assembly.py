@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colab_swarm.averaging.assembly import QUICK, WINDOW_S, Assembly, Meeting, WaitingPeer
 from colab_swarm.averaging.group import Group, JoinEta, RoundRefused, RoundTerms
-from colab_swarm.averaging.moshpit import QUICK, WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.net.peers import PeerId, Peers, Role
@@ -52,6 +52,68 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+ALICE, BOB, CAROL = (PeerId(name.encode().ljust(32)) for name in NAMES[:3])
+TERMS = RoundTerms("run/meeting", 0, LINEAGE, 10, SCHEMA)
+
+
+def waiting(number: int, terms: str = "", at: float = 0.0) -> WaitingPeer:
+    return WaitingPeer(number, (), terms, at)
+
+
+def meeting_of_alice(*, size: int | None = None, now_ms: float = 5000.0) -> Meeting:
+    meeting = Meeting(ALICE, size, "beta=1")
+    meeting.begin(TERMS, now_ms)
+    return meeting
+
+
+def test_the_lowest_meeting_counts_and_the_own_one_again_when_its_peer_has_left() -> None:
+    meeting = meeting_of_alice()
+    meeting.on_records({ALICE: waiting(1), BOB: waiting(4000), CAROL: waiting(4500)}, 5000.0)
+    meeting.take_lowest()
+    assert meeting.number == 4000 and meeting.waiting == {BOB: 4000, CAROL: 4500}
+    meeting.on_records({}, 5000.0)
+    meeting.take_lowest()
+    assert meeting.number == 5000
+
+
+def test_a_called_peer_keeps_the_callers_meeting_and_refuses_another() -> None:
+    meeting = meeting_of_alice()
+    assert meeting.on_called(msgspec.structs.replace(TERMS, step=4000), 5000.0)
+    assert not meeting.on_called(msgspec.structs.replace(TERMS, step=4001), 5000.0)
+    meeting.on_records({BOB: waiting(3000)}, 5000.0)
+    meeting.take_lowest()
+    assert meeting.number == 4000 and meeting.join().step == 4000
+
+
+def test_a_peer_comes_to_no_meeting_while_it_does_not_wait_or_for_another_vector() -> None:
+    meeting = meeting_of_alice()
+    assert not meeting.on_called(msgspec.structs.replace(TERMS, step=5000, numel=11), 5000.0)
+    meeting.end()
+    assert not meeting.on_called(msgspec.structs.replace(TERMS, step=5000), 5000.0)
+
+
+def test_a_meeting_that_this_peer_took_part_in_is_over_for_it() -> None:
+    meeting = meeting_of_alice()
+    meeting.join()
+    meeting.end()
+    meeting.begin(TERMS, 5000.0)
+    meeting.on_records({BOB: waiting(5000), CAROL: waiting(5001)}, 5000.0)
+    assert meeting.number == 5001 and meeting.waiting == {CAROL: 5001}
+
+
+def test_other_terms_count_only_with_a_second_record_and_only_in_a_fixed_size() -> None:
+    meeting = meeting_of_alice(size=2)
+    meeting.on_records({BOB: waiting(4000, "beta=2", at=1.0)}, 5000.0)
+    assert not meeting.waiting and not meeting.complete
+    with pytest.raises(ValueError, match="other settings: 'beta=2'; this peer: 'beta=1'"):
+        meeting.on_records({BOB: waiting(4000, "beta=2", at=2.0)}, 5000.0)
+    meeting.on_records({CAROL: waiting(4000, "beta=1")}, 5000.0)
+    assert meeting.complete
+    free = meeting_of_alice()
+    free.on_records({BOB: waiting(4000, "beta=2")}, 5000.0)
+    assert free.waiting and not free.complete
+
+
 async def test_all_get_the_same_group_with_everyones_vote() -> None:
     group = await (await Place(4).open()).meet_all(4, apart_s=1.0)
     assert sorted(member.weight for member in group.members) == [2, 3, 4, 5]
@@ -81,7 +143,7 @@ async def test_a_call_to_an_impossible_meeting_changes_nothing(change: dict[str,
     place = await Place(3).open()
     meeting = asyncio.create_task(place.meet_all(2))
     await asyncio.sleep(1)
-    own = RoundTerms("run/meeting", place.assemblies[0].number, LINEAGE, 10, SCHEMA)
+    own = RoundTerms("run/meeting", place.assemblies[0].meeting.number, LINEAGE, 10, SCHEMA)
     terms = msgspec.structs.replace(own, **change)
     answer = await place.peers[2].call(place.peers[0].id, terms, JoinEta, timeout_s=5)
     assert answer == JoinEta(None)
@@ -134,11 +196,11 @@ async def test_a_caller_is_expected_although_its_record_is_late() -> None:
     assembly, (alice, _bob, carol) = place.assemblies[0], place.peers
     meeting = asyncio.create_task(place.meet(0))
     await asyncio.sleep(1.0)
-    terms = RoundTerms("run/meeting", assembly.number, LINEAGE, 10, SCHEMA)
+    terms = RoundTerms("run/meeting", assembly.meeting.number, LINEAGE, 10, SCHEMA)
     for later, answer in ((0, JoinEta(0.0)), (1, JoinEta(None))):
         asked = msgspec.structs.replace(terms, step=terms.step + later)
         assert await carol.call(alice.id, asked, JoinEta, timeout_s=5) == answer
-    assert await assembly.expected(assembly.number, LINEAGE) == [carol.id]
+    assert await assembly.expected(assembly.meeting.number, LINEAGE) == [carol.id]
     meeting.cancel()
 
 
@@ -170,9 +232,9 @@ async def test_other_terms_are_an_error_once_it_is_clear_that_the_record_is_no_l
     place = await Place(2, size=2, terms="beta=1").open()
     theirs = WaitingPeer(1, place.peers[1].contact.addresses, "beta=2", at=1.0)
     await place.dhts[1].publish("run/meeting", theirs, ttl_s=600.0)
-    waiting = asyncio.create_task(place.meet(0))
+    meeting = asyncio.create_task(place.meet(0))
     await asyncio.sleep(3 * WINDOW_S)
-    assert not waiting.done()
+    assert not meeting.done()
     await place.dhts[1].publish("run/meeting", msgspec.structs.replace(theirs, at=2.0), ttl_s=600.0)
     with pytest.raises(ValueError, match="other settings: 'beta=2'; this peer: 'beta=1'"):
-        await waiting
+        await meeting

@@ -212,7 +212,7 @@ async def test_a_call_is_answered_by_how_far_this_peer_is_in_its_pass() -> None:
         step = number * moshpit.MAX_ROUNDS + axis
         return alice.on_called(RoundTerms("", step, run.grid.line_id(me, line), 10), members[0].id)
 
-    alice._assembly.number = 7
+    alice._assembly.meeting.number = 7
     assert call(7, 0, 0) is None, "it averages nothing"
     alice._busy, soon = True, pytest.approx(2.0)
     assert call(7, 0, 0) == soon and call(8, 0, 0) is None
