@@ -20,7 +20,7 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, from which `colab_
 |---|---|
 | codecs and error feedback | `colab_swarm.tensors.codecs` |
 | those of the largest values; their parts | `colab_swarm.tensors.sparse`, `colab_swarm.tensors.vectors` |
-| a model's gradients as one flat float32 vector | `colab_swarm.training.replica` |
+| a model's gradients as one flat float32 vector | `colab_swarm.training.flat` |
 | any training state as named tensors and a plain skeleton, in one safetensors file | `colab_swarm.tensors.statedict` |
 | a state as hashed chunks, fetched from several donors | `colab_swarm.tensors.chunks` |
 

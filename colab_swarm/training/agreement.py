@@ -4,33 +4,47 @@ from collections.abc import Iterable
 
 import torch
 from blake3 import blake3
+from torch.optim import Optimizer
 
-from colab_swarm.training.replica import Replica, digest_of
+from colab_swarm.training.digests import digest_of
+from colab_swarm.training.flat import layout_of
+from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import TrainingSettings
 
 
 def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[str, str], ...]:
     """Return readable names and values of the settings; unset ones are omitted."""
     rule = replica.rule
-    trained = [*replica.model, *replica.shared]
-    rates = sorted(
-        {float(group.get("initial_lr", group.get("lr", 0.0))) for group in rule.optimizer.param_groups}
-    )
-    layout = blake3(repr([(tuple(one.shape), str(one.dtype)) for one in trained]).encode()).hexdigest(4)
-    found = {
+    trained = [*replica.model, *replica.buffers.shared]
+    layout = blake3(layout_of(trained).encode()).hexdigest(4)
+    values = {
         "model": f"{replica.numel:,} trained values in {len(trained)} tensors (layout {layout})",
         "frozen base": _frozen_base(rule.model, replica.model),
         "optimizer": type(rule.optimizer).__name__,
-        "learning rate": ", ".join(f"{rate:g}" for rate in rates),
-        "scheduler": type(rule.scheduler).__name__ if rule.scheduler else "",
-        "max_grad_norm": f"{rule.max_grad_norm:g}" if rule.max_grad_norm else "",
+        "learning rate": _learning_rates(rule.optimizer),
+        "scheduler": "",
+        "max_grad_norm": "",
         "target_batch_size": f"{settings.target_batch_size:g}",
         "weight_unit": settings.weight_unit,
-        "local_steps": f"{settings.local_steps}" if rule.local else "",
+        "local_steps": "",
         "compression": settings.compression,
         "mean_compression": settings.mean_compression,
     }
-    return tuple((name, value) for name, value in found.items() if value)
+    if rule.scheduler:
+        values["scheduler"] = type(rule.scheduler).__name__
+    if rule.max_grad_norm:
+        values["max_grad_norm"] = f"{rule.max_grad_norm:g}"
+    if rule.local:
+        values["local_steps"] = f"{settings.local_steps}"
+    return tuple((name, value) for name, value in values.items() if value)
+
+
+def _learning_rates(optimizer: Optimizer) -> str:
+    """Return the different learning rates before any scheduler, lowest first."""
+    rates = set()
+    for group in optimizer.param_groups:
+        rates.add(float(group.get("initial_lr", group.get("lr", 0.0))))
+    return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
 
 def _frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
@@ -53,4 +67,5 @@ def _frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor])
     if not frozen:
         return ""
     base = blake3(repr(layout).encode() + digest_of(frozen.values())).hexdigest(4)
-    return f"{base}: {sum(one.numel() for one in frozen.values()):,} values in {', '.join(sorted(kinds))}"
+    numel = sum(parameter.numel() for parameter in frozen.values())
+    return f"{base}: {numel:,} values in {', '.join(sorted(kinds))}"

@@ -11,7 +11,8 @@ from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.replica import Replica, parts
+from colab_swarm.training.flat import parts
+from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
 
 _FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
@@ -25,23 +26,26 @@ class MeanLoss:
 
     def add(self, loss: float | torch.Tensor, weight: float) -> None:
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
-        (total, of) = self._state
-        counted = value.isfinite() * weight
-        self._state = total + torch.where(value.isfinite(), value, 0.0) * weight, of + counted
+        finite = value.isfinite()
+        total, counted = self._state
+        # One assignment: another thread may read both.
+        self._state = total + torch.where(finite, value, 0.0) * weight, counted + finite * weight
 
     @property
     def value(self) -> float | None:
         """The mean, or None without any; waits for a GPU. Thread-safe."""
         total, weight = map(float, self._state)
-        return total / weight if weight else None
+        if not weight:
+            return None
+        return total / weight
 
 
 def finite_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether no gradient has a NaN or Inf."""
     gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-    # The norm of squares overflows, but is twenty times faster.
+    # The norm of squares is twenty times faster, but overflows; then the other one decides.
     norms = (torch.nn.utils.get_total_norm(gradients, order) for order in (2.0, math.inf))
-    return any(bool(norm.isfinite()) for norm in norms)
+    return any(norm.isfinite() for norm in norms)
 
 
 def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
@@ -51,6 +55,14 @@ def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
         "no parameter has a gradient since the last step(): call loss.backward() before optimizer.step()",
         NoGradientError,
     )
+
+
+def _trainable(replica: Replica) -> int:
+    """Return how many parameters take gradients now."""
+    parameters: Iterable[torch.Tensor] = replica.model
+    if replica.rule.model is not None:
+        parameters = replica.rule.model.parameters()
+    return sum(parameter.requires_grad for parameter in parameters)
 
 
 class Gradients:
@@ -71,21 +83,24 @@ class Gradients:
         self, replica: Replica, held: Callable[[HostVector], bool], *, error_feedback: bool = False
     ) -> None:
         self._replica = replica
-        self._trainable = replica.trainable()
+        self._trainable = _trainable(replica)
         self._held = held
         self._vectors: list[HostVector] = []
         self._sum: HostVector | None = None  # of gradients; None: it is 0, or given
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
         self._aside: HostVector | None = None  # the contribution of a delayed update
-        self.feedback = ErrorFeedback(replica.numel) if error_feedback else None
-        self.samples = self.weight = 0.0
+        self.feedback: ErrorFeedback | None = None
+        if error_feedback:
+            self.feedback = ErrorFeedback(replica.numel)
+        self.samples = 0.0
+        self.weight = 0.0
         self._since = 0.0  # weight since the last local step
         self.loss = MeanLoss()
 
     def check(self) -> None:
         """Raise `RuntimeError` if parameters were frozen or unfrozen, or there is no gradient to count."""
         require(
-            self._trainable == self._replica.trainable(),
+            self._trainable == _trainable(self._replica),
             "parameters were frozen or unfrozen: make a new optimizer over the trainable ones, and pass it to "
             "swarm.optimizer(…) again, at all peers",
             RuntimeError,
@@ -102,7 +117,9 @@ class Gradients:
     ) -> str | None:
         """Add the model's gradient, a mean by ``weight`` times ``scale``; return the reason if it is dropped."""
         finite = finite_gradients(self._replica.model)
-        divisor = 1.0 if scale is None else float(scale)
+        divisor = 1.0
+        if scale is not None:
+            divisor = float(scale)
         self._take_back(self._given)
         if finite and weight:
             for parameter, part in parts(self._replica.model, self._total()[self._replica.front :]):
@@ -154,7 +171,8 @@ class Gradients:
         self._sum = None
         if self.weight and not self._replica.rule.local:
             values[front:] *= np.float32(1 / self.weight)
-        self._replica.change_of_buffers(values[:front])
+        with self._replica.lock:
+            self._replica.buffers.write_change(values[:front])
         if self.feedback is not None:
             if self.weight:
                 torch.from_numpy(values).add_(torch.from_numpy(self.feedback.residual), alpha=1 / self.weight)
@@ -165,25 +183,34 @@ class Gradients:
         return self._given
 
     def state(self) -> dict[str, Any]:
-        return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
+        if self.feedback is None:
+            return {}
+        return {"feedback": self.feedback.state_dict()}
 
     def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
         """Return the error feedback of a checkpoint; raises `StateError` if it does not fit."""
-        return None if self.feedback is None else ErrorFeedback(self._replica.numel, state.get("feedback"))
+        if self.feedback is None:
+            return None
+        return ErrorFeedback(self._replica.numel, state.get("feedback"))
 
     def forget(self) -> None:
         """Start a new sum; the error feedback stays."""
         if self._given is not None and self._replica.rule.delayed:
             self._aside = self._given.vector
-        self._sum = self._given = None
-        self.samples = self.weight = self._since = 0.0
+        self._sum = None
+        self._given = None
+        self.samples = 0.0
+        self.weight = 0.0
+        self._since = 0.0
         self.loss = MeanLoss()
         if self._replica.rule.local and not self._replica.rule.delayed:
             self._replica.show()
 
     def on_delivered(self, contribution: RoundInput) -> None:
         if self.feedback is not None and contribution.weight:
-            decay = _FEEDBACK_DECAY if self._replica.rule.sparse else 1.0
+            decay = 1.0
+            if self._replica.rule.sparse:
+                decay = _FEEDBACK_DECAY
             self.feedback.settle(contribution.weight * decay)
 
     def on_returned(self, contribution: RoundInput) -> None:

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import HostError, require
+from colab_swarm.training.buffers import buffer_names, buffers_of
+from colab_swarm.training.flat import trained_by
 from colab_swarm.training.gradients import finite_gradients, require_gradient
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.replica import buffers_of, trained_by
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
 
@@ -66,7 +67,7 @@ class HostOptimizer:
         self.lineage = b""
         self._settings = settings
         self._model = model
-        self._names = set[str]()
+        self._buffer_names = buffer_names(model)
         self._parameters = trained_by(optimizer)
         sizes = [parameter.numel() for parameter in self._parameters]
         # The sum of the gradients and the `_COUNTS`.
@@ -207,7 +208,9 @@ class HostOptimizer:
             dist.broadcast_object_list(box, _LEAD, group=self._messages)
             update = box[0]
             assert update is not None
-            sent = (*self._parameters, *buffers_of(self._model, self._names)) if update.changed else ()
+            sent: list[torch.Tensor] = []
+            if update.changed:
+                sent = [*self._parameters, *buffers_of(self._model, self._buffer_names)]
             for tensor in sent:
                 values = tensor.detach().to(self._sum.device).contiguous()
                 dist.broadcast(values, _LEAD, group=self._tensors)

@@ -25,10 +25,11 @@ from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.collaboration import Collaboration, Due
+from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
-from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, tensors_of
+from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 from colab_swarm.training.rounds import Rounds, TrainedModel
 from colab_swarm.training.saving import ProgressSaver
 from colab_swarm.training.settings import PeerServices, TrainingSettings

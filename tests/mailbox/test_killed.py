@@ -18,7 +18,7 @@ PEERS, KILLS, LAST, LIMIT_S = 5, 6, 30, 120.0
 CHILD = """
 import json, sys, torch, colab_swarm as cs
 from tests.training.toy import join_training, loss_of, model, parameters_of
-from colab_swarm.training.replica import digest_of
+from colab_swarm.training.digests import digest_of
 
 invitation, box, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)

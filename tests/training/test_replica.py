@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import StepLR
 
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training import replica as module
+from colab_swarm.training.fit import check_options
+from colab_swarm.training.flat import SMALL_VALUES, only_reads, set_gradients
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
-from colab_swarm.training.replica import SMALL_VALUES, Replica, UpdateRule, only_reads, set_gradients
+from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import snapshot_of, tensors_of
 from tests.training.toy import loss_of, model, parameters_of
 
@@ -175,10 +176,10 @@ def test_another_model_has_another_schema() -> None:
 
 def test_options_of_an_own_optimizer_may_be_infinite_and_those_of_others_not() -> None:
     own = {"lr": 0.1, "growth_rate": float("inf"), "params": [0], "scale": torch.ones(2)}
-    module._check_options(own, dict(own))
+    check_options(own, dict(own))
     for wrong in ({"lr": -0.1}, {"lr": float("inf")}, {"growth_rate": 1e7}):
         with pytest.raises(ValueError, match="which nobody trains with"):
-            module._check_options(own, own | wrong)
+            check_options(own, own | wrong)
 
 
 def test_delayed_updates_keep_the_dtype_of_the_state_and_the_groups() -> None:

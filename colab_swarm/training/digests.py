@@ -1,0 +1,58 @@
+"""What peers compare instead of tensors: digests, equal for equal bits, and projections, near for near values."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch.optim import Optimizer
+
+from colab_swarm.tensors.statedict import flatten
+from colab_swarm.training.records import LINEAGE_BYTES
+from colab_swarm.training.sketch import PROJECTIONS
+
+_SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Return a digest of the tensors' bytes, at over 1 GB/s."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest(LINEAGE_BYTES)
+
+
+def digest_with_optimizer(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> str:
+    """Return a digest of the parameters and of the optimizer's state."""
+    tensors, layout = flatten(optimizer.state_dict())
+    return digest_of((*parameters, *tensors.values())).hex() + blake3(layout).hexdigest(8)
+
+
+def projections_of(parameters: list[torch.Tensor], optimizer: Optimizer, lineage: bytes) -> tuple[float, ...]:
+    """Return the values of a `StateSketch`: of the parameters, then of each kind of optimizer state by its name."""
+    kinds = {"": [*parameters]}
+    for parameter in parameters:
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                kinds.setdefault(kind, []).append(value)
+    values: list[float] = []
+    for kind in sorted(kinds):
+        values += _project(kinds[kind], lineage)
+    return tuple(values)
+
+
+def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
+    """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
+    blocks: list[torch.Tensor] = []
+    for tensor in tensors:
+        blocks += torch.split(tensor.flatten(), _SIGNS)
+    # The first signs are of the values within a block, the last ones of the blocks.
+    count = (_SIGNS + len(blocks)) * PROJECTIONS
+    bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
+    signs = torch.from_numpy(2 * bits.astype(np.float32) - 1).view(-1, PROJECTIONS)
+    sums = torch.zeros(PROJECTIONS)
+    for block, sign in zip(blocks, signs[_SIGNS:], strict=True):
+        sums += sign * (block.float() @ signs[: len(block)].to(block.device)).cpu()
+    norm = math.hypot(*(float(tensor.norm(dtype=torch.float32)) for tensor in tensors))
+    return [norm, *(sums / (norm or 1.0)).tolist()]

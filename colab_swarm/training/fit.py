@@ -1,0 +1,96 @@
+"""Whether a peer's state fits this peer's model and optimizer. The state is not trusted."""
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from colab_swarm.errors import StateError, require
+
+_MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
+_NAMED = 3  # tensors of other shapes that an error names
+
+Shape = tuple[int, ...]
+
+
+def names_of(model: torch.nn.Module | None, parameters: Sequence[torch.Tensor]) -> list[str]:
+    """Return the names of parameters in the model, or their numbers."""
+    names: dict[int, str] = {}
+    if model is not None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
+
+
+def differing_shapes(names: Sequence[str], own: Sequence[Shape], theirs: Sequence[Shape]) -> str:
+    """Say which own tensors have other shapes than a peer's: three with their ``names``, and how many more."""
+    differing = []
+    for name, here, there in zip_longest(names, own, theirs):
+        if here != there:
+            differing.append(f"{name or 'one more tensor'}: {there} there, {here} here")
+    text = "; ".join(differing[:_NAMED])
+    if len(differing) > _NAMED:
+        text += f"; and {len(differing) - _NAMED} more"
+    return text
+
+
+def tensors_in(state: Any) -> list[Any]:
+    """Return the parameters and buffers of a peer's state; raises `StateError` if it is none."""
+    match state:
+        case {
+            "step": int(),
+            "lineage": bytes(),
+            "parameters": list(parameters),
+            "optimizer": _,
+            "scheduler": _,
+        }:
+            return [*parameters, *state.get("buffers", ())]
+    raise StateError("this is not the state of a collaboration")
+
+
+def shapes_of(tensors: Sequence[Any]) -> list[Shape]:
+    """Return the shapes; () of what is no tensor."""
+    return [tuple(getattr(tensor, "shape", ())) for tensor in tensors]
+
+
+def check_options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError if settings of an optimizer are missing, or would ruin the model."""
+    missing = own.keys() - theirs.keys()
+    if missing:
+        text = f"it lacks the settings {', '.join(sorted(missing))}"
+        more = theirs.keys() - own.keys()
+        if more:
+            text += f" and has {', '.join(sorted(more))}"
+        raise ValueError(text)
+    for name, value in theirs.items():
+        if not isinstance(value, int | float) or value == own.get(name):
+            continue
+        least = -_MAX_SETTING
+        if name == "lr":
+            least = 0
+        require(least <= value <= _MAX_SETTING, f"it has {name}={value}, which nobody trains with")
+
+
+def load_optimizers(
+    state: Mapping[str, Any], optimizer: Optimizer, local: Optimizer, scheduler: LRScheduler | None
+) -> None:
+    """Load the optimizer that takes the swarm's steps, that of local steps if the state has it, and the scheduler.
+
+    Raises `StateError`, with both optimizers unchanged, if the state is another's, or would ruin the model.
+    """
+    before = optimizer.state_dict()
+    local_before = local.state_dict()
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+        if "local" in state:
+            local.load_state_dict(state["local"])
+        for own, theirs in zip(before["param_groups"], optimizer.param_groups, strict=True):
+            check_options(own, theirs)
+        if scheduler is not None and state["scheduler"] is not None:
+            scheduler.load_state_dict(state["scheduler"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        optimizer.load_state_dict(before)
+        local.load_state_dict(local_before)
+        raise StateError(f"the state belongs to another optimizer: {error}") from error
