@@ -27,9 +27,8 @@ from colab_swarm.tensors.sparse import Sparse, SparseLoCo, sparse16_bytes
 
 _Array = npt.NDArray[np.float64]
 
-CLAIM_CAP = (
-    16.0  # medians that a claim counts for at most, and one part at least: a liar slows a round by no more
-)
+# A claim counts for this many medians at most, and this part of one at least: a liar slows a round by no more.
+CLAIM_CAP = 16.0
 _SMALL = 0.3  # of an equal share; a smaller share is given only to save time
 _LEARNT = 0.3
 _FORGOTTEN = 0.02
@@ -43,8 +42,11 @@ def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None)
     Raises ValueError if no peer reduces, or no bandwidth is known.
     """
     loads = _Loads(tickets)
-    given = np.array(loads.best() if shares is None else shares, np.float64)
-    parts = given / given.sum()
+    if shares is None:
+        parts = loads.best()
+    else:
+        parts = np.array(shares, np.float64)
+    parts /= parts.sum()
     averaging_s = float(loads.seconds(parts).max(initial=0.0))
     explanation, bottleneck = loads.explain(parts)
     return SharePlan(tuple(map(float, parts)), averaging_s, explanation, bottleneck)
@@ -55,8 +57,9 @@ class _Loads:
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         terms = tickets[0].terms
-        facts = [(ticket.weight > 0, not ticket.assists) for ticket in tickets]
-        c, w = np.array(facts, np.float64).T
+        # c and w of the module's text.
+        c = np.array([ticket.weight > 0 for ticket in tickets], np.float64)
+        w = np.array([not ticket.assists for ticket in tickets], np.float64)
         up = encoded_bytes(terms.codec, terms.numel)
         down = mean_bytes(terms, int(c.sum()))
         self._reduces = np.array(reducing(tickets), np.float64)
@@ -64,8 +67,9 @@ class _Loads:
             raise ValueError("nobody reduces: no peer accepts connections")
         self._fixed = np.stack([up * c, down * w])
         self._slope = np.stack([down * (w.sum() - w) - up * c, up * (c.sum() - c) - down * w])
-        rates = [ticket.upload_bps for ticket in tickets], [ticket.download_bps for ticket in tickets]
-        self._rates = np.array([_completed(one) for one in rates]) / 8
+        upload_bps = _completed([ticket.upload_bps for ticket in tickets])
+        download_bps = _completed([ticket.download_bps for ticket in tickets])
+        self._rates = np.array([upload_bps, download_bps]) / 8
 
     def seconds(self, shares: _Array) -> _Array:
         return ((self._fixed + self._slope * shares) / self._rates).ravel()
@@ -75,7 +79,9 @@ class _Loads:
         shares = self._fill()
         few = np.where(shares < _SMALL * shares.mean(), 0.0, shares)
         few /= few.sum()
-        return few if self.seconds(few).max() <= (1 + _PRECISION) * self.seconds(shares).max() else shares
+        if self.seconds(few).max() <= (1 + _PRECISION) * self.seconds(shares).max():
+            return few
+        return shares
 
     def _fill(self) -> _Array:
         longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + _PRECISION)
@@ -84,7 +90,10 @@ class _Loads:
         within = _least(lambda time: np.maximum(low, self._bounds(time)[1]).sum() >= 1, least, precision=1e-3)
         high = np.minimum(high, np.maximum(low, self._bounds(within)[1]))
         spare = float((high - low).sum())
-        return low + (high - low) * ((1 - low.sum()) / spare) if spare else low
+        if not spare:
+            return low
+        part = (1 - float(low.sum())) / spare
+        return low + (high - low) * part
 
     def _bounds(self, seconds: float) -> tuple[_Array, _Array]:
         """Return the least and greatest shares for a round of ``seconds``; crossed where none fits."""
@@ -107,29 +116,38 @@ class _Loads:
             return "a peer alone needs no averaging", ""
         above = shares > (1 + 1e-3) / reducers
         what = f"{reducers} of {peers} peers reduce equal shares"
-        if above.any():
-            verb = "reduces" if above.sum() == 1 else "reduce"
-            what = f"{above.sum()} of {peers} peers {verb} {shares[above].sum():.0%}"
+        if above.sum() == 1:
+            what = f"1 of {peers} peers reduces {shares[above].sum():.0%}"
+        elif above.any():
+            what = f"{above.sum()} of {peers} peers reduce {shares[above].sum():.0%}"
         slowest = (seconds >= 0.99 * seconds.max()).reshape(2, peers)
         count = int(slowest.any(axis=0).sum())
         mbit = self._rates[slowest] * 8e-6
         low = _in_digits(mbit.min())
         high = _in_digits(mbit.max())
-        rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
+        rate = f"{low} Mbit/s"
+        if low != high:
+            rate = f"{low} to {high} Mbit/s"
         if count == peers:
             return f"{what} because all finish together ({rate})", "none"
         upload, download = slowest.any(axis=1)
-        bottleneck: Bottleneck = "upload" if upload else "download"
+        bottleneck: Bottleneck = "download"
         verb = "is"
         if upload and download:
             bottleneck = "upload and download"
             verb = "are"
-        who = "1 peer" if count == 1 else f"{count} peers"
+        elif upload:
+            bottleneck = "upload"
+        who = f"{count} peers"
+        if count == 1:
+            who = "1 peer"
         return f"{what} because {bottleneck} of {who} ({rate}) {verb} the bottleneck", bottleneck
 
 
 def _in_digits(mbit: float) -> str:
-    return f"{mbit:,.0f}" if mbit >= 100 else f"{mbit:.3g}"
+    if mbit >= 100:
+        return f"{mbit:,.0f}"
+    return f"{mbit:.3g}"
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = _PRECISION) -> float:
@@ -137,7 +155,10 @@ def _least(enough: Callable[[float], object], most: float, *, precision: float =
     high = most
     while high - low > precision * max(high, precision * most):
         middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -148,7 +169,9 @@ def _completed(rates_bps: Sequence[float | None]) -> list[float]:
     median = statistics.median_low(known)
     completed = []
     for rate in rates_bps:
-        completed.append(median if rate is None else rate)
+        if rate is None:
+            rate = median
+        completed.append(rate)
     return completed
 
 
@@ -158,7 +181,9 @@ def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
     The median is the lower one of two, so that one liar among two peers does not set it.
     """
     known = [claim for claim in claims_bps if _is_rate(claim)]
-    usual = statistics.median_low(known) if known else 0.0
+    usual = 0.0
+    if known:
+        usual = statistics.median_low(known)
     rates: list[float | None] = []
     for claim in claims_bps:
         if _is_rate(claim):
@@ -185,7 +210,9 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
         return equal
     as_equals = plan_round(trusted, equal.shares)
     planned = plan_round(trusted)
-    return planned if planned.averaging_s * flattery < 0.9 * as_equals.averaging_s else as_equals
+    if planned.averaging_s * flattery < 0.9 * as_equals.averaging_s:
+        return planned
+    return as_equals
 
 
 def follows(tickets: Sequence[Ticket], shares: Sequence[float]) -> bool:
@@ -193,19 +220,24 @@ def follows(tickets: Sequence[Ticket], shares: Sequence[float]) -> bool:
 
     As fast as the plan is not enough: of two peers each could reduce alone, and dictate the mean.
     """
-    given, equal = (np.array(one) / sum(one) for one in (shares, equal_shares(tickets).shares))
-    if np.allclose(given, equal):
+    equal = equal_shares(tickets).shares
+    parts = np.array(shares) / sum(shares)
+    if np.allclose(parts, np.array(equal) / sum(equal)):
         return True
     trusted = _trusted_tickets(tickets)
-    return trusted is not None and np.allclose(given, plan_round(trusted).shares, atol=0.01)
+    return trusted is not None and np.allclose(parts, plan_round(trusted).shares, atol=0.01)
 
 
 def forecast_s(group: Group) -> float:
     """Return how long a round of a group takes by its members' bandwidths, as far as they are believed; else 0."""
-    if not any(one.reduces for one in group.members):  # a client alone
+    if not any(member.reduces for member in group.members):
+        # A client alone.
         return 0.0
-    tickets = _trusted_tickets([Ticket(group.terms, one.weight, *offer_of(one)) for one in group.members])
-    return plan_round(tickets, [one.share for one in group.members]).averaging_s if tickets else 0.0
+    tickets = [Ticket(group.terms, member.weight, *offer_of(member)) for member in group.members]
+    trusted = _trusted_tickets(tickets)
+    if trusted is None:
+        return 0.0
+    return plan_round(trusted, [member.share for member in group.members]).averaging_s
 
 
 def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:
@@ -214,10 +246,10 @@ def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:
     downloads = _trusted(tickets, [ticket.download_bps for ticket in tickets])
     if not any(uploads) or not any(downloads):
         return None
-    return [
-        msgspec.structs.replace(ticket, upload_bps=up, download_bps=down)
-        for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
-    ]
+    trusted = []
+    for ticket, upload_bps, download_bps in zip(tickets, uploads, downloads, strict=True):
+        trusted.append(msgspec.structs.replace(ticket, upload_bps=upload_bps, download_bps=download_bps))
+    return trusted
 
 
 class AdaptiveShares:
@@ -236,7 +268,7 @@ class AdaptiveShares:
     def on_round(self, shares: Sequence[float], predicted_s: float | None, seconds: float) -> None:
         """Learn from a round without failures; the other kind's figure decays slowly."""
         if predicted_s and seconds > 0:
-            equal = len({share for share in shares if share}) == 1
+            equal = len({*shares} - {0.0}) == 1
             late = min(max(seconds / predicted_s, 1 / _MOST_LATE), _MOST_LATE)
             self._late[equal] += _LEARNT * (late - self._late[equal])
             self._late[not equal] += _FORGOTTEN * (1.0 - self._late[not equal])
@@ -245,8 +277,13 @@ class AdaptiveShares:
 def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> list[float | None]:
     """Raise `believed` rates of assistants, which carry little load, to the trainers' upper median."""
     rates = believed(claims_bps)
-    trainers = [rate for ticket, rate in zip(tickets, rates, strict=True) if rate and not ticket.assists]
-    least = statistics.median_high(trainers) if trainers else 0.0
+    trainers = []
+    for ticket, rate in zip(tickets, rates, strict=True):
+        if rate and not ticket.assists:
+            trainers.append(rate)
+    least = 0.0
+    if trainers:
+        least = statistics.median_high(trainers)
     for index, ticket in enumerate(tickets):
         if ticket.assists:
             rates[index] = max(rates[index] or 0.0, least) or None
@@ -265,6 +302,8 @@ def mean_bytes(terms: RoundTerms, contributors: int) -> int:
     if not isinstance(codec, Sparse) or terms.mean_codec != "float16" or not terms.numel:
         return dense
     density = 1 - (1 - codec.kept(terms.numel) / terms.numel) ** contributors
-    # As measured: each contributor brings four values to a piece, of which most sums are one alone.
-    bits = min(16.0, 1.05 + 1.27 * math.sqrt(contributors)) if isinstance(codec, SparseLoCo) else 16.0
+    bits = 16.0
+    if isinstance(codec, SparseLoCo):
+        # As measured: each contributor brings four values to a piece, of which most sums are one alone.
+        bits = min(bits, 1.05 + 1.27 * math.sqrt(contributors))
     return min(dense, sparse16_bytes(math.ceil(density * terms.numel), terms.numel, bits))

@@ -59,6 +59,16 @@ class Forecast:
         """Sent, and about as much received."""
         return self.sent_bytes * self.steps_per_hour / float(self.options.get("local_steps", 1)) / 1e6
 
+    def figures(self) -> tuple[str, str, str, str, str]:
+        """Return a row of the table, without the name."""
+        return (
+            f"{self.round_s:.3g}",
+            f"{self.mb_per_hour:,.3g}",
+            f"{self.waits:.0%}",
+            f"{self.steps_per_hour:,.0f}",
+            f"{self.worth_per_hour:,.0f}",
+        )
+
 
 @dataclass(frozen=True)
 class Communication:
@@ -74,19 +84,18 @@ class Communication:
 
     def __repr__(self) -> str:
         rows = [("a round", "seconds", "MB an hour", "waits", "steps an hour", "worth")]
-        for one in self.forecasts:
-            figures = (
-                f"{one.round_s:.3g}",
-                f"{one.mb_per_hour:,.3g}",
-                f"{one.waits:.0%}",
-                f"{one.steps_per_hour:,.0f}",
-                f"{one.worth_per_hour:,.0f}",
-            )
-            rows.append((f"{'> ' if one == self.chosen else '  '}{one.name}", *figures))
+        for forecast in self.forecasts:
+            mark = "  "
+            if forecast == self.chosen:
+                mark = "> "
+            rows.append((mark + forecast.name, *forecast.figures()))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [" ".join(map(str.rjust, row[1:], widths[1:])) for row in rows]
-        table = [f"{row[0]:<{widths[0]}} {line}" for row, line in zip(rows, lines, strict=True)]
-        return "\n".join([*table, self.why])
+        lines = []
+        for row in rows:
+            figures = " ".join(map(str.rjust, row[1:], widths[1:]))
+            lines.append(f"{row[0]:<{widths[0]}} {figures}")
+        lines.append(self.why)
+        return "\n".join(lines)
 
 
 def plan_communication(
@@ -106,29 +115,50 @@ def plan_communication(
         gb_per_hour: most that a peer may send in an hour, 10^9 bytes, and receive; None: any number.
         in_bucket: rounds are objects in a bucket, where each peer reads all contributions.
     """
-    trained = [] if isinstance(model, int) else [one for one in model.parameters() if one.requires_grad]
-    numel = model if isinstance(model, int) else sum(one.numel() for one in trained)
+    numel = _trained_values(model)
     require(numel > 0 and step_s > 0, f"{numel} trained values, step_s={step_s}: both must be above 0")
-    line = tuple(measured or usual for measured, usual in zip(line_bps, HOME_BPS, strict=True))
-    rounds = _in_bucket if in_bucket else _over_links
-    forecasts = tuple(
-        _forecast(name, options, step_s, *rounds(options.get("compression", "float32"), numel, peers, line))
-        for name, options in WAYS.items()
-        if not in_bucket or "local_steps" in options
-    )
-    most_mb = math.inf if gb_per_hour is None else 1000 * gb_per_hour
+    line = (line_bps[0] or HOME_BPS[0], line_bps[1] or HOME_BPS[1])
+    forecasts: list[Forecast] = []
+    for name, options in WAYS.items():
+        codec = options.get("compression", "float32")
+        if not in_bucket:
+            round_s, sent_bytes = _over_links(codec, numel, peers, line)
+        elif "local_steps" in options:
+            round_s, sent_bytes = _in_bucket(codec, numel, peers, line)
+        else:
+            # A bucket is too slow for a round at each step.
+            continue
+        forecasts.append(_forecast(name, options, step_s, round_s, sent_bytes))
+    most_mb = math.inf
+    if gb_per_hour is not None:
+        most_mb = 1000 * gb_per_hour
     require(most_mb > 0, f"gb_per_hour={gb_per_hour}: pass a number above 0")
-    within = [one for one in forecasts if one.mb_per_hour <= most_mb]
-    few = within or [min(forecasts, key=lambda one: one.mb_per_hour)]
-    enough = ENOUGH * max(one.worth_per_hour for one in few)
-    chosen = next(one for one in few if one.worth_per_hour >= enough)
-    return Communication(forecasts, chosen, _why(forecasts, chosen, most_mb))
+    chosen = _choose(forecasts, most_mb)
+    return Communication(tuple(forecasts), chosen, _why(forecasts, chosen, most_mb))
+
+
+def _trained_values(model: "nn.Module | int") -> int:
+    if isinstance(model, int):
+        return model
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _choose(forecasts: Sequence[Forecast], most_mb: float) -> Forecast:
+    """Return the first way of nearly the most progress that sends at most ``most_mb`` an hour, if any does."""
+    allowed = [forecast for forecast in forecasts if forecast.mb_per_hour <= most_mb]
+    if not allowed:
+        return min(forecasts, key=lambda forecast: forecast.mb_per_hour)
+    enough = ENOUGH * max(forecast.worth_per_hour for forecast in allowed)
+    return next(forecast for forecast in allowed if forecast.worth_per_hour >= enough)
 
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
     """Return the agreement of most peers that train; empty if none does."""
-    agreements = sorted(one.agreement for one in records.values() if one.agreement and not one.syncing)
-    return most_voted(((one, 1.0) for one in agreements), ())
+    agreements = []
+    for record in records.values():
+        if record.agreement and not record.syncing:
+            agreements.append(record.agreement)
+    return most_voted(((agreement, 1.0) for agreement in sorted(agreements)), ())
 
 
 def options_by(agreement: Agreement) -> dict[str, Any]:
@@ -138,18 +168,25 @@ def options_by(agreement: Agreement) -> dict[str, Any]:
         "nobody trains this model yet, so there is nothing to adopt: pass communication=swarm.plan(model, step_s=…)",
     )
     agreed = dict(agreement)
-    found: dict[str, Any] = {n: agreed[n] for n in ("compression", "mean_compression") if n in agreed}
+    options: dict[str, Any] = {}
+    for name in ("compression", "mean_compression"):
+        if name in agreed:
+            options[name] = agreed[name]
     if agreed.get("local_steps", "").isdecimal():
-        exact = found.get("compression", "float32") in ("float32", "float16", "bfloat16")
-        found |= {"local_steps": int(agreed["local_steps"]), "overlap": True, "error_feedback": not exact}
-    return found
+        exact = options.get("compression", "float32") in ("float32", "float16", "bfloat16")
+        options["local_steps"] = int(agreed["local_steps"])
+        options["overlap"] = True
+        options["error_feedback"] = not exact
+    return options
 
 
 def _over_links(codec: str, numel: int, peers: int, line: Sequence[float]) -> tuple[float, float]:
     """Return the seconds of a round, and the bytes that a peer sends."""
     terms = RoundTerms("", 0, b"", numel, codec=codec, mean_codec=mean_codec_for(codec))
-    tickets = [Ticket(terms, 1.0, upload_bps=line[0], download_bps=line[1])] * peers
-    round_s = _ROUND_S + plan_round(tickets, [1.0] * peers).averaging_s if peers > 1 else 0.0
+    round_s = 0.0
+    if peers > 1:
+        tickets = [Ticket(terms, 1.0, upload_bps=line[0], download_bps=line[1])] * peers
+        round_s = _ROUND_S + plan_round(tickets, [1.0] * peers).averaging_s
     others = (peers - 1) / peers
     return round_s, others * (encoded_bytes(codec, numel) + mean_bytes(terms, peers))
 
@@ -160,9 +197,12 @@ def _in_bucket(codec: str, numel: int, peers: int, line: Sequence[float]) -> tup
 
 
 def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float, sent: float) -> Forecast:
-    computed_s = step_s * options.get("local_steps", 1)
-    period_s = max(computed_s, round_s) if options.get("overlap") else computed_s + round_s
-    steps_per_hour = 3600 * options.get("local_steps", 1) / period_s
+    local_steps = options.get("local_steps", 1)
+    computed_s = step_s * local_steps
+    period_s = computed_s + round_s
+    if options.get("overlap"):
+        period_s = max(computed_s, round_s)
+    steps_per_hour = 3600 * local_steps / period_s
     waits = 1 - computed_s / period_s
     return Forecast(name, options, round_s, sent, waits, steps_per_hour, _WORTH[name] * steps_per_hour)
 
@@ -172,7 +212,7 @@ def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str
         return f"{chosen.name}, which sends least, and still more than {most_mb:,.3g} MB an hour."
     if chosen == forecasts[0]:
         return f"{chosen.name}, because a peer waits only {chosen.waits:.0%} of the time."
-    best = max(forecasts, key=lambda one: one.worth_per_hour)
+    best = max(forecasts, key=lambda forecast: forecast.worth_per_hour)
     if best.mb_per_hour > most_mb:
         return f"{chosen.name}, because {best.name} would send {best.mb_per_hour:,.3g} MB an hour."
     before = forecasts[forecasts.index(chosen) - 1]

@@ -80,7 +80,8 @@ class HostOptimizer:
         self._tensors = dist.new_group(timeout=self._timeout)
 
         def enter() -> None:
-            self.lead = begin() if begin else None
+            if begin is not None:
+                self.lead = begin()
 
         self._follow_lead(enter)
 
@@ -105,8 +106,12 @@ class HostOptimizer:
         Raises `HostError` if another rank failed, or did not respond in time, `ValueError` if a number is
         missing or, on rank 0, if no rank has samples, and `RuntimeError` if a batch has no gradient.
         """
-        samples = self._settings.batch_size if samples is None else samples
-        samples, weight = (0.0, 0.0) if samples == 0 else self._settings.counted(samples, weight)
+        if samples is None:
+            samples = self._settings.batch_size
+        if samples == 0:
+            weight = 0.0
+        else:
+            samples, weight = self._settings.counted(samples, weight)
         if samples:
             require_gradient(self._parameters)
         self._gather(samples, weight, loss)
@@ -143,11 +148,17 @@ class HostOptimizer:
             for parameter, part in self._parts:
                 if parameter.grad is not None:
                     part.add_(parameter.grad, alpha=weight)
-            if (scale := getattr(self, "grad_scale", None)) is not None:
+            scale = getattr(self, "grad_scale", None)
+            if scale is not None:
                 total.div_(scale)
-            value = math.nan if loss is None else float(torch.as_tensor(loss).mean())
-            losses = (value * weight, weight) if math.isfinite(value) else (0.0, 0.0)
-            total[-_COUNTS:] = torch.tensor([samples, weight, 0.0, *losses])
+            losses = 0.0
+            losses_weight = 0.0
+            if loss is not None:
+                mean_loss = float(torch.as_tensor(loss).mean())
+                if math.isfinite(mean_loss):
+                    losses = mean_loss * weight
+                    losses_weight = weight
+            total[-_COUNTS:] = torch.tensor([samples, weight, 0.0, losses, losses_weight])
         elif samples:
             logger.warning(
                 "rank %d: a gradient of %g samples is not finite (NaN or Inf)", dist.get_rank(), samples
@@ -162,18 +173,19 @@ class HostOptimizer:
             raise self._lost("the ranks' gradients were not summed", error) from error
 
     def _step(self) -> RoundResult | None:
-        samples, weight, dropped, losses, of = self._sum[-_COUNTS:].tolist()
+        samples, weight, dropped, losses, losses_weight = self._sum[-_COUNTS:].tolist()
         divisor = weight or 1.0
         if dropped and not samples:  # a NaN, which the swarm's optimizer drops
             samples = dropped
             divisor = math.nan
         for parameter, part in self._parts:
             parameter.grad = part.div_(divisor).to(parameter.dtype)
-        return self._leading().step(
-            samples=samples,
-            weight=None if self._settings.weight_unit == "samples" else weight,
-            loss=losses / of if of else None,
-        )
+        loss = None
+        if losses_weight:
+            loss = losses / losses_weight
+        if self._settings.weight_unit == "samples":
+            weight = None
+        return self._leading().step(samples=samples, weight=weight, loss=loss)
 
     def _leading(self) -> SwarmOptimizer:
         assert self.lead is not None
@@ -276,7 +288,9 @@ def host_optimizer(
         "only rank 0 talks to the swarm: give it the swarm, and None to all other ranks",
     )
     chosen = {"target_batch_size": target_batch_size, "model": model, **settings}
-    begin = None if swarm is None else partial(swarm.optimizer, optimizer, **chosen)
+    begin = None
+    if swarm is not None:
+        begin = partial(swarm.optimizer, optimizer, **chosen)
     counting = {name: settings[name] for name in ("batch_size", "weight_unit") if name in settings}
     counts = TrainingSettings("", target_batch_size, **counting)
     return HostOptimizer(optimizer, begin, counts, model=model, timeout_s=timeout_s)

@@ -23,15 +23,26 @@ class _Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(w, one) for one in self.param_groups for w in one["params"] if w.grad is not None]
-        require(
-            not any((weight.grad.is_sparse for weight, _ in work)),
-            f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding",
-            RuntimeError,
-        )
-        for weight, group in work:
+        weights = self._weights_with_gradient()
+        # All are checked before the first is changed.
+        for weight, _ in weights:
+            require(
+                not weight.grad.is_sparse,
+                f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding",
+                RuntimeError,
+            )
+        for weight, group in weights:
             self._step_tensor(weight, weight.grad, group)
         return loss
+
+    def _weights_with_gradient(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return each parameter that has a gradient, with its group."""
+        weights = []
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weights.append((weight, group))
+        return weights
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -69,7 +80,8 @@ class Lamb(_Layerwise):
         super().__init__(params, defaults)
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        if not (state := self.state[weight]):
+        state = self.state[weight]
+        if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)
@@ -136,6 +148,7 @@ class Lars(_Layerwise):
             ratio = (ratio / lr).clamp(max=1.0)
         update = gradient.add(weight * adapts, alpha=decay)
         update.mul_(torch.where(adapts, ratio, 1.0))
-        if not (state := self.state[weight]):
+        state = self.state[weight]
+        if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         weight.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update), alpha=lr)

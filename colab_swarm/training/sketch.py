@@ -28,12 +28,16 @@ class StateSketch(Message, frozen=True):
     lineage: Annotated[bytes, msgspec.Meta(max_length=16)]
     values: Annotated[tuple[float, ...], msgspec.Meta(max_length=12 * (1 + PROJECTIONS))]
 
+    def is_of_step(self, other: "StateSketch") -> bool:
+        return (self.step, self.lineage) == (other.step, other.lineage)
+
     def agrees(self, other: "StateSketch") -> bool:
-        if (self.step, self.lineage, len(self.values)) != (other.step, other.lineage, len(other.values)):
+        if not self.is_of_step(other) or len(self.values) != len(other.values):
             return False
-        mine, theirs = (np.array(one.values).reshape(-1, 1 + PROJECTIONS) for one in (self, other))
-        norms = np.allclose(mine[:, 0], theirs[:, 0], rtol=_TOLERANCE)
-        return norms and np.allclose(mine[:, 1:], theirs[:, 1:], rtol=0.0, atol=_TOLERANCE)
+        mine = np.array(self.values).reshape(-1, 1 + PROJECTIONS)
+        theirs = np.array(other.values).reshape(-1, 1 + PROJECTIONS)
+        norms_agree = np.allclose(mine[:, 0], theirs[:, 0], rtol=_TOLERANCE)
+        return norms_agree and np.allclose(mine[:, 1:], theirs[:, 1:], rtol=0.0, atol=_TOLERANCE)
 
 
 class StateCheck:
@@ -43,14 +47,16 @@ class StateCheck:
     """
 
     def __init__(self) -> None:
-        self.own: StateSketch | None = None
-        self._donors: tuple[PeerId, ...] = ()  # of a state that is not confirmed
-        self._compared = False
-        self._reload_at = -math.inf
+        self.own: StateSketch | None = None  # of the last step that had one; None since a state was loaded
+        self._donors: tuple[PeerId, ...] = ()  # of a state, from `on_loaded` until it is confirmed
+        self._compared = False  # whether `judge` has seen a vote on ``own``
+        self._reload_at = -math.inf  # no state is given up before; set when one is
 
     @property
     def published(self) -> StateSketch | None:
-        return None if self._donors else self.own
+        if self._donors:
+            return None
+        return self.own
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self.own = None
@@ -70,18 +76,30 @@ class StateCheck:
         own = self.own
         if own is None or not self._donors:
             return ()
-        same = {p: s for p, s in sketches.items() if (s.step, s.lineage) == (own.step, own.lineage)}
-        total = sum(votes[peer] for peer in same)
-        self._compared |= total > 0
+        same_step = {peer: sketch for peer, sketch in sketches.items() if sketch.is_of_step(own)}
+        total = sum(votes[peer] for peer in same_step)
+        if total > 0:
+            self._compared = True
 
-        def held(sketch: StateSketch) -> float:
-            return sum(votes[peer] for peer, one in same.items() if one.agrees(sketch))
+        def is_held_by_most(sketch: StateSketch) -> bool:
+            return 2 * _votes_for(sketch, same_step, votes) > total
 
-        if 2 * held(own) > total:
+        if is_held_by_most(own):
             self._donors = ()
-        elif now >= self._reload_at and any(2 * held(one) > total for one in same.values()):
+        elif now >= self._reload_at and any(map(is_held_by_most, same_step.values())):
             donors = self._donors
             self._reload_at = now + RELOAD_S
             self.on_loaded(())
             return donors
         return ()
+
+
+def _votes_for(
+    sketch: StateSketch, sketches: Mapping[PeerId, StateSketch], votes: Mapping[PeerId, float]
+) -> float:
+    """Return the votes of the peers whose sketches agree with this one."""
+    count = 0.0
+    for peer, other in sketches.items():
+        if other.agrees(sketch):
+            count += votes[peer]
+    return count
