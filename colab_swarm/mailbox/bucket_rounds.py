@@ -80,12 +80,9 @@ class BucketRounds(Rounds):
         self._tasks.cancel()
 
     @property
-    def bucket(self) -> Bucket:
-        return self._journal.bucket
-
-    @property
     def bucket_bytes(self) -> tuple[int, int]:
-        return self.bucket.sent_bytes, self.bucket.received_bytes
+        bucket = self._journal.bucket
+        return bucket.sent_bytes, bucket.received_bytes
 
     @property
     def behind(self) -> bool:
@@ -166,7 +163,7 @@ class BucketRounds(Rounds):
                 yield RoundOutcome(mean, result, counted=end.counted, over=end.over)
                 if end.over:
                     if contribution.weight and not end.counted:
-                        self._tell_dropped(round, end)
+                        self.services.events.emit(BatchDropped(loop_now(), _dropped(round, end)))
                     self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
                     return
         except BucketAway:
@@ -186,11 +183,6 @@ class BucketRounds(Rounds):
                     snapshot = await asyncio.to_thread(self.model.snapshot)
             self._saving = self._tasks.spawn(self._save(closed.after, snapshot))
 
-    def _tell_dropped(self, round: int, end: Counted) -> None:
-        reason = "was overwritten" if end.spoilt else "came too late"
-        text = f"the contribution to round {round} {reason}"
-        self.services.events.emit(BatchDropped(loop_now(), text))
-
     async def _save(self, chain: RoundChain, snapshot: Snapshot | None) -> None:
         """Write the state, if there is one, and delete what nobody needs any more."""
         with suppress(BucketError):  # the next writer saves the next one
@@ -208,6 +200,12 @@ class BucketRounds(Rounds):
 
     def _show_members(self) -> None:
         self.progress.on_records(self._members.records(), now=loop_now())
+
+
+def _dropped(round: int, end: Counted) -> str:
+    """Return why a contribution to a round does not count."""
+    reason = "was overwritten" if end.spoilt else "came too late"
+    return f"the contribution to round {round} {reason}"
 
 
 def _result(closed: ClosedRound, moved_bytes: Sequence[int], seconds: float) -> RoundResult:

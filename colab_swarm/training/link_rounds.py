@@ -53,6 +53,7 @@ class LinkRounds(Rounds):
         self._meetings = Meetings(
             services, settings, progress, self.throughput, numel=model.numel, schema=model.schema
         )
+        self.wait_called = self._meetings.wait_called
         self._records = RecordExchange(services, progress, model, self.throughput, self._meetings)
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
@@ -197,13 +198,6 @@ class LinkRounds(Rounds):
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self._records.on_loaded(donors)
-
-    async def wait_called(self) -> None:
-        """Wait until another peer calls this one to a round."""
-        news = self.progress.known.news
-        while self._meetings.called is None:
-            news.clear()
-            await news.wait()
 
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
         """Follow the round of the call; return its complete mean by step and lineage."""

@@ -72,6 +72,13 @@ class Meetings(SwarmView):
         self.close = self._matchmaker.close
         self.forget = self._matchmaker.forget
 
+    async def wait_called(self) -> None:
+        """Wait until another peer calls this one to a round."""
+        news = self._progress.known.news
+        while self.called is None:
+            news.clear()
+            await news.wait()
+
     async def find_group(self, own: ProgressRecord, contribution: RoundInput) -> Group:
         """Return the group of a record's step and lineage; raises RoundRefused if there is none."""
         peers = self._peers

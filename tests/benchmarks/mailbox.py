@@ -61,7 +61,7 @@ def rounds(address: str, count: int) -> tuple[list[float], float]:
                 ended[optimizer.global_step].append(time.monotonic())
         part = optimizer.collaboration.rounds
         assert isinstance(part, BucketRounds)
-        requests.append(part.bucket.requests / count)
+        requests.append(part._journal.bucket.requests / count)
 
     with ExitStack() as stack:
         swarms = [stack.enter_context(cs.create("bench-mailbox", mailbox=address, peer_name="peer-0"))]
