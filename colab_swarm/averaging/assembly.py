@@ -103,7 +103,7 @@ class Meeting:
         return number > self._last and abs(number - now_ms) < _SKEW_MS
 
     def take_lowest(self) -> None:
-        """Wait for the lowest meeting that anybody waits for, unless this peer was called to one."""
+        """Wait for the lowest meeting of all waiting peers, unless this one was called to another."""
         if not self.called:
             self.number = min([self._own, *self.waiting.values()])
 
@@ -185,9 +185,8 @@ class Assembly(SwarmView):
             settings=settings,
         )
         self.meeting = Meeting(self._peers.id, settings.size, terms)
-        self._called = (
-            asyncio.Event()
-        )  # wakes this peer where it waits; set and cleared with ``meeting.called``
+        # Wakes this peer where it waits; set and cleared with ``meeting.called``.
+        self._called = asyncio.Event()
         self._withdrawing: asyncio.Task[None] | None = None
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class GroupFormation:
     Attributes:
         elsewhere: the step's group, formed by others, or a better organizer. The organizer sets it once it hears.
         candidates: the peers that the organizer calls; `Organizer.on_expected` sets them once.
-        told: for whom a candidate waits itself, by its answer to the call. The organizer writes it.
+        blamed: the peer for which a candidate waits itself, by its answer to the call. The organizer writes it.
         answers_s: how long linked candidates took to answer a call; the organizer adds to it.
         after_s: how long after their promise candidates have joined; `on_join` adds to it.
     """
@@ -39,7 +39,7 @@ class GroupFormation:
         self.opened_at = now
         self.elsewhere: Group | Contact | None = None
         self.candidates: Sequence[PeerId] = ()
-        self.told: dict[PeerId, PeerId | None] = {}
+        self.blamed: dict[PeerId, PeerId | None] = {}
         self.answers_s: list[float] = []
         self.after_s: list[float] = []
         # Until when each candidate is awaited. `expect` adds one; joining, declining and a lost link remove it.
@@ -48,7 +48,7 @@ class GroupFormation:
         self._due: dict[PeerId, float] = {}
         # When each candidate said that it would come; `on_coming` writes it.
         self._promised: dict[PeerId, float] = {}
-        # Who has joined. `on_join` adds, `on_lost` removes.
+        # Who has joined. `on_join` adds, `on_gave_up` removes.
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
         self._last_joined_at = now
         # How long each peer that joined was awaited alone, beyond its usual time; `on_join` writes it.

@@ -208,7 +208,7 @@ class Organizer:
             except ValueError:
                 formation.on_declined(peer)
                 return
-        formation.told[peer] = answer.waits_for
+        formation.blamed[peer] = answer.waits_for
         if group is not None and group.terms.key == formation.terms.key:
             formation.elsewhere = group
         elif answer.ready_in_s is None or not self._believes(invitation, answer.ready_in_s, now):
@@ -267,7 +267,7 @@ class Organizer:
         late_s = formation.late_s(now)
         late_s.pop(me, None)
         awaited = [me, *formation.candidates]
-        self._memory.standing.settle("to join a round", late_s, awaited, now, formation.told)
+        self._memory.standing.settle("to join a round", late_s, awaited, now, formation.blamed)
         # The median peer's times, of each round: a few liars do not set what is usual.
         if formation.answers_s:
             self._memory.answers.learn(statistics.median_low(formation.answers_s))

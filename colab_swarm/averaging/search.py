@@ -155,8 +155,9 @@ class Candidates:
         organizer = question.organizer
         if organizer != self._me:
             awaited = {self._me, organizer, *self.peers}
-            told = {organizer: question.waits_for}
-            self._memory.standing.settle("to organize a round", {organizer: cost_s}, awaited, now, told)
+            blamed = {organizer: question.waits_for}
+            late_s = {organizer: cost_s}
+            self._memory.standing.settle("to organize a round", late_s, awaited, now, blamed)
 
     def leave_out(self, organizer: PeerId, error: ValueError, now: float) -> None:
         logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)

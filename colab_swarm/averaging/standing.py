@@ -102,17 +102,17 @@ class Standing:
         beyond_s: Mapping[PeerId, float],
         awaited: Collection[PeerId],
         now: float,
-        told: Mapping[PeerId, PeerId | None] | None = None,
+        blamed: Mapping[PeerId, PeerId | None] | None = None,
     ) -> dict[PeerId, float]:
         """Charge a wait for the peers ``awaited``, this one included; return who was charged, and how much.
 
         ``beyond_s``: seconds beyond the usual, by late peer. Leave them out where the own timer was late.
-        ``told``: of the awaited ones for whom a late peer waits, by its own account.
+        ``blamed``: the awaited peer for which a late one waits itself, by its own account.
         """
         late: dict[PeerId, float] = {}
         tellers: dict[PeerId, float] = {}
         for peer, seconds in beyond_s.items():
-            other = (told or {}).get(peer)
+            other = (blamed or {}).get(peer)
             if other is not None and other in awaited and other not in (peer, self._me):
                 tellers[peer] = TELLERS * seconds
                 peer = other

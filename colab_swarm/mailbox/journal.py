@@ -170,14 +170,14 @@ class Journal:
 
     async def follow(self, chain: RoundChain) -> AsyncIterator[ClosedRound]:
         """Yield the rounds that are over, from this place on."""
-        found = True
-        while found:
-            found = False
+        went_on = True
+        while went_on:
+            went_on = False
             branches = await self.look(chain)
             while (closed := await self.reader.answer(partial(branches.after, chain))) is not None:
                 yield closed
                 chain = closed.after
-                found = True
+                went_on = True
 
     async def look(self, chain: RoundChain) -> Branches:
         """Return the objects of the rounds that may matter for the next one."""

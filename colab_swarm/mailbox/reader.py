@@ -1,4 +1,4 @@
-"""Reads the objects of a run's rounds, each once, and checks what members wrote. A fault is told of once."""
+"""Reads the objects of a run's rounds, each once, and checks what members wrote. Each fault is reported once."""
 
 import asyncio
 import logging

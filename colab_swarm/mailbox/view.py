@@ -79,7 +79,7 @@ class RoundView:
 
     chain: RoundChain
     branches: Branches
-    last: ClosedRound | None = None  # the round before; None where a state told the chain
+    last: ClosedRound | None = None  # the round before; None where the chain is a state's
     own: StoredObject | None = None  # the peer's contribution that no manifest lists yet
     later_state: bool | None = None  # whether there is a state later than the chain; None: not sought yet
 

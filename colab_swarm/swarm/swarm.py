@@ -536,12 +536,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._on_gate()
 
     def _on_gate(self) -> None:
-        self.runtime.call(self._tell_trainers())
+        async def on_gate() -> None:
+            # other threads may add an optimizer meanwhile
+            for optimizer in list(self.optimizers.values()):
+                optimizer.collaboration.on_gate()
 
-    async def _tell_trainers(self) -> None:
-        # other threads may add an optimizer meanwhile
-        for optimizer in list(self.optimizers.values()):
-            optimizer.collaboration.on_gate()
+        self.runtime.call(on_gate())
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the run and close all links, raising at the end what failed to close. Idempotent.

@@ -20,9 +20,8 @@ ATTEMPTS = 5  # downloads per branch
 _BRANCHES = 4  # of trainers that died together
 _PAUSE_S = 1.0  # between two attempts
 _SLOW_S = 5.0  # attempts slower than this emit a Notice
-_SHORT_PATIENCE_S = (
-    CHUNK_TIMEOUT_S / 3
-)  # of a peer whose own state others hold as well: it trains on with them
+# Of a peer whose own state others hold as well: it trains on with them.
+_SHORT_PATIENCE_S = CHUNK_TIMEOUT_S / 3
 
 
 class _Follower(Protocol):
@@ -63,8 +62,8 @@ class CatchUp:
         progress = self._rounds.progress
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
-        # the latter of one branch's donors
         attempts = 0
+        # Of the present branch's donors: downloads that failed, and when the first began.
         failures = 0
         since = math.inf
         while attempts < _BRANCHES * ATTEMPTS:

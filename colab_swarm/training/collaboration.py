@@ -170,8 +170,8 @@ class Collaboration:
             async with aclosing(self.rounds.contribute(contribution)) as outcomes:
                 async for outcome in outcomes:
                     self._end_averaging(TrainerEvent.MEAN_ARRIVED)
-                    over = outcome.over
                     yield outcome
+                    over = outcome.over  # now that its mean is applied
                     if not over:
                         self._begin_averaging()
         finally:

@@ -58,7 +58,6 @@ class LinkRounds(Rounds):
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
         )
-        self._result: GroupResult | None = None  # of the last round
         self._stop_listening = peers.on_lost(self._on_lost)
 
     async def start(self) -> None:
@@ -124,7 +123,6 @@ class LinkRounds(Rounds):
         try:
             result = await self._try_average(contribution)
             if result is not None:
-                self._result = result
                 yield RoundOutcome(contribution.vector.values, result)
         finally:
             self._meetings.in_a_round = False
@@ -141,8 +139,8 @@ class LinkRounds(Rounds):
         return result if contributes else None
 
     async def on_applied(self, outcome: RoundOutcome) -> None:
-        result = self._result
-        assert result is not None
+        result = outcome.result
+        assert isinstance(result, GroupResult)
         self._meetings.in_a_round = False
         self._states.outdate()
         for peer in result.samples:
@@ -162,10 +160,10 @@ class LinkRounds(Rounds):
         group = await self._meetings.find_group(own, contribution)
         self._meetings.called = None
         if contribution.weight and events.detailed:
-            given = contributed(
+            event = contributed(
                 group, vector.values, contribution.weight, contribution.samples, self.computed, now=loop_now()
             )
-            events.emit(given)
+            events.emit(event)
         result = await self.services.averager.average(
             group, vector, contribution.encoding, standing=self._meetings.standing, bounded=True
         )

@@ -243,11 +243,14 @@ class SwarmOptimizer(WrappedOptimizer):
     def _counted(
         self, samples: float | None, weight: float | None, loss: float | torch.Tensor | None
     ) -> tuple[float, float, float | torch.Tensor | None]:
-        told = self._next
+        next_samples, next_weight, next_loss = self._next
         self._next = (self.settings.batch_size, None, None)
-        samples = told[0] if samples is None else samples
-        weight = told[1] if weight is None else weight
-        loss = told[2] if loss is None else loss
+        if samples is None:
+            samples = next_samples
+        if weight is None:
+            weight = next_weight
+        if loss is None:
+            loss = next_loss
         return *self.settings.counted(samples, weight), loss
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:

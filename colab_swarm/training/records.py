@@ -23,8 +23,8 @@ def differing(there: Agreement, here: Agreement) -> str:
     theirs = dict(there)
     mine = dict(here)
     differs = [name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)]
-    told = (f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs)
-    return plain("; ".join(dict.fromkeys(told)), MAX_TEXT)
+    texts = (f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs)
+    return plain("; ".join(dict.fromkeys(texts)), MAX_TEXT)
 
 
 class ProgressRecord(Message, frozen=True):

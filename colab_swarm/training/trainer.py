@@ -1,7 +1,7 @@
 """A trainer's steps on the user's thread: gradients and parameters, driven by what is due in its swarm.
 
-A step with a round crosses to the event loop three times: the trainer reports its micro-batch,
-contributes, and reports the step that it took with the mean.
+A step with a round crosses between threads three times: the trainer reports its micro-batch to the
+event loop, it contributes there, and the pool takes the step with the mean.
 """
 
 import asyncio
@@ -79,6 +79,7 @@ class Trainer:
         elif due is Due.LOCAL_STEP:
             uninterrupted(self._gathered.step)
         elif due is Due.ROUND and self._replica.rule.delayed:
+            self.land(wait=True)  # the last one may have ended just now
             uninterrupted(self._take_off)
         elif due is Due.ROUND:
             return self._runtime.call(self._average(uninterrupted(self._gathered.contribution)))
@@ -120,22 +121,22 @@ class Trainer:
             await asyncio.wait([self._averaging], timeout=_END_S)
 
     def _take_off(self) -> None:
-        self.land(wait=True)  # the last one may have ended just now
-        given = self._gathered.contribution()
+        """Begin a round that runs beside the trainer, which goes on with a new sum."""
+        contribution = self._gathered.contribution()
         if self._replica.rule.local:
             self._replica.depart()
-        self._flight = self._runtime.call(self._begin(given)), given
+        self._flight = self._runtime.call(self._begin(contribution)), contribution
         self._gathered.forget()
         self._replica.refresh()
 
-    async def _begin(self, given: RoundInput) -> asyncio.Task[RoundResult | None]:
-        return asyncio.create_task(self._average(given, aside=True), name="delayed update")
+    async def _begin(self, contribution: RoundInput) -> asyncio.Task[RoundResult | None]:
+        return asyncio.create_task(self._average(contribution, aside=True), name="delayed update")
 
     def land(self, *, wait: bool = False, timeout_s: float | None = None) -> RoundResult | None:
         """Return the result of the round beside the trainer if it has ended; ``wait`` for it at most ``timeout_s``."""
         if self._flight is None:
             return None
-        task, given = self._flight
+        task, contribution = self._flight
         if wait:
             self._runtime.call(asyncio.wait([task], timeout=timeout_s))
         if not task.done():
@@ -144,10 +145,10 @@ class Trainer:
         try:
             result = task.result()
         except BaseException:
-            self._gathered.on_returned(given)
+            self._gathered.on_returned(contribution)
             raise
         if result is None:
-            self._gathered.on_returned(given)
+            self._gathered.on_returned(contribution)
         elif self._replica.rule.local:
             self._replica.land()
         return result

@@ -364,7 +364,7 @@ class CoreTown:
         return [peer for peer in self.peers.values() if peer.alive and not isinstance(peer, Liar)]
 
     def check_groups(self) -> None:
-        """Every honest peer has a group, or the round runs without it; all members of a round have the same group."""
+        """Assert that honest peers have the groups that were formed, one at least; others were refused each time."""
         formed = {group.seed: group for peer in self.peers.values() for group in peer.formed}
         groups = [peer.group for peer in self.honest() if peer.group is not None]
         assert groups

@@ -31,7 +31,7 @@ def test_all_peers_end_in_one_group_when_nobody_lies_and_nobody_is_lost(
 
 @given(seeds, st.integers(2, len(PEERS)), st.sampled_from([0.0, 0.01, 0.5]))
 @settings(max_examples=200, deadline=None)
-def test_peers_that_know_different_candidates_end_with_the_group_of_their_organizer(
+def test_peers_that_know_different_candidates_end_with_one_group_for_each_round(
     seed: int, count: int, latest_s: float
 ) -> None:
     script = Script(random.Random(seed), latest_s)
@@ -77,7 +77,9 @@ def lies(rng: random.Random, everybody: list[PeerId], asker: PeerId) -> Joined |
 
 @given(seeds, st.integers(3, len(PEERS)), st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
-def test_liars_keep_no_honest_peer_from_a_group(seed: int, count: int, hostile: int) -> None:
+def test_with_liars_each_search_ends_and_the_members_of_a_round_have_one_group(
+    seed: int, count: int, hostile: int
+) -> None:
     script = Script(random.Random(seed), 0.1)
     town = CoreTown(script, count)
     liars = script.rng.sample(town.everybody, min(hostile, count - 2))

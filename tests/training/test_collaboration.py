@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +29,11 @@ ALICE = PeerId(bytes(32))
 
 
 class SoloRounds(Rounds):
-    """Rounds of one peer: its contribution is the mean, until ``rounds_left`` is 0."""
+    """Rounds of one peer: its contribution is the mean, until ``rounds_left`` is 0; then no mean comes, or ever."""
 
     behind = False
     rounds_left = 100
+    hangs = False
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -53,6 +55,8 @@ class SoloRounds(Rounds):
         if self.rounds_left:
             self.rounds_left -= 1
             yield RoundOutcome(contribution.vector.values, result_of(contribution))
+        elif self.hangs:
+            await asyncio.Event().wait()
 
 
 def result_of(contribution: RoundInput) -> RoundResult:
@@ -81,11 +85,19 @@ async def solo(swarm: Swarm) -> Collaboration:
     return trainer
 
 
+def alone(train: Callable[[Swarm], Coroutine[Any, Any, None]]) -> None:
+    with cs.simulate(1) as simulation:
+        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)), seconds=20_000.0)
+
+
+def contribution_of(samples: float) -> RoundInput:
+    return RoundInput(HostVector(np.ones(3, np.float32)), samples, samples, UploadEncoding())
+
+
 async def take_part(trainer: Collaboration, *, aside: bool = False) -> int:
     """Contribute, and apply what comes; return how many means came."""
-    own = trainer.progress.known.own
-    contribution = RoundInput(HostVector(np.ones(3, np.float32)), own.samples, own.samples, UploadEncoding())
     means = 0
+    contribution = contribution_of(trainer.progress.known.own.samples)
     async for outcome in trainer.contribute(contribution, aside=aside):
         assert trainer.state is TrainerState.APPLYING
         await trainer.on_applied(outcome, b"next")
@@ -102,8 +114,7 @@ def test_a_trainer_computes_averages_and_applies_in_turn_over_any_rounds() -> No
         assert trainer.state is TrainerState.COMPUTING
         assert trainer.progress.known.own.step == 1 and trainer.progress.known.own.samples == 0.0
 
-    with cs.simulate(1) as simulation:
-        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)))
+    alone(train)
 
 
 def test_samples_of_a_round_that_was_not_stay_and_those_beside_a_round_count_for_the_next() -> None:
@@ -111,51 +122,51 @@ def test_samples_of_a_round_that_was_not_stay_and_those_beside_a_round_count_for
         trainer = await solo(swarm)
         await trainer.report(4.0)
         trainer.rounds.rounds_left = 1  # type: ignore[attr-defined]
-        contribution = RoundInput(HostVector(np.ones(3, np.float32)), 4.0, 4.0, UploadEncoding())
-        async for outcome in trainer.contribute(contribution, aside=True):
+        async for outcome in trainer.contribute(contribution_of(4.0), aside=True):
             assert await trainer.report(1.0) is Due.NOTHING  # while the step is taken
             await trainer.on_applied(outcome, b"next")
         assert trainer.progress.known.own.samples == 1.0
         assert await take_part(trainer, aside=True) == 0
         assert trainer.state is TrainerState.COMPUTING and trainer.progress.known.own.samples == 1.0
 
-    with cs.simulate(1) as simulation:
-        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)))
+    alone(train)
 
 
 def test_a_pause_within_a_round_begins_when_that_is_over_and_nothing_is_due_meanwhile() -> None:
     async def train(swarm: Swarm) -> None:
         trainer = await solo(swarm)
         await trainer.report(4.0)
-        swarm.services.gate.hold()
-        trainer.on_gate()
-        assert trainer.state is TrainerState.PAUSED and await trainer.report(1.0) is Due.NOTHING
-        assert await take_part(trainer) == 1  # as it was decided before
-        assert trainer.state is TrainerState.PAUSED
+        async for outcome in trainer.contribute(contribution_of(4.0)):
+            swarm.services.gate.hold()
+            trainer.on_gate()
+            assert trainer.state is TrainerState.APPLYING and trainer.progress.known.own.paused
+            await trainer.on_applied(outcome, b"next")
+        assert trainer.state is TrainerState.PAUSED and await trainer.report(4.0) is Due.NOTHING
         swarm.services.gate.release()
         trainer.on_gate()
         assert trainer.state is TrainerState.COMPUTING
 
-    with cs.simulate(1) as simulation:
-        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)))
+    alone(train)
 
 
 def test_a_cancelled_round_and_a_failed_step_leave_a_trainer_that_computes() -> None:
     async def train(swarm: Swarm) -> None:
         trainer = await solo(swarm)
         await trainer.report(4.0)
-        contribution = RoundInput(HostVector(np.ones(3, np.float32)), 4.0, 4.0, UploadEncoding())
-        outcomes = trainer.contribute(contribution)
+        outcomes = trainer.contribute(contribution_of(4.0))
         await anext(outcomes)
         await outcomes.aclose()  # the step failed
         assert trainer.state is TrainerState.COMPUTING and trainer.progress.known.own.step == 0
+        trainer.rounds.rounds_left = 0  # type: ignore[attr-defined]
+        trainer.rounds.hangs = True  # type: ignore[attr-defined]
         task = asyncio.create_task(take_part(trainer))
+        while trainer.state is not TrainerState.AVERAGING:
+            await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert trainer.state is TrainerState.COMPUTING and trainer.progress.known.own.samples == 4.0
 
-    with cs.simulate(1) as simulation:
-        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)))
+    alone(train)
 
 
 def test_a_call_that_cannot_be_now_raises_and_changes_nothing() -> None:
@@ -167,8 +178,7 @@ def test_a_call_that_cannot_be_now_raises_and_changes_nothing() -> None:
             await trainer.report(1.0)
         assert trainer.state is TrainerState.LEFT and trainer.progress.known.own == record
 
-    with cs.simulate(1) as simulation:
-        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)))
+    alone(train)
 
 
 @given(st.lists(st.sampled_from(TrainerEvent), max_size=30))
@@ -208,5 +218,4 @@ def test_a_wait_that_the_user_interrupts_leaves_no_trainer_that_says_it_is_ready
         await asyncio.sleep(10_000.0)
         assert trainer.rounds.throughput.idle(asyncio.get_running_loop().time())
 
-    with cs.simulate(1) as simulation:
-        simulation.run(lambda swarm: swarm.runtime.call(train(swarm)), seconds=20_000.0)
+    alone(train)

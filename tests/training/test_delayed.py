@@ -1,5 +1,6 @@
 """Delayed parameter updates: rounds and updates run while the peers compute on, exactly one step late."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.layerwise import Lamb
+from colab_swarm.training.replica import Replica
 from tests.training import toy
 
 
@@ -44,6 +47,36 @@ def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
             optimizer._trainer.act(swarm.runtime.call(optimizer.collaboration.wait_due(float("inf"))))
     optimizer.wait_step()
     return toy.parameters_of(net), optimizer.lineage
+
+
+def test_a_delayed_step_that_fails_is_raised_and_its_samples_count_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apply, failures = Replica.apply, [RuntimeError("no memory for the step")]
+
+    def fail_once(replica: Replica, mean: Floats) -> bytes:
+        if failures:
+            raise failures.pop()
+        return apply(replica, mean)
+
+    def train(swarm: Swarm) -> None:
+        optimizer = toy.join_training(swarm, net := toy.model(), target_batch_size=10, overlap=True)
+        toy.loss_of(net, 0).backward()
+        optimizer.step(samples=10)
+        with pytest.raises(RuntimeError, match="no memory for the step"):
+            optimizer.wait_step()
+        assert optimizer.global_step == 0 and optimizer._gathered.samples == 10
+        swarm.runtime.call(
+            asyncio.sleep(1.0)
+        )  # a second round at the same moment would be the first one again
+        optimizer.wait_step()
+        assert optimizer.global_step == 1
+        parameters = toy.parameters_of(net)
+        torch.testing.assert_close(parameters, stale_reference(1), rtol=0, atol=1e-5)
+
+    monkeypatch.setattr(Replica, "apply", fail_once)
+    toy.alone(train)
+    assert not failures
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from colab_swarm.averaging.group import JoinRound, RoundTerms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
-from colab_swarm.events import BatchDropped, RoundFinished, StateReceived, StepFinished
+from colab_swarm.events import BatchDropped, Fault, RoundFinished, StateReceived, StepFinished
 from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -320,6 +320,29 @@ def test_a_record_has_the_peers_present_addresses() -> None:
     with simulation(1) as sim:
         there = (True, ("ws://alice:1",))
         assert sim.run(train)["alice"] == [there, (False, ()), there]
+
+
+def test_a_record_is_published_again_after_an_error_that_is_no_peers() -> None:
+    broken = [ValueError("this loss cannot be read")]
+
+    def train(swarm: Swarm) -> None:
+        optimizer = toy.join_training(swarm, toy.model())
+        rounds = optimizer.collaboration.rounds
+
+        def loss() -> float | None:
+            if broken:
+                raise broken.pop()
+            return 7.0
+
+        rounds._records._model = replace(rounds.model, loss=loss)  # type: ignore[attr-defined]
+        while optimizer.loss != 7.0:
+            swarm.runtime.call(asyncio.sleep(1.0))
+        [fault] = swarm.events.recent(Fault)
+        assert (fault.where, fault.text) == ("progress", "ValueError: this loss cannot be read")
+
+    with simulation(1) as sim:
+        sim.run(train, seconds=600.0)
+    assert not broken
 
 
 @pytest.mark.slow
