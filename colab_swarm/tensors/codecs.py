@@ -348,9 +348,9 @@ class ErrorFeedback:
         self.cut_off(start, wanted, arrived)
         return encoded, arrived
 
-    def settle(self, weight: float = 1.0) -> None:
-        """Keep the loss of a vector that arrived, times ``weight``, as the new residual."""
-        np.multiply(self._cut, np.float32(weight), out=self.residual)
+    def settle(self, decay: float = 1.0) -> None:
+        """Keep the loss of a vector that arrived, times ``decay``, as the new residual."""
+        np.multiply(self._cut, np.float32(decay), out=self.residual)
 
     def state_dict(self) -> "dict[str, torch.Tensor]":
         import torch  # here: a peer that only reduces runs without it

@@ -24,6 +24,7 @@ class Due(Enum):
     NOTHING = "nothing"
     LOCAL_STEP = "a local step"
     ROUND = "a round"
+    LANDING = "waiting for the round beside it"
     CATCH_UP = "catching up"  # the swarm moved on without it
 
 
@@ -143,8 +144,14 @@ class Collaboration:
                 return Due.CATCH_UP
             if self.rounds.round_due(now, waiting=waiting):
                 return Due.ROUND
-        steps = self.rounds.samples(now, aside=self._aside) / self.rounds.settings.target_batch_size
-        if self.rounds.settings.local_steps == 1 or steps < self._steps_alone + 1:
+        settings = self.rounds.settings
+        if settings.local_steps == 1:
+            return Due.NOTHING
+        # A round that hangs must not turn into a contribution of hundreds of local steps.
+        if self._aside and self._steps_alone >= settings.local_steps:
+            return Due.LANDING
+        steps = self.rounds.samples(now, aside=self._aside) / settings.target_batch_size
+        if steps < self._steps_alone + 1:
             return Due.NOTHING
         self._steps_alone += 1
         return Due.LOCAL_STEP

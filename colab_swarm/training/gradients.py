@@ -70,8 +70,9 @@ class Gradients:
 
     With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
     parameters of the last round minus the present ones. In front of either is the change of the
-    model's buffers. ``feedback`` is what compression cut off the last contribution, times its weight; with
-    SparseLoCo it decays, and is the outer momentum.
+    model's buffers. ``feedback`` is what compression cut off the last contribution. It is added to the next one
+    whatever that weighs: times the ratio of their weights, a long round's would ruin a short one. With SparseLoCo
+    it decays, and is the outer momentum.
 
     Memory is what limits the model, so the contribution is the sum itself, scaled, and its mean replaces it.
     ``held(vector)``: another peer may still recover chunks from it. So there are two vectors in turn, and a third
@@ -175,7 +176,7 @@ class Gradients:
             self._replica.buffers.write_change(values[:front])
         if self.feedback is not None:
             if self.weight:
-                torch.from_numpy(values).add_(torch.from_numpy(self.feedback.residual), alpha=1 / self.weight)
+                values += self.feedback.residual
             self.feedback.begin()
         vector.feedback = self.feedback
         encoding = UploadEncoding(fine=self._replica.fine)
@@ -211,7 +212,7 @@ class Gradients:
             decay = 1.0
             if self._replica.rule.sparse:
                 decay = _FEEDBACK_DECAY
-            self.feedback.settle(contribution.weight * decay)
+            self.feedback.settle(decay)
 
     def on_returned(self, contribution: RoundInput) -> None:
         """Take back the contribution of a delayed update that found no round."""
@@ -232,4 +233,5 @@ class Gradients:
         else:
             torch.from_numpy(self._total()).add_(values, alpha=given.weight)
         if self.feedback is not None:
-            self._total()[:] -= self.feedback.residual  # the next contribution adds it again
+            # The next contribution adds it again.
+            torch.from_numpy(self._total()).sub_(torch.from_numpy(self.feedback.residual), alpha=given.weight)

@@ -78,6 +78,8 @@ class Trainer:
                 self._services.events.emit(Fault(self._runtime.time(), "catching up", str(error)))
         elif due is Due.LOCAL_STEP:
             uninterrupted(self._gathered.step)
+        elif due is Due.LANDING:
+            return self.land(wait=True)
         elif due is Due.ROUND and self._replica.rule.delayed:
             self.land(wait=True)  # the last one may have ended just now
             uninterrupted(self._take_off)

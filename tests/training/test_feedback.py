@@ -35,12 +35,23 @@ def lose(sent: RoundInput, arrived: list[float]) -> RoundInput:
     return sent
 
 
-def test_error_feedback_is_weighted_by_its_samples() -> None:
+@pytest.mark.parametrize("samples", [1, 4, 1000])
+def test_what_a_long_round_cut_off_is_no_more_in_a_short_one(samples: int) -> None:
     net, gradients = gathered()
-    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=4), [1.0, 0.0]))
+    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=samples), [1.0, 0.0]))
     gradients.forget()
-    again = add(net, gradients, [3.0, 3.0], samples=2)
-    np.testing.assert_array_equal(again.vector.values, [3.0, 3.0 + 4 * 2.0 / 2])
+    again = add(net, gradients, [3.0, 3.0], samples=1)
+    np.testing.assert_array_equal(again.vector.values, [3.0, 3.0 + 2.0])
+
+
+def test_a_heavy_contribution_that_found_no_round_is_sent_again_as_it_was() -> None:
+    net, gradients = gathered()
+    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=2), [1.0, 0.0]))
+    gradients.forget()
+    sent = lose(add(net, gradients, [1.0, 1.0], samples=8), [0.0, 3.0])
+    gradients.forget()
+    gradients.on_returned(sent)
+    np.testing.assert_array_equal(gradients.contribution().vector.values, [1.0, 3.0])
 
 
 def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback() -> None:

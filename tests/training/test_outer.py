@@ -150,7 +150,7 @@ class Straight:
         mean, mean_codec = np.zeros_like(self.theta), codec_of(group.terms.mean_codec)
         decay, total = 0.95 if self.sparse else 1.0, sum(weights.values())
         assert len(group.members) == len(self.given) == len(weights)
-        wanted = {name: one + self.rest[name] / np.float32(weights[name]) for name, one in self.given.items()}
+        wanted = {name: one + self.rest[name] for name, one in self.given.items()}
         for reducer, span in enumerate(group.spans()):
             for chunk in cut_chunks(span, chunk_values(self.codec, group.terms.mean_codec)):
                 here = slice(chunk.start, chunk.stop)
@@ -162,7 +162,7 @@ class Straight:
                     mean[here] += np.float32(weights[name] / total) * arrived
                     self.ties[here] += np.float32(weights[name] / total) * at_a_tie(codec, wanted[name][here])
                     if self.feedback:
-                        self.rest[name][here] = decay * weights[name] * (wanted[name][here] - arrived)
+                        self.rest[name][here] = decay * (wanted[name][here] - arrived)
                 self.ties[here] += at_a_tie(mean_codec, mean[here])
                 mean[here] = mean_codec.decode(mean_codec.encode(mean[here]), chunk.numel)
         self.given.clear()
