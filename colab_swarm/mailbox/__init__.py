@@ -56,20 +56,23 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 
 - **A round closes** at once when no member of the last round is missing, but those that said farewell as they
   left. With more than half of them it closes 1.5 usual rounds after the last manifest. With fewer it closes
-  two usual rounds and 90 s after it. The usual time is the median of the last round's contributors, 1 s to
-  6 h. The store's clock counts, not a peer's.
+  two usual rounds and a grace after it. The usual time is the median of the last round's contributors, with their
+  uploads: 1 s to 6 h, but at least a quarter of the one before. The grace is a quarter of it, 6 s to 90 s.
+- **A late round is announced.** Half the grace beyond the usual time, a peer that waits says for whom (`Notice`).
+- **The store's clock counts**, not a peer's. A peer asks the store for its time as it joins, and goes by that: its
+  membership would else begin in the future. It says by how much the clock of its machine is off.
 - **Exactly once.** A contribution counts in its own round or in one of the two following, in one manifest at
   most. A peer that is not listed follows the means meanwhile. After the third, it drops its contribution
   (`BatchDropped`).
 - **A manifest is followed** if a worker of the run signed it, it continues the chain, and it lists no
   contribution twice. It must list more than half of the last round's members, those with a farewell
-  included, or come after two usual rounds and 90 s. All that it lists must be readable, and its weights and
+  included, or come after two usual rounds and the grace. All that it lists must be readable, and its weights and
   scales must be those of the contributions.
 - **No member weighs** more than 16 times the median one, and longer contributions are scaled down to 4 median
   norms.
 - **A faulty manifest** does not count: another one closes the round at once. One whose contributions cannot be
-  read may be replaced after 60 s. Once the next round is built on one of both, that one stands, and peers that
-  followed the other catch up. Where none was built, a peer without most members takes the later one.
+  read may be replaced after two thirds of the grace. Once the next round is built on one of both, that one stands,
+  and peers that followed the other catch up. Where none was built, a peer without most members takes the later one.
 - **States.** The writer of every sixteenth manifest saves the state after it. Then it deletes what is older
   than the state before that one. All members try, and a refusal is no error: it is enough that
   the keys of one member can delete.

@@ -2,7 +2,7 @@
 
 Rules, in this order:
 
-1. A manifest is a *candidate* of its round if it is sound (`RoundChain.fault_of`), and `MISSING_S` younger
+1. A manifest is a *candidate* of its round if it is sound (`RoundChain.fault_of`), and `missing_s` younger
    than the candidate before it. An unsound one costs no time.
 2. Of several candidates, those count on which the next round was *built*: a manifest closes the round after
    them, by these same rules. If none was built on, the youngest goes first.
@@ -21,7 +21,6 @@ from typing import TypeAlias
 
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
-    MISSING_S,
     WINDOW,
     ClosedRound,
     ReadContribution,
@@ -119,7 +118,7 @@ class Fork:
         self.positions.append(self.position)
         self.position = bisect_left(
             self.manifests,
-            candidate.place.modified_at + MISSING_S,
+            candidate.place.modified_at + self.chain.missing_s,
             lo=self.position + 1,
             key=lambda place: place.modified_at + 1,  # S3 has whole seconds
         )

@@ -1,6 +1,7 @@
 """Rounds in a bucket, as a trainer takes part in them: nobody needs to be online with it."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from colab_swarm.mailbox.rounds import (
     ClosedRound,
     RoundChain,
 )
+from colab_swarm.mailbox.view import Wait
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
@@ -27,6 +29,7 @@ from colab_swarm.training.records import ProgressRecord, differing
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
+logger = logging.getLogger(__name__)
 STOP_S = 60.0  # for a state to be written by a peer that leaves
 
 
@@ -48,7 +51,7 @@ class BucketRounds(Rounds):
         _check_settings(settings)
         self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
         self._members = LastMembers(self.progress.known)
-        self._follower = ChainFollower(services.peers.id, self._journal, lambda: self.until)
+        self._follower = ChainFollower(services.peers.id, self._journal, lambda: self.until, self._tell_late)
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
@@ -197,6 +200,15 @@ class BucketRounds(Rounds):
         self._members.on_round(closed)
         self._show_members()
         self._journal.reader.readings.forget(closed)
+
+    def _tell_late(self, chain: RoundChain, wait: Wait, waited_s: float) -> None:
+        names = ", ".join(map(self._members.name_of, sorted(wait.late_members)))
+        text = (
+            f"round {chain.round} waits for {names}, {waited_s:.0f} s so far: it goes on in {wait.most_s:.0f} s "
+            "at the latest"
+        )
+        logger.warning("%s", text)
+        self.services.events.emit(Notice(loop_now(), text))
 
     def _show_members(self) -> None:
         self.progress.on_records(self._members.records(), now=loop_now())

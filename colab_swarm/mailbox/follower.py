@@ -29,6 +29,8 @@ from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import RoundInput
 
+TELL_S = 3.0  # of a wait for a late round, before a word on it
+
 
 @dataclass
 class _Written:
@@ -64,17 +66,29 @@ class ChainFollower:
     - ``_last``: the round before the chain's, by each `on_round`; None after `begin`.
     - ``_own``: `write` sets it, each look its fields; None again when it is over, and after `begin`.
     - ``_followed_at``: when this peer learnt of the last manifest, by `begin` and `on_round`.
+    - ``_upload_s``: how long `write` took to upload the last contribution.
+    - ``_late_round``: the last round of which ``on_late`` was told.
     """
 
-    def __init__(self, me: PeerId, journal: Journal, until: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        journal: Journal,
+        until: Callable[[], float],
+        on_late: Callable[[RoundChain, Wait, float], None],
+    ) -> None:
+        """``on_late`` is called once with a round that takes longer than usual, and how long this peer waits for it."""
         self.chain: RoundChain | None = None
         self.later: tuple[RoundChain, Snapshot] | None = None
         self._me = me
         self._journal = journal
         self._until = until
+        self._on_late = on_late
         self._last: ClosedRound | None = None
         self._own: _Written | None = None
         self._followed_at = loop_now()
+        self._upload_s = 0.0
+        self._late_round = -1
 
     @property
     def is_awaited(self) -> bool:
@@ -107,7 +121,9 @@ class ChainFollower:
             content = await asyncio.to_thread(encode, journal.codec, contribution.vector.values)
             data = self._sealed(contribution, content, chain, record)
             path = f"{chain.folder}/{self._me.hex()}"
+            began_at = loop_now()
             written = await journal.patiently(journal.bucket.create, path, data)
+            self._upload_s = loop_now() - began_at
             if not written and await journal.patiently(journal.bucket.read, path) != data:
                 content = b""  # a contribution of an earlier session is there, and counts
             written_at = loop_now() if written else None
@@ -127,7 +143,7 @@ class ChainFollower:
             weight=contribution.weight,
             samples=contribution.samples,
             samples_per_s=record.samples_per_s,
-            seconds=loop_now() - self._followed_at,
+            seconds=loop_now() - self._followed_at + self._upload_s,
             name=record.name[:100],
             loss=contribution.loss,
         )
@@ -157,6 +173,7 @@ class ChainFollower:
         journal = self._journal
         assert chain is not None
         close_at = -math.inf  # when this peer may write another manifest
+        began_at = loop_now()
         while True:
             action = await self._decide(chain, close_at)
             pause_s = LEAST_PAUSE_S
@@ -172,9 +189,16 @@ class ChainFollower:
                         continue
                 case Wait():
                     pause_s = action.pause_s
+                    self._tell_late(chain, action, loop_now() - began_at)
             if loop_now() >= self._until():
                 return None
             await asyncio.sleep(min(pause_s, self._until() - loop_now()))
+
+    def _tell_late(self, chain: RoundChain, wait: Wait, waited_s: float) -> None:
+        is_new = chain.round != self._late_round
+        if is_new and wait.late_members and waited_s >= TELL_S:
+            self._late_round = chain.round
+            self._on_late(chain, wait, waited_s)
 
     async def _decide(self, chain: RoundChain, close_at: float) -> Decision:
         """Look at the bucket, and return what to do next."""

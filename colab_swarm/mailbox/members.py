@@ -4,7 +4,8 @@ import math
 import statistics
 
 from colab_swarm.mailbox.rounds import ClosedRound, PseudoGradient
-from colab_swarm.net.peers import PeerId
+from colab_swarm.markup import plain
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.training.known import KnownRecords
 from colab_swarm.training.records import PLAUSIBLE, ProgressRecord
 
@@ -26,6 +27,13 @@ class LastMembers:
             head = contribution.head
             if head.member != self._known.me:
                 self._heads[head.member] = head
+
+    def name_of(self, member: PeerId) -> str:
+        """Return a member's name for people; its short id if none is known."""
+        head = self._heads.get(member)
+        if head is None or not head.name:
+            return short(member)
+        return plain(head.name)
 
     def speeds(self) -> dict[PeerId, float]:
         """Return the members' samples per second, as far as they are believed."""

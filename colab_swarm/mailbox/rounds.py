@@ -32,11 +32,11 @@ PIECE = BLOCK_VALUES * MAX_BLOCKS  # values that are encoded at once
 WINDOW = 2  # rounds after its own in which a contribution may still be listed
 MOST_MEMBERS = 256  # of a round
 MOST_NORM = 4.0  # median norms of a contribution; larger ones are scaled down
-# A round waits for absent members for two usual rounds and this long, then closes without them. Longer than
-# `MISSING_S`: a majority that cannot follow a manifest replaces it before a minority goes on.
-GRACE_S = 90.0
+# A round waits for absent members for two usual rounds and a grace, then closes without them. The grace is a
+# quarter of a usual round within these limits: a store answers in a few seconds however short the rounds are.
+LEAST_GRACE_S = 6.0
+MOST_GRACE_S = 90.0
 PATIENCE = 1.5  # usual rounds after which it closes without a minority
-MISSING_S = 60.0  # age of a manifest that cannot be followed, when another one may be written
 MIN_PACE_S = 1.0
 MAX_PACE_S = 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
@@ -85,6 +85,8 @@ class Card(Statement, frozen=True, kw_only=True):
 
     schema: bytes
     agreement: Agreement
+    # of the rules by which rounds close; peers of another version do not find the card's signature right
+    version: int = 2
 
 
 class PseudoGradient(Statement, frozen=True, kw_only=True):
@@ -95,7 +97,7 @@ class PseudoGradient(Statement, frozen=True, kw_only=True):
     weight: Figure
     samples: Figure
     samples_per_s: Figure  # of this member
-    seconds: Figure  # since it knew that manifest
+    seconds: Figure  # since it knew that manifest, and of its last upload: a usual round has both
     name: Annotated[str, msgspec.Meta(max_length=100)]  # for people
     loss: float | None = None
 
@@ -132,7 +134,7 @@ class RoundChain(Message, frozen=True):
     round: Round
     digests: dict[int, Hash]  # of the manifest before round r, for the rounds of the window
     closed_at: Figure  # the last manifest, by the store's clock
-    pace_s: Pace = MAX_PACE_S / 2  # the median time of a round's contributors
+    pace_s: Pace = MIN_PACE_S  # the median time of a round's contributors
     members: tuple[PeerId, ...] = ()  # of the last round
     listed: tuple[tuple[PeerId, int], ...] = ()  # members and rounds of contributions that counted
 
@@ -174,19 +176,39 @@ class RoundChain(Message, frozen=True):
 
     def due_at(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> float:
         """Return when the round may close with these members; at once if all others of the last one have gone."""
-        missing = set(self.members).difference(present, gone)
         if not present:
             return math.inf
-        if not missing:
+        if not self.missing(present, gone):
             return self.closed_at
         if self.is_quorum({*present, *gone}):
             return self.closed_at + PATIENCE * self.pace_s
         return self.deadline
 
+    def missing(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> set[PeerId]:
+        """Return the members of the last round for whom this one waits."""
+        return set(self.members).difference(present, gone)
+
     @property
     def deadline(self) -> float:
         """When a round may close without the majority of the last one's members."""
-        return self.closed_at + 2 * self.pace_s + GRACE_S
+        return self.closed_at + 2 * self.pace_s + self._grace_s
+
+    @property
+    def late_at(self) -> float:
+        """When a round takes longer than usual."""
+        return self.closed_at + self.pace_s + self._grace_s / 2
+
+    @property
+    def missing_s(self) -> float:
+        """Age of this round's manifest, if it cannot be followed, when another one may be written.
+
+        A majority that cannot follow it has replaced it before a minority may close the round after it.
+        """
+        return self._grace_s * 2 / 3
+
+    @property
+    def _grace_s(self) -> float:
+        return min(max(self.pace_s / 4, LEAST_GRACE_S), MOST_GRACE_S)
 
     def is_quorum(self, members: Collection[PeerId]) -> bool:
         return 2 * len(set(self.members).intersection(members)) > len(self.members)
@@ -220,11 +242,13 @@ class RoundChain(Message, frozen=True):
             listed.append((entry.member, entry.round))
             members.add(entry.member)
         pace_s = statistics.median_low(entry.seconds for entry in manifest.entries)
+        # If a manifest that nobody can read claims a short round, its writer must still wait longer than `missing_s`.
+        least_s = max(self.pace_s / 4, MIN_PACE_S)
         return RoundChain(
             round,
             {number: base for number, base in digests.items() if number >= oldest},
             closed_at,
-            min(max(pace_s, MIN_PACE_S), MAX_PACE_S),
+            min(max(pace_s, least_s), MAX_PACE_S),
             tuple(sorted(members)),
             tuple((member, number) for member, number in listed if number >= oldest),
         )

@@ -22,7 +22,6 @@ from typing import TypeAlias
 from colab_swarm.mailbox.branches import Branches, Step, Unsettled
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
-    MISSING_S,
     MOST_MEMBERS,
     ClosedRound,
     ManifestEntry,
@@ -65,9 +64,17 @@ class Close:
 
 @dataclass(frozen=True)
 class Wait:
-    """Look at the bucket again after a while."""
+    """Look at the bucket again after a while.
+
+    Attributes:
+        pause_s: until then.
+        late_members: for whom the round waits, if it takes longer than usual.
+        most_s: then it goes on without them.
+    """
 
     pause_s: float
+    late_members: frozenset[PeerId] = frozenset()
+    most_s: float = math.inf
 
 
 Decision: TypeAlias = Follow | LoadState | SeekState | Close | Wait
@@ -104,9 +111,9 @@ class RoundView:
             return LoadState()
         due_at = max(self.due_at, self.reopens_at)
         if now < max(due_at, close_at):
-            return Wait(self._pause_s(now, due_at))
+            return self._wait(now, due_at)
         path = self.branches.listing.next_attempt(self.chain.folder)
-        return Close(path, entries_of(self.contributions), again_at=now + MISSING_S)
+        return Close(path, entries_of(self.contributions), again_at=now + self.chain.missing_s)
 
     @property
     def spoilt(self) -> bool:
@@ -145,7 +152,7 @@ class RoundView:
             return -math.inf
         if self.branches.built(self.chain):
             return math.inf
-        return candidates[-1].place.modified_at + MISSING_S
+        return candidates[-1].place.modified_at + self.chain.missing_s
 
     def is_replaced(self, now: float) -> bool:
         """Return whether others follow another manifest of the last round than this peer. Raises `Unsettled`."""
@@ -178,6 +185,13 @@ class RoundView:
         """Return whether this peer would close the round without most members of the last one."""
         gone = self.branches.gone(self.chain)
         return now >= self.due_at and not self.chain.is_quorum(self._present | gone)
+
+    def _wait(self, now: float, due_at: float) -> Wait:
+        pause_s = self._pause_s(now, due_at)
+        if now < self.chain.late_at or due_at == math.inf:
+            return Wait(pause_s)
+        missing = self.chain.missing(self._present, self.branches.gone(self.chain))
+        return Wait(pause_s, frozenset(missing), max(due_at - now, 0.0))
 
     def _pause_s(self, now: float, due_at: float) -> float:
         """Return the time to the next look: half the time to the likely end of the round; less if it is due sooner."""

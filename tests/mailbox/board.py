@@ -31,6 +31,7 @@ Content: TypeAlias = ReadContribution | RoundManifest | str | None
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32) for number in range(1, 4))
 MEMBERS = [ALICE, BOB, CAROL]
 PACE_S = 10.0
+MISSING_S = RoundChain.begin(0, bytes(32), now=0.0).missing_s  # of short rounds
 
 
 def contribution_of(who: Identity, chain: RoundChain, samples: float = 1.0) -> ReadContribution:

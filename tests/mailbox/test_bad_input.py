@@ -16,7 +16,6 @@ from colab_swarm.events import StateReceived
 from colab_swarm.mailbox.branches import Step, Unsettled
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.rounds import (
-    MISSING_S,
     ManifestEntry,
     PseudoGradient,
     ReadContribution,
@@ -214,7 +213,7 @@ def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
 
     async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
         async def later(last: Any) -> bool:
-            await asyncio.sleep(MISSING_S + 1)
+            await asyncio.sleep(last.before.missing_s + 1)
             fields = {"round": last.before.round, "base": last.before.base}
             data = part._journal.signed(RoundManifest, entries=last.manifest.entries[:2], **fields)
             return await create(f"{last.before.folder}/manifest-01", data)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.mailbox import rounds
+from colab_swarm.mailbox.view import LEAST_PAUSE_S
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -73,11 +74,41 @@ def test_an_object_is_read_as_written_and_any_damage_is_found() -> None:
         ([], math.inf),
         ([ALICE, BOB, CAROL], 0.0),
         ([ALICE, BOB], rounds.PATIENCE * 10.0),
-        ([ALICE], 20.0 + rounds.GRACE_S),
+        ([ALICE], 20.0 + rounds.LEAST_GRACE_S),
     ],
 )
 def test_a_round_waits_for_the_members_of_the_last_one(present: list[Identity], wait_s: float) -> None:
     assert CHAIN.due_at([one.id for one in present]) == CHAIN.closed_at + wait_s
+
+
+@pytest.mark.parametrize(
+    ("pace_s", "wait_s"), [(1.0, 8.0), (10.0, 26.0), (60.0, 135.0), (360.0, 810.0), (3600.0, 7290.0)]
+)
+def test_the_wait_for_most_members_is_two_usual_rounds_and_a_grace(pace_s: float, wait_s: float) -> None:
+    chain = msgspec.structs.replace(CHAIN, pace_s=pace_s)
+    assert chain.due_at([ALICE.id]) == chain.closed_at + wait_s
+
+
+@given(st.floats(rounds.MIN_PACE_S, rounds.MAX_PACE_S), st.floats(0.0, 1e9))
+def test_most_members_replace_a_manifest_before_its_writer_goes_on_alone(
+    pace_s: float, claimed_s: float
+) -> None:
+    """Whatever pace it claims, with whole seconds of the store's and a pause between two looks."""
+    chain = msgspec.structs.replace(CHAIN, pace_s=pace_s)
+    made = manifest(chain, sorted((who.id, 1) for who in (ALICE, BOB)))
+    entries = [msgspec.structs.replace(entry, seconds=claimed_s) for entry in made.entries]
+    forged = msgspec.structs.replace(made, entries=tuple(entries))
+    later = chain.after(forged, b"x" * 32, closed_at=100.0)
+    assert later.deadline - 1.0 > 100.0 + chain.missing_s + 1.0 + LEAST_PAUSE_S
+
+
+def test_one_long_round_does_not_stretch_the_rounds_after_it_for_long() -> None:
+    chain = msgspec.structs.replace(CHAIN, pace_s=3600.0)
+    paces = []
+    for _ in range(6):
+        chain = after(chain, ALICE, BOB)
+        paces.append(chain.pace_s)
+    assert paces == [900.0, 225.0, 56.25, 14.0625, 10.0, 10.0]
 
 
 @pytest.mark.parametrize(

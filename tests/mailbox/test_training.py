@@ -1,6 +1,7 @@
 """Runs in a bucket on virtual time: ordinary life, a bucket that fails, and the same result as over links."""
 
 import asyncio
+import itertools
 import math
 import operator
 from collections import Counter
@@ -14,10 +15,11 @@ import colab_swarm as cs
 from colab_swarm.errors import BucketError
 from colab_swarm.events import BatchDropped, Notice, StateReceived
 from colab_swarm.mailbox.rounds import LEFT, Farewell, RoundChain
+from colab_swarm.mailbox.view import LEAST_PAUSE_S
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.collaboration import Due
-from tests.mailbox.run import SETTINGS, Trained, agree, count, fail, faults, manifests, train
+from tests.mailbox.run import SETTINGS, Create, Trained, agree, count, fail, faults, manifests, train
 from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
 
@@ -98,9 +100,59 @@ def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> Non
 
             sim.bucket.create = also  # type: ignore[method-assign, assignment]
         times = sim.run(life, seconds=900)
-        assert (times["bob"] - times["alice"] > 90) is forged
+        assert (times["bob"] - times["alice"] > 12) is forged
         if forged:
             assert f"{LEFT} does not count: it is another member's" in faults(sim, "bob")
+
+
+@pytest.mark.parametrize(
+    ("peers", "samples_per_s", "most_s"), [(2, 400.0, 8.0), (2, 8.0, 21.0), (3, 400.0, 8.0), (3, 8.0, 16.0)]
+)
+def test_a_round_waits_two_usual_rounds_for_killed_members_and_says_so_once(
+    peers: int, samples_per_s: float, most_s: float
+) -> None:
+    """All but bob stop without a farewell."""
+    with cs.simulate(peers, mailbox=True, samples_per_s=samples_per_s) as sim:
+        results = sim.run(lambda one: train(one, rounds=8 if one.name == "bob" else 4), seconds=900)
+        agree(results, "bob", rounds=8)
+        notices = [event.text for event in sim.swarms["bob"].events.recent(Notice)]
+        closed_at = sorted(at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path)
+        waits = [end - begin for begin, end in itertools.pairwise(closed_at)]
+        assert most_s <= max(waits) <= most_s + LEAST_PAUSE_S
+        assert all(len(made.entries) == 1 for made in manifests(sim)[-2:]), "the others are left out"
+        late = [text for text in notices if "waits for alice" in text]
+        assert late and len(late) == len({text.split()[1] for text in late}), notices
+        assert all("s so far: it goes on in" in text for text in late)
+
+
+@pytest.mark.parametrize("upload_s", [(20.0, 25.0), (60.0, 90.0), (30.0, 30.0)])
+def test_a_member_is_not_left_out_for_a_slow_upload(upload_s: tuple[float, float]) -> None:
+    """It takes many times as long as the local steps; the first contributions do not know that yet."""
+    seconds = dict(zip(("alice", "bob"), upload_s, strict=True))
+
+    def life(swarm: Swarm) -> Trained:
+        async def slowly(part: Any, create: Create, path: str, data: bytes) -> bool:
+            await asyncio.sleep(seconds[swarm.name])
+            return await create(path, data)
+
+        return train(swarm, slowly, rounds=8)
+
+    with cs.simulate(2, mailbox=True, samples_per_s=100.0) as sim:
+        agree(sim.run(life, seconds=3000), "alice", "bob", rounds=8)
+        assert not count(sim, BatchDropped)
+        members = [len({entry.member for entry in made.entries}) for made in manifests(sim)]
+        assert members[3:8] == [2] * 5
+
+
+@pytest.mark.parametrize("frozen_s", [5.0, 8.0])
+def test_a_member_that_stalls_for_a_usual_round_is_not_left_out(frozen_s: float) -> None:
+    with cs.simulate(2, mailbox=True) as sim:
+        sim.network.at(32.0).freeze("bob", frozen_s)
+        agree(sim.run(lambda one: train(one, rounds=8), seconds=900), "alice", "bob", rounds=8)
+        members = [len(made.entries) for made in manifests(sim)]
+        seconds = [entry.seconds for made in manifests(sim) for entry in made.entries]
+        assert max(seconds[3:]) >= 6.0 + frozen_s - 1.0, "it stalled"
+        assert members[1:] == [2] * (len(members) - 1) and not count(sim, BatchDropped)
 
 
 def test_no_round_waits_for_a_member_that_handed_over_before_its_last_round_was_over() -> None:

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from colab_swarm.mailbox import branches, view
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
-    GRACE_S,
-    MISSING_S,
+    LEAST_GRACE_S,
     PATIENCE,
     ClosedRound,
     ManifestEntry,
     RoundChain,
 )
-from tests.mailbox.board import ALICE, BOB, CAROL, MEMBERS, PACE_S, Board, Peer, lying
+from tests.mailbox.board import ALICE, BOB, CAROL, MEMBERS, MISSING_S, PACE_S, Board, Peer, lying
 
 
 def unknown(entries: tuple[ManifestEntry, ...]) -> tuple[ManifestEntry, ...]:
@@ -65,6 +64,21 @@ def test_the_pause_is_half_the_time_to_the_likely_end(board: Board, alice: Peer)
     assert alice.decide(2.0) == view.Wait((PACE_S - 2.0) / 2)
     assert alice.decide(PACE_S) == view.Wait(view.LEAST_PAUSE_S)
     assert alice.decide(1e6) == view.Wait(view.MOST_PAUSE_S)
+
+
+def test_a_wait_beyond_the_usual_time_names_the_late_members(board: Board, alice: Peer) -> None:
+    late_s = LEAST_GRACE_S / 2
+    late_at = PACE_S + late_s
+    assert alice.decide(late_at) == view.Wait(late_s / 2), "this peer has nothing to close with"
+    board.contribute(ALICE, alice.chain)
+    early = alice.decide(late_at - 0.1)
+    assert isinstance(early, view.Wait) and not early.late_members
+    most_s = PACE_S + LEAST_GRACE_S - late_s
+    assert alice.decide(late_at) == view.Wait(late_s / 2, frozenset({BOB.id, CAROL.id}), most_s)
+    board.contribute(BOB, alice.chain)
+    late = alice.decide(late_at)
+    assert isinstance(late, view.Wait) and late.late_members == {CAROL.id}
+    assert late.most_s == PATIENCE * PACE_S - late_at
 
 
 def test_a_manifest_is_followed_with_its_contributions(board: Board, alice: Peer) -> None:
@@ -149,7 +163,7 @@ def test_a_peer_without_most_members_follows_the_later_manifest(board: Board, al
     alice.follow(first)
     board.contribute(ALICE, first.after)
     deadline = first.after.deadline
-    assert deadline == first.after.closed_at + 2 * PACE_S + GRACE_S
+    assert deadline == first.after.closed_at + 2 * PACE_S + LEAST_GRACE_S
     assert isinstance(alice.decide(deadline - 1), view.Wait)
     assert alice.decide(deadline) == view.LoadState()
     board.contribute(BOB, first.after)
