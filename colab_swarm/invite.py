@@ -172,9 +172,17 @@ class Invite(Signed, frozen=True):
         except UNDECODABLE as error:
             raise InviteError("this invitation cannot be read: ask for a new one") from error
         require(invite._is_genuine(), "this invitation was tampered with: ask for a new one", InviteError)
-        late_s = (time.time() if now is None else now) - invite.expires_at
-        ago = f"{in_words(late_s)} ago, by the clock of this machine"
-        require(late_s <= 0, f"this invitation expired {ago}: ask for a new one", InviteError)
+        if now is None:
+            now = time.time()
+        late_s = now - invite.expires_at
+        late = in_words(late_s)
+        shown = time.strftime("%d %B %Y %H:%M UTC", time.gmtime(now))
+        require(
+            late_s <= 0,
+            f"this invitation expired {late} ago, by the clock of this machine: ask for a new one. If it is new, the "
+            f"clock here or the one of its creator is off by more than {late}: here it is {shown}",
+            InviteError,
+        )
         return invite
 
     def with_mailbox(self, address: str, authority: bytes, signature: bytes) -> "Invite":

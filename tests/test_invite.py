@@ -2,6 +2,7 @@
 
 import base64
 import re
+import time
 from hashlib import sha256
 from typing import Any
 
@@ -68,6 +69,18 @@ def test_line_breaks_quotes_and_spaces_do_not_matter() -> None:
 def test_an_expired_invitation_says_since_when(invite: Invite) -> None:
     with pytest.raises(InviteError, match="expired 2 hours ago, by the clock of this machine: ask for a new"):
         Invite.parse(str(invite), now=END + 7200)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "words"), [(3600.0, "60 minutes"), (7 * 3600.0, "7 hours"), (90e6, "1042 days")]
+)
+def test_an_invitation_that_seems_to_have_expired_names_both_clocks(late_s: float, words: str) -> None:
+    at = time.strftime("%d %B %Y %H:%M UTC", time.gmtime(END + late_s))
+    clocks = (
+        f"If it is new, the clock here or the one of its creator is off by more than {words}: here it is {at}"
+    )
+    with pytest.raises(InviteError, match=re.escape(clocks)):
+        Invite.parse(str(INVITE), now=END + late_s)
 
 
 def test_an_invitation_of_another_version_says_what_to_do() -> None:
