@@ -13,7 +13,7 @@ SwarmError
 │   ├── ExpertError       an expert did not answer, or its answer is unusable
 │   └── ProtocolError     the peer broke the protocol: garbled, oversized, replayed or undecodable bytes
 ├── InviteError           the invitation is mistyped, expired, tampered with or of another version
-├── JoinError             no peer named in the invitation could be reached
+├── JoinError             no peer named in the invitation could be reached, or its mailbox lacks the run
 ├── TermsError            the platform's terms may forbid this, and they were not accepted
 ├── SecretError           a token or password is missing
 ├── TunnelError           a tunnel could not be opened

@@ -32,6 +32,8 @@ KEYS = {
 
 VARIABLES = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_token": "AWS_SESSION_TOKEN"}
 """More options of S3, by their environment variables; the address wins."""
+MARKER = "created/first"
+"""An object of a run that its creator writes first: where it is missing, the run is not."""
 MEMORY: "dict[str, MemoryStore]" = {}
 
 
@@ -110,10 +112,12 @@ class ObjectStore:
         self._exists = exceptions.AlreadyExistsError, exceptions.PreconditionError
         kind = urlsplit(address).scheme
         plain = address.partition("?")[0]
-        self.rights = " and ".join(KEYS.get(kind, {}).values()) or "the rights of its folder"
         if kind == "file":
-            self._store: Any = from_url(plain, mkdir=True)
+            self.rights = "the rights of its folder"
+            self._store: Any = from_url(plain)
             return
+        # stores refuse requests of another time than theirs
+        self.rights = f"{' and '.join(KEYS[kind].values())}, and this machine's clock"
         config: dict[str, str] = dict(secrets)
         if kind == "s3":
             config |= {name: os.environ[known] for name, known in VARIABLES.items() if known in os.environ}
@@ -173,14 +177,15 @@ def prepare(address: str) -> None:
         raise BucketError(f"{address} cannot be made: {error}") from error
 
 
+def _absence(address: str) -> str:
+    question = "have its objects been deleted?"
+    if folder_at(address) is not None:
+        question = "is the folder mounted?"
+    return f"the run is not in {address}: {question} Runs of earlier versions of colab_swarm do not continue"
+
+
 def require_rights(address: str) -> None:
-    """Raise `JoinError` unless this peer has the keys of a store, or sees the folder. From the user's thread."""
-    folder = folder_at(address)
-    require(
-        folder is None or folder.is_dir(),
-        f"the rounds of this run are in {address}, and there is no such folder here: mount it, then join again",
-        JoinError,
-    )
+    """Raise `JoinError` unless this peer has the keys of a store. From the user's thread."""
     _, missing = secrets_of(address)
     require(
         not missing,
@@ -194,8 +199,8 @@ class Bucket:
     """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///mnt/folder``.
 
     The address may name a store's ``endpoint`` and ``region``, as in ``s3://bucket?endpoint=https://…``.
-    Keys come from secrets: see `KEYS`. Raises ValueError
-    for an address that is none, `BucketError` if the store cannot be opened.
+    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `JoinError` for a
+    folder that is not there, `BucketError` if the store cannot be opened.
     """
 
     def __init__(self, address: str, prefix: str) -> None:
@@ -210,6 +215,8 @@ class Bucket:
     def _open(self) -> Store:
         if self.address.startswith("memory://"):
             return MEMORY.setdefault(self.address, MemoryStore())
+        folder = folder_at(self.address)
+        require(folder is None or folder.is_dir(), _absence(self.address), JoinError)
         secrets, self._missing = secrets_of(self.address)
         try:
             return ObjectStore(self.address, secrets)
@@ -284,6 +291,26 @@ class Bucket:
             BucketError,
         )
         self.on_time(mine[0].modified_at, written_at)
+
+    async def enter(self, *, begins: bool, writes: bool) -> float:
+        """Return by how many seconds this machine's clock is behind the store's. The prefix is that of a run.
+
+        Args:
+            begins: the run is new, and is marked as created.
+            writes: this peer's keys may write; else the store's clock is not known, and 0 is returned.
+
+        Raises:
+            JoinError: the run is not new, and was not created here.
+            BucketError: see `require_conditional_writes`.
+        """
+        if begins:
+            await self.create(MARKER, b"created")
+        else:
+            require(await self.read(MARKER) is not None, _absence(self.address), JoinError)
+        if not writes:
+            return 0.0
+        await self.require_conditional_writes()
+        return self.now() - time.time()
 
     def __repr__(self) -> str:
         return f"Bucket({self.address}, {self.requests} requests)"

@@ -2,18 +2,20 @@
 
 import atexit
 import contextlib
+import logging
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError, require
-from colab_swarm.events import EventLog
+from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Access, Invite
 from colab_swarm.mailbox.address import confirmed_address
-from colab_swarm.mailbox.bucket import prepare, require_rights
+from colab_swarm.mailbox.bucket import Bucket, prepare, require_rights
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings
@@ -21,15 +23,16 @@ from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
 from colab_swarm.notebook import platforms
 from colab_swarm.notebook.invitation import LanSwarms
-from colab_swarm.runtime import Runtime
+from colab_swarm.runtime import Runtime, loop_now
 from colab_swarm.swarm import saved as saving
 from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions, NetworkSession, assemble
 from colab_swarm.swarm.saved import PeerStore, SavedPeer, folder_of
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.access import RunAccess, clock_advice
 from colab_swarm.trust.authority import Allowlist
 
+logger = logging.getLogger(__name__)
 _LAST_TIME = 1e11  # of an invitation that does not expire, seconds since the epoch
 _open_swarms: set[Swarm] = set()
 
@@ -70,7 +73,8 @@ def create(
         StateError: the folder is in use, damaged or read-only, or its peer or run is open unsaved.
         TermsError: the platform's terms were not accepted.
         TunnelError, SecretError, PortError: the tunnel, its token, or the port cannot be used.
-        BucketError: the mailbox is a folder that cannot be made.
+        BucketError: the mailbox is a folder that cannot be made, or a bucket that refuses this peer or is away.
+        JoinError: the mailbox lacks the run that ``state_dir`` saves.
     """
     platforms.require_terms(accept_terms)
     swarm = _open_in(state_dir)
@@ -84,7 +88,7 @@ def create(
             if swarm is not None:
                 _check_same(swarm, store, options, access=access, allow=allow, mailbox=mailbox)
                 return swarm
-        if mailbox:
+        if mailbox and saved is None:
             prepare(mailbox)
         options = _with_key_file(options, store)
         identity = _identity_of(options)
@@ -133,8 +137,8 @@ def join(
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
-        JoinError: none of the peers it names could be reached, or this peer is not admitted.
-        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`.
+        JoinError: no peer that it names could be reached or admits this one, or its mailbox lacks the run.
+        ValueError, BucketError, StateError, TermsError, TunnelError, SecretError: see `create`.
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))
@@ -323,8 +327,12 @@ def _open(
     runtime = Runtime.shared()
     here = platforms.platform()
     saved = None if store is None else store.saved
+    behind_s = 0.0
     if access.mailbox:
         options = options.without_links()
+        begins = saved is None and access.invitation is None
+        writes = access.invitation is None or access.invitation.role >= Role.WORKER
+        behind_s = runtime.call(Bucket(access.mailbox, access.run_id).enter(begins=begins, writes=writes))
     clock = platforms.SessionClock.of(
         here, options.session_hours, age_s=platforms.session_age_s(), now=runtime.time()
     )
@@ -343,7 +351,7 @@ def _open(
     # a tunnel's token may have to be typed, which only the user's thread can ask for
     if isinstance(options.tunnel, str):
         options = replace(options, tunnel=settings_of(options.tunnel))
-    services, network = runtime.call(_start(access, identity, name, options, store))
+    services, network = runtime.call(_start(access, identity, name, options, store, behind_s))
     _open_swarms.difference_update({swarm for swarm in _open_swarms if swarm.left})
     swarm = Swarm(runtime, services, access.run_id, name, network)
     if clock is not None:
@@ -374,19 +382,28 @@ async def _start(
     identity: Identity,
     name: str,
     options: NetworkOptions,
-    store: PeerStore | None = None,
+    store: PeerStore | None,
+    behind_s: float,
 ) -> tuple[PeerServices, NetworkSession]:
     events = EventLog()
+
+    def wall_clock() -> float:
+        return time.time() + behind_s
+
+    advice = clock_advice(behind_s, access.mailbox)
+    if advice:
+        logger.warning("%s", advice)
+        events.emit(Notice(loop_now(), advice))
     former_port = 0
     if store is not None and store.saved is not None and options.listen:
         former_port = store.saved.port
     try:
-        node = await _start_node(access, identity, options, options.port or former_port, events)
+        node = await _start_node(access, identity, options, options.port or former_port, events, wall_clock)
     except OSError:
         # another program uses the former port now, so old invitations stop working
         if not former_port:
             raise
-        node = await _start_node(access, identity, options, options.port, events)
+        node = await _start_node(access, identity, options, options.port, events, wall_clock)
     try:
         services = assemble(node, access.run_id, events, random.SystemRandom(), mailbox=access.mailbox)
         network = NetworkSession(node, access, options, services)
@@ -402,7 +419,12 @@ async def _start(
 
 
 async def _start_node(
-    access: RunAccess, identity: Identity, options: NetworkOptions, port: int, events: EventLog
+    access: RunAccess,
+    identity: Identity,
+    options: NetworkOptions,
+    port: int,
+    events: EventLog,
+    wall_clock: Callable[[], float],
 ) -> Node:
     settings = NodeSettings(
         access.run_id,
@@ -413,7 +435,7 @@ async def _start_node(
         upload_bps=_bps(options.upload_mbit_s),
         download_bps=_bps(options.download_mbit_s),
     )
-    return await Node.start(identity, settings, events, admission=access.admission)
+    return await Node.start(identity, settings, events, admission=access.admission, wall_clock=wall_clock)
 
 
 def _bps(mbit_s: float | None) -> float | None:

@@ -50,6 +50,10 @@ from colab_swarm.trust.authority import (
 from colab_swarm.trust.contributions import PUBLISH_S, Contributions, TallyRow
 
 logger = logging.getLogger(__name__)
+_SET_CLOCK = (
+    "set it (Linux: `sudo timedatectl set-ntp true`; Windows, macOS: switch on automatic time in the settings; "
+    "Colab, Kaggle: restart the runtime)"
+)
 REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
 CALL_TIMEOUT_S = 10.0
@@ -57,18 +61,21 @@ RETRY_S = 30.0
 MAX_RETRY_S = 600.0
 
 
-def clock_advice(behind_s: float) -> str:
-    """Return what to say of a clock ``behind_s`` behind the others' (negative: ahead); empty if little."""
+def clock_advice(behind_s: float, mailbox: str = "") -> str:
+    """Return what to say of a clock ``behind_s`` behind the others' (negative: ahead); empty if little.
+
+    With the address of a ``mailbox``, it is behind the clock of that store, which `RunAccess` goes by.
+    """
     if abs(behind_s) <= REPORT_S:
         return ""
     way = "behind" if behind_s > 0 else "ahead of"
-    text = f"this machine's clock is {in_words(abs(behind_s))} {way} the other peers'"
+    whose = f"that of {mailbox}" if mailbox else "the other peers'"
+    text = f"this machine's clock is {in_words(abs(behind_s))} {way} {whose}"
+    if mailbox:
+        return f"{text}: compensated in this run, but {_SET_CLOCK}"
     if abs(behind_s) <= SLACK_S:
         return f"{text}: compensated, you need to do nothing"
-    return (
-        f"{text}: beyond 10 minutes they refuse its signatures; set it (Linux: `sudo timedatectl set-ntp true`; "
-        "Windows, macOS: switch on automatic time in the settings; Colab, Kaggle: restart the runtime)"
-    )
+    return f"{text}: beyond 10 minutes they refuse its signatures; {_SET_CLOCK}"
 
 
 class RunMember:

@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 
 from colab_swarm.errors import BucketAway, BucketError
 from colab_swarm.mailbox import bucket as module
-from colab_swarm.mailbox.bucket import MEMORY, Bucket, MemoryStore
+from colab_swarm.mailbox.bucket import MEMORY, Bucket, MemoryStore, prepare
 
 NAME = "my run-0/a model"
 
@@ -71,8 +71,11 @@ def at(port: int, host: str = "127.0.0.1") -> str:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
     if request.param == "s3":
         return Bucket(request.getfixturevalue("s3"), NAME)
-    folder = f"memory://{tmp_path}" if request.param == "memory" else f"file://{tmp_path}/{request.param}"
-    return Bucket(folder, NAME)
+    if request.param == "memory":
+        return Bucket(f"memory://{tmp_path}", NAME)
+    address = f"file://{tmp_path}/{request.param}"
+    prepare(address)
+    return Bucket(address, NAME)
 
 
 async def test_the_verbs(place: Bucket) -> None:
