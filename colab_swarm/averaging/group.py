@@ -9,7 +9,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import and_
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -81,6 +83,7 @@ class RoundRefused(PeerError):
 
 
 _Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
+_Flags = Annotated[bytes, msgspec.Meta(max_length=8192)]  # a bit a tensor; empty: none is set
 
 
 class RoundTerms(Message, frozen=True):
@@ -110,6 +113,7 @@ class Ticket(Message, frozen=True):
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
     metered: bool = False  # by a relay or a tunnel: it reduces only in a group whose reducers all are
+    unused: _Flags = b""  # the tensors for which it has no gradient
     samples: float = 0.0  # of which it contributes the mean, for people and for the batch
 
 
@@ -120,17 +124,30 @@ class GroupMember(Message, frozen=True):
     addresses: tuple[str, ...]
     weight: float
     share: float
-    reduces: bool = True  # these five as in its ticket
+    reduces: bool = True  # these six as in its ticket
     upload_bps: float | None = None
     download_bps: float | None = None
     assists: bool = False
     metered: bool = False
+    unused: _Flags = b""
     samples: float = 0.0
 
 
-def offer_of(peer: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool, bool]:
+def offer_of(peer: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool, bool, bytes]:
     """Return what a peer offers to the round, as its ticket and its entry in the group both say it."""
-    return peer.reduces, peer.upload_bps, peer.download_bps, peer.assists, peer.metered
+    return peer.reduces, peer.upload_bps, peer.download_bps, peer.assists, peer.metered, peer.unused
+
+
+def bits_of(flags: Sequence[bool]) -> bytes:
+    """Return the flags as bits, the first one lowest; empty if none is set."""
+    number = sum(1 << index for index, flag in enumerate(flags) if flag)
+    return number.to_bytes(-(-number.bit_length() // 8), "little")
+
+
+def flags_of(bits: bytes, count: int) -> list[bool]:
+    """Return the first ``count`` flags of `bits_of`."""
+    number = int.from_bytes(bits, "little")
+    return [bool(number >> index & 1) for index in range(count)]
 
 
 class Group(Message, frozen=True):
@@ -153,6 +170,13 @@ class Group(Message, frozen=True):
             if member.id == peer:
                 return index
         return None
+
+    @property
+    def unused(self) -> bytes:
+        """The bits of the tensors for which no contribution has a gradient."""
+        masks = [int.from_bytes(member.unused, "little") for member in self.members if member.weight]
+        number = reduce(and_, masks, masks[0] if masks else 0)
+        return number.to_bytes(-(-number.bit_length() // 8), "little")
 
     def spans(self) -> list[Span]:
         """Return each member's span; raises ValueError for invalid shares."""

@@ -24,9 +24,8 @@ from colab_swarm.mailbox.view import Wait
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.records import ProgressRecord, differing
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, Rounds, StepTaken, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,10 @@ class BucketRounds(Rounds):
         await journal.bucket.require_conditional_writes()
         schema = self.model.schema
         agreed = self.progress.known.own.agreement
-        theirs = await journal.read_card(journal.signed(Card, schema=schema, agreement=agreed))
+        wish = self.settings.min_peers
+        theirs = await journal.read_card(
+            journal.signed(Card, schema=schema, agreement=agreed, min_peers=wish or 1)
+        )
         differences = differing(theirs.agreement, agreed)
         require(
             not differences and theirs.schema == schema,
@@ -69,6 +71,7 @@ class BucketRounds(Rounds):
             "pass another name=… to swarm.optimizer(…)",
             MismatchError,
         )
+        self._follower.min_peers = wish or theirs.min_peers
 
     async def stop(self) -> None:
         if self._saving is not None:
@@ -117,13 +120,13 @@ class BucketRounds(Rounds):
         self.services.events.emit(StateReceived(loop_now(), state.step, donors, state.size_bytes, seconds))
         return snapshot, self._means(rounds)
 
-    def _means(self, rounds: Sequence[ClosedRound]) -> Iterator[Floats]:
+    def _means(self, rounds: Sequence[ClosedRound]) -> Iterator[Mean]:
         values = np.empty(self.model.numel, np.float32)
         for closed in rounds:
-            yield self._journal.mean(closed, values)
+            yield Mean(self._journal.mean(closed, values))
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        """Do nothing: rounds go on from the chain that `take_state` has read."""
+        self.comparison.on_loaded(donors)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
         text = f"the state of {', '.join(map(short, donors))} does not load"
@@ -137,6 +140,11 @@ class BucketRounds(Rounds):
         self._refused = None
         if refused is not None:
             raise refused
+        self.comparison.check()
+
+    @property
+    def enough_peers(self) -> bool:
+        return True  # the first round waits for them, as nobody is online with this peer
 
     def on_batch(self, samples: float) -> None:
         super().on_batch(samples)
@@ -158,12 +166,14 @@ class BucketRounds(Rounds):
         bytes_before = self.bucket_bytes
         try:
             round = await self._follower.write(contribution, self.progress.known.own)
+            if self._follower.min_peers > 1:
+                self.tell_begin(self._follower.min_peers, [self.progress.known.own.name])
             while (end := await self._follower.next_round(contribution, round)) is not None:
                 moved = [now - then for now, then in zip(self.bucket_bytes, bytes_before, strict=True)]
                 result = _result(end.closed, moved, loop_now() - began_at)
                 mean = await asyncio.to_thread(self._journal.mean, end.closed, contribution.vector.values)
                 self._closed = end.closed
-                yield RoundOutcome(mean, result, counted=end.counted, over=end.over)
+                yield RoundOutcome(Mean(mean), result, counted=end.counted, over=end.over)
                 if end.over:
                     if contribution.weight and not end.counted:
                         self.services.events.emit(BatchDropped(loop_now(), _dropped(round, end)))
@@ -174,10 +184,12 @@ class BucketRounds(Rounds):
         except BucketError as error:
             self._refused = error
 
-    async def on_applied(self, outcome: RoundOutcome) -> None:
+    async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
         closed = self._closed
         assert closed is not None
         self._learn(closed)
+        self._compare(closed)
+        self.comparison.on_sketch(taken.sketch)
         self.services.averager.on_round(outcome.result)
         if closed.after.round % STATE_ROUNDS == 0:
             snapshot = None
@@ -200,6 +212,17 @@ class BucketRounds(Rounds):
         self._members.on_round(closed)
         self._show_members()
         self._journal.reader.readings.forget(closed)
+
+    def _compare(self, closed: ClosedRound) -> None:
+        """Compare what the contributions to a round say of their members' rates and states with this peer's."""
+        round = closed.manifest.round
+        rates = {}
+        for contribution in closed.contributions.values():
+            head = contribution.head
+            if head.round == round and head.rates:
+                rates[head.member] = head.rates
+        self.comparison.compare_rates(rates, round)
+        self.comparison.compare_states()
 
     def _tell_late(self, chain: RoundChain, wait: Wait, waited_s: float) -> None:
         names = ", ".join(map(self._members.name_of, sorted(wait.late_members)))

@@ -63,6 +63,8 @@ class ChainFollower:
     - ``chain``: `begin` sets it, each `on_round` moves it on; None: not read yet, or a look found that others left it
       behind.
     - ``later``: a state that a look found; `begin` forgets it.
+    - ``min_peers``: contributors without whom this peer closes no round. `BucketRounds` sets it, and the first
+      `on_round` with so many resets it to 1.
     - ``_last``: the round before the chain's, by each `on_round`; None after `begin`.
     - ``_own``: `write` sets it, each look its fields; None again when it is over, and after `begin`.
     - ``_followed_at``: when this peer learnt of the last manifest, by `begin` and `on_round`.
@@ -80,6 +82,7 @@ class ChainFollower:
         """``on_late`` is called once with a round that takes longer than usual, and how long this peer waits for it."""
         self.chain: RoundChain | None = None
         self.later: tuple[RoundChain, Snapshot] | None = None
+        self.min_peers = 1
         self._me = me
         self._journal = journal
         self._until = until
@@ -108,6 +111,8 @@ class ChainFollower:
         self.chain = closed.after
         self._last = closed
         self._followed_at = loop_now()
+        if len(closed.after.members) >= self.min_peers:
+            self.min_peers = 1
 
     async def write(self, contribution: RoundInput, record: ProgressRecord) -> int:
         """Write the contribution, and return its round; one that no manifest lists yet goes first."""
@@ -146,6 +151,8 @@ class ChainFollower:
             seconds=loop_now() - self._followed_at + self._upload_s,
             name=record.name[:100],
             loss=contribution.loss,
+            rates=record.rates,
+            sketch=record.sketch,
         )
 
     async def next_round(self, contribution: RoundInput, round: int) -> Counted | None:
@@ -204,7 +211,7 @@ class ChainFollower:
         """Look at the bucket, and return what to do next."""
         journal = self._journal
         branches = await journal.look(chain)
-        view = RoundView(chain, branches, self._last, self._own_place(chain, branches))
+        view = RoundView(chain, branches, self._last, self._own_place(chain, branches), self.min_peers)
 
         def ask() -> Decision | Step:
             return view.next_action(journal.bucket.now(), close_at)

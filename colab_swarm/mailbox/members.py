@@ -63,5 +63,6 @@ class LastMembers:
                 reduces=False,
                 name=head.name,
                 loss=head.loss,
+                sketch=head.sketch,
             )
         return records

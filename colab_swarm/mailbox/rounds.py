@@ -24,8 +24,9 @@ from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, Signed
 from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats, codec_of
-from colab_swarm.training.records import Agreement
+from colab_swarm.training.records import Agreement, Rates
 from colab_swarm.training.settings import HEAVIEST
+from colab_swarm.training.sketch import StateSketch
 
 H = TypeVar("H", bound="Statement")
 PIECE = BLOCK_VALUES * MAX_BLOCKS  # values that are encoded at once
@@ -85,6 +86,9 @@ class Card(Statement, frozen=True, kw_only=True):
 
     schema: bytes
     agreement: Agreement
+    min_peers: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)] = (
+        1  # whose contributions the first round needs
+    )
     # of the rules by which rounds close; peers of another version do not find the card's signature right
     version: int = 2
 
@@ -100,6 +104,8 @@ class PseudoGradient(Statement, frozen=True, kw_only=True):
     seconds: Figure  # since it knew that manifest, and of its last upload: a usual round has both
     name: Annotated[str, msgspec.Meta(max_length=100)]  # for people
     loss: float | None = None
+    rates: Rates = ()  # as in `ProgressRecord`
+    sketch: StateSketch | None = None  # of the member's state at that manifest, every few rounds
 
 
 class Farewell(Statement, frozen=True, kw_only=True):

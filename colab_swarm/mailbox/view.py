@@ -7,9 +7,10 @@
    it does if it would build that round without most members, and they may follow another manifest.
 3. If a manifest closes the round, the peer *follows* it.
 4. If a later round has a manifest, the peer may have slept. It *seeks a state* that is later, and loads it.
-5. If the round is due, the peer *closes* it with a manifest of all contributions that can be read. But not if
+5. If the run begins with more peers than contribute, the peer *waits* for them.
+6. If the round is due, the peer *closes* it with a manifest of all contributions that can be read. But not if
    a manifest is there that others follow, or one that they may still follow as it is young.
-6. Else it *waits*.
+7. Else it *waits*.
 
 An action `Read` or `Reject` is a step: do it, and ask the same view again.
 """
@@ -34,6 +35,7 @@ from colab_swarm.net.peers import PeerId
 # between two looks at the bucket
 LEAST_PAUSE_S = 0.5
 MOST_PAUSE_S = 60.0
+_BEGIN_PAUSE_S = 5.0  # at most, while the run waits for its first peers
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class RoundView:
     branches: Branches
     last: ClosedRound | None = None  # the round before; None where the chain is a state's
     own: StoredObject | None = None  # the peer's contribution that no manifest lists yet
+    min_peers: int = 1  # contributors without whom this peer closes no round
     later_state: bool | None = None  # whether there is a state later than the chain; None: not sought yet
 
     def next_action(self, now: float, close_at: float = -math.inf) -> Decision | Step:
@@ -109,6 +112,8 @@ class RoundView:
             return SeekState()
         if self.is_late and self.later_state:
             return LoadState()
+        if len(self._present) < self.min_peers:
+            return Wait(min(self._pause_s(now, math.inf), _BEGIN_PAUSE_S))
         due_at = max(self.due_at, self.reopens_at)
         if now < max(due_at, close_at):
             return self._wait(now, due_at)

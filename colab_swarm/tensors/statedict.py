@@ -47,6 +47,7 @@ KINDS = {
     "bfloat16": ("BF16", 2),
     "float32": ("F32", 4),
     "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
 _TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 

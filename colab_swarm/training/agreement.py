@@ -1,15 +1,24 @@
 """The settings that all peers of a collaboration must share: each publishes its own, and compares before it trains."""
 
-from collections.abc import Iterable
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from blake3 import blake3
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from colab_swarm.markup import count, plain
 from colab_swarm.training.digests import digest_of
 from colab_swarm.training.flat import layout_of
+from colab_swarm.training.records import MAX_PAIR_TEXT
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import TrainingSettings
+
+# What is no option of a group, and options that say how a step is computed, not what it does.
+_NOT_COMPARED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
 def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[str, str], ...]:
@@ -21,6 +30,7 @@ def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[st
         "model": f"{replica.numel:,} trained values in {len(trained)} tensors (layout {layout})",
         "frozen base": _frozen_base(rule.model, replica.model),
         "optimizer": type(rule.optimizer).__name__,
+        "optimizer options": _options(rule.optimizer, rule.scheduler),
         "learning rate": _learning_rates(rule.optimizer),
         "scheduler": "",
         "max_grad_norm": "",
@@ -47,25 +57,75 @@ def _learning_rates(optimizer: Optimizer) -> str:
     return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
 
+def _options(optimizer: Optimizer, scheduler: LRScheduler | None) -> str:
+    """Return a digest of the groups' options, and as text those that differ from the class's defaults."""
+    defaults = _defaults(type(optimizer))
+    skipped = {*_NOT_COMPARED, "lr"}
+    if getattr(scheduler, "cycle_momentum", False):
+        skipped |= {"momentum", "betas"}
+    exact = []
+    texts = Counter[str]()
+    for group in optimizer.param_groups:
+        options = {name: _plain(group[name]) for name in sorted(defaults.keys() & group.keys() - skipped)}
+        exact.append((options, [tuple(parameter.shape) for parameter in group["params"]]))
+        chosen = [f"{name}={value}" for name, value in options.items() if value != _plain(defaults[name])]
+        texts[" ".join(chosen) or "defaults"] += len(group["params"])
+    text = ", ".join(texts)
+    if len(texts) > 1:
+        text = ", ".join(f"{options} ({count(number, 'tensor')})" for options, number in texts.items())
+    return plain(f"{blake3(repr(exact).encode()).hexdigest(4)}: {text}", MAX_PAIR_TEXT)
+
+
+def _defaults(kind: type) -> Mapping[str, Any]:
+    """Return the options of an optimizer's class with their defaults; those of its bases if it passes any on."""
+    defaults: dict[str, Any] = {}
+    for base in kind.__mro__:
+        initializer = vars(base).get("__init__")
+        if not inspect.isfunction(initializer):
+            continue
+        parameters = inspect.signature(initializer).parameters.values()
+        for parameter in parameters:
+            defaults.setdefault(parameter.name, parameter.default)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return defaults
+
+
+def _plain(value: object) -> str:
+    """Return an option as text, equal for equal numbers of different types."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_plain, value))})"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{float(value):.6g}"
+    return str(value)
+
+
 def _frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
-    """Return a digest and the size of the parameters that are not trained; empty without any."""
+    """Return a digest and the size of the parameters that nothing trains; empty without any.
+
+    Of those that another optimizer may train, as they take gradients, only the layout counts.
+    """
     if model is None:
         return ""
     skipped = {id(parameter) for parameter in trained}
     frozen = {}
     kinds = set()
     layout = []
+    numel = 0
     for name, parameter in model.named_parameters():
         if id(parameter) in skipped:
             continue
         # prefixes of DataParallel and torch.compile
         name = name.removeprefix("module.").removeprefix("_orig_mod.")
-        frozen[name] = parameter
+        if not parameter.requires_grad:
+            frozen[name] = parameter
+        numel += parameter.numel()
         kinds.add(str(parameter.dtype).removeprefix("torch."))
         quantization = getattr(parameter, "quant_type", "")
         layout.append((name, tuple(parameter.shape), parameter.dtype, quantization))
-    if not frozen:
+    if not layout:
         return ""
     base = blake3(repr(layout).encode() + digest_of(frozen.values())).hexdigest(4)
-    numel = sum(parameter.numel() for parameter in frozen.values())
     return f"{base}: {numel:,} values in {', '.join(sorted(kinds))}"

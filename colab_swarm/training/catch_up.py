@@ -10,9 +10,8 @@ from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import Progress, next_lineage
-from colab_swarm.training.rounds import CaughtUp
+from colab_swarm.training.rounds import CaughtUp, Mean
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import DonorsSilent
 
@@ -33,7 +32,7 @@ class _Follower(Protocol):
     async def refresh(self) -> None: ...
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot: ...
     async def wait_called(self) -> None: ...
-    async def follow_round(self) -> dict[tuple[int, bytes], Floats]: ...
+    async def follow_round(self) -> dict[tuple[int, bytes], Mean]: ...
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None: ...
 
 
@@ -47,7 +46,7 @@ class CatchUp:
         self._rounds = rounds
         self._capacity = capacity
         self._has_state = has_state
-        self._means: dict[tuple[int, bytes], Floats] = {}  # by the step and lineage that they are applied to
+        self._means: dict[tuple[int, bytes], Mean] = {}  # by the step and lineage that they are applied to
         self._between_rounds = asyncio.Lock()
 
     async def run(self) -> CaughtUp | None:
@@ -117,11 +116,11 @@ class CatchUp:
     async def _complete(self, snapshot: Snapshot) -> CaughtUp:
         step = snapshot.manifest.step
         lineage = snapshot.manifest.subject
-        means: list[Floats] = []
+        means: list[Mean] = []
         while (mean := self._means.get((step, lineage))) is not None:
             means.append(mean)
             step = step + 1
-            lineage = next_lineage(lineage, mean)
+            lineage = next_lineage(lineage, mean.values)
         await self._rounds.refresh()
         branch = self._rounds.progress.election.branch()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)

@@ -13,7 +13,7 @@ from colab_swarm.errors import PeerError
 from colab_swarm.events import BatchDropped, Loaded, StepFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, StepTaken
 from colab_swarm.training.settings import RoundInput
 from colab_swarm.training.trainer_state import TrainerEvent, TrainerState, next_state
 
@@ -41,6 +41,7 @@ class Collaboration:
         self._services = rounds.services
         self._aside = False  # a round runs beside the trainer, which computes on
         self._steps_alone = 0  # since the last round
+        self._complete = False  # whether enough peers have trained at the same time, for the first step
 
     def _enter(self, event: TrainerEvent) -> None:
         self.state = next_state(self.state, event)
@@ -81,13 +82,31 @@ class Collaboration:
         elif not paused and self.state is TrainerState.PAUSED:
             self._enter(TrainerEvent.RESUMED)
 
-    async def report(self, samples: float, *, dropped: str | None = None) -> Due:
+    async def wait_for_peers(self, deadline: float) -> bool:
+        """Wait before the first step until enough peers train, or the ``deadline`` (loop time); return if they do."""
+        if self._complete or self.progress.known.own.syncing:
+            return True
+        self.rounds.check()
+        if self.rounds.enough_peers:
+            self._complete = True
+            return True
+        self.rounds.throughput.wait()
+        try:
+            await self.rounds.wait_for_peers(deadline)
+        finally:  # also if the user interrupts the wait; it says nothing of the micro-batch's time
+            self.rounds.throughput.active_at = loop_now()
+        return False
+
+    async def report(self, samples: float, *, dropped: str | None = None, changed: bool = False) -> Due:
         """Count a micro-batch and return what to do next; ``dropped``: why it does not count.
+
+        ``changed``: the parameters were changed outside a step.
 
         Raises `MismatchError` if most others train with other settings.
         """
         if self._services.pace is not None:
             await asyncio.sleep(self._services.pace(samples))
+        self.progress.known.update(changed=changed)
         self.rounds.check()
         self.on_gate()
         self._enter(TrainerEvent.REPORTED)
@@ -149,6 +168,7 @@ class Collaboration:
             return Due.NOTHING
         # A round that hangs must not turn into a contribution of hundreds of local steps.
         if self._aside and self._steps_alone >= settings.local_steps:
+            self.rounds.throughput.wait()
             return Due.LANDING
         steps = self.rounds.samples(now, aside=self._aside) / settings.target_batch_size
         if steps < self._steps_alone + 1:
@@ -187,6 +207,8 @@ class Collaboration:
             if aside and not over:
                 known.update(samples=known.own.samples + contribution.samples)  # for the next try
             self._aside = False
+            if aside and self.rounds.throughput.waiting:
+                self.rounds.throughput.work(loop_now())
             self.on_gate()
             known.news.set()
         if not (over or aside):
@@ -202,22 +224,23 @@ class Collaboration:
         if not self._aside:
             self.rounds.throughput.work(loop_now())
 
-    async def on_applied(self, outcome: RoundOutcome, lineage: bytes) -> None:
-        """Move one step further: the trainer took a step with the mean, and has this lineage now."""
+    async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
+        """Move one step further: the trainer took a step with the mean."""
         self._enter(TrainerEvent.APPLIED)
         known = self.progress.known
         # Samples that a trainer computed beside its round, or before its own round is over, count for the next.
         keeps = self._aside or not outcome.over
         if not keeps:
             self._steps_alone = 0
-        known.advance(lineage, samples=known.own.samples if keeps else 0.0)
+        samples = known.own.samples if keeps else 0.0
+        known.advance(taken.lineage, samples=samples, rates=taken.rates)
         known.urgent.set()
         result = outcome.result
         now = loop_now()
         step = known.own.step
-        self.progress.on_round(result.announced, step, lineage, samples=result.samples, now=now)
+        self.progress.on_round(result.announced, step, taken.lineage, samples=result.samples, now=now)
         self._services.events.emit(StepFinished(now, step, sum(result.samples.values()), known.own.loss))
-        await self.rounds.on_applied(outcome)
+        await self.rounds.on_applied(outcome, taken)
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the swarm's state, or None if this peer's own state counts.

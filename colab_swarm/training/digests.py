@@ -9,6 +9,7 @@ from blake3 import blake3
 from torch.optim import Optimizer
 
 from colab_swarm.tensors.statedict import flatten
+from colab_swarm.training.flat import reals
 from colab_swarm.training.records import LINEAGE_BYTES
 from colab_swarm.training.sketch import PROJECTIONS
 
@@ -46,7 +47,7 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
     blocks: list[torch.Tensor] = []
     for tensor in tensors:
-        blocks += torch.split(tensor.flatten(), _SIGNS)
+        blocks += torch.split(reals(tensor).flatten(), _SIGNS)
     # The first signs are of the values within a block, the last ones of the blocks.
     count = (_SIGNS + len(blocks)) * PROJECTIONS
     bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
@@ -54,5 +55,5 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     sums = torch.zeros(PROJECTIONS)
     for block, sign in zip(blocks, signs[_SIGNS:], strict=True):
         sums += sign * (block.float() @ signs[: len(block)].to(block.device)).cpu()
-    norm = math.hypot(*(float(tensor.norm(dtype=torch.float32)) for tensor in tensors))
+    norm = math.hypot(*(float(reals(tensor).norm(dtype=torch.float32)) for tensor in tensors))
     return [norm, *(sums / (norm or 1.0)).tolist()]

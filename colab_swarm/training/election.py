@@ -12,14 +12,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
 from colab_swarm.net.patience import LeftOut
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.training.known import KnownRecords
-from colab_swarm.training.records import PLAUSIBLE, differing
+from colab_swarm.training.records import PLAUSIBLE, Rates, differing
 from colab_swarm.training.sketch import StateSketch
 
 DISTRUST_S = 300.0  # at first
@@ -29,6 +29,9 @@ _SEEN_S = 6 * 3600.0  # after the last common round it loses the vote
 FEW_STEPS = 4  # lead of the others that is always believed
 RECENT_S = 600.0  # a peer with a vote and no common round in this time has left
 _TIE = 0.01  # weight of all votes that decide ties only
+
+_VOTE_DIGITS = 6  # sums of votes differ by rounding
+_RATE_TOLERANCE = 1e-6  # of learning rates, relative
 
 C = TypeVar("C")
 
@@ -51,6 +54,12 @@ def _median_step(steps: Iterable[tuple[int, float]]) -> int:
         if reached >= half > 0:
             return step
     return ahead[-1][0]  # the votes weigh nothing, or their sums differ by rounding
+
+
+def equal_rates(rates: Rates, others: Rates) -> bool:
+    return len(rates) == len(others) and all(
+        math.isclose(rate, other, rel_tol=_RATE_TOLERANCE) for rate, other in zip(rates, others, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -185,18 +194,52 @@ class Election:
         elected = most_voted((choice for choice in agreements if choice[0]), ())
         return differing(elected, own.agreement) if elected else ""
 
-    def sketches(self) -> tuple[dict[PeerId, StateSketch], dict[PeerId, float]]:
-        """Return the other trainers' sketches and votes; the authority outvotes all others."""
+    def rates(self) -> dict[PeerId, Rates]:
+        """Return the learning rates of the trainers at this peer's step and lineage, its own included."""
+        own = self._known.own
+        rates: dict[PeerId, Rates] = {}
+        for peer, record in self._known.all.items():
+            here = (record.step, record.lineage) == (own.step, own.lineage)
+            if here and record.rates and record.computes and peer not in self._no_vote:
+                rates[peer] = record.rates
+        return rates
+
+    def sketches(self, own: StateSketch | None) -> tuple[dict[PeerId, StateSketch], dict[PeerId, float]]:
+        """Return the other trainers' sketches of the own one's step, and votes; the authority outvotes all others."""
         sketches: dict[PeerId, StateSketch] = {}
         for peer, record in self._known.others.items():
-            if record.sketch and peer not in self._no_vote:
-                sketches[peer] = record.sketch
-        votes = self._votes(sketches)
-        for peer in sketches:
+            sketch = record.sketch
+            if sketch and own and sketch.is_of_step(own) and peer not in self._no_vote:
+                sketches[peer] = sketch
+        return sketches, self._weights(sketches)
+
+    def _weights(self, voters: Iterable[PeerId]) -> dict[PeerId, float]:
+        """Return the `_votes`, but those of the run's authority are more than all others."""
+        votes = self._votes(voters)
+        for peer in votes:
             author = self._known.found.get(peer)
             if author is not None and author.role >= Role.AUTHORITY:
-                votes[peer] += len(sketches)
-        return sketches, votes
+                votes[peer] += len(votes)
+        return votes
+
+    def senior(self, views: Mapping[PeerId, C], agree: Callable[[C, C], bool]) -> PeerId | None:
+        """Return a peer whose view most votes share; None if not more than half of the trainers' votes are known.
+
+        Of equal votes, those of a peer win that changed nothing by its own account, then those of the first to join.
+        """
+        records = self._known.all
+        branch = self.branch().peers
+        trainers = {peer for peer in branch if records[peer].computes}
+        votes = self._weights(sorted(trainers | views.keys()))
+        if 2 * sum(votes[peer] for peer in views) <= sum(votes.values()):
+            return None
+
+        def standing(peer: PeerId) -> tuple[float, bool, float, PeerId]:
+            shared = sum(votes[other] for other in sorted(views) if agree(views[peer], views[other]))
+            record = records[peer]
+            return -round(shared, _VOTE_DIGITS), record.changed, record.joined_at, peer
+
+        return min(views, key=standing)
 
     def account_of(self, peer: PeerId) -> bytes:
         """Return the account that bears the waits for a peer: its own once it has a vote, else its voucher's."""

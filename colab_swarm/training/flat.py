@@ -1,9 +1,9 @@
 """A model's trained tensors as one flat float32 vector, and an optimizer's step with such a vector.
 
-Small tensors, such as biases, are at the front, where a codec may encode them finer.
+Small tensors, such as biases, are at the front, where a codec may encode them finer. A complex value is two.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,26 @@ _NORM_SLACK = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
 
 def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter with its part of the flat vector, a view; small ones come first."""
+    """Return each parameter with its part of the flat vector, a view shaped as its `reals`; small ones come first."""
     ordered = sorted(parameters, key=_is_large)
-    sizes = [parameter.numel() for parameter in ordered]
+    sizes = [reals(parameter).numel() for parameter in ordered]
     if values.shape != (sum(sizes),):
         raise ValueError(f"expected a flat vector of {sum(sizes)} values, got shape {values.shape}")
     flat = torch.split(torch.from_numpy(values), sizes)
-    return [(parameter, part.view(parameter.shape)) for parameter, part in zip(ordered, flat, strict=True)]
+    return [
+        (parameter, part.view(reals(parameter).shape)) for parameter, part in zip(ordered, flat, strict=True)
+    ]
+
+
+def reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor's real values: one more dimension, of 2, if it is complex."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach())
+    return tensor
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
-    return tensor.numel() >= SMALL_VALUES
+    return reals(tensor).numel() >= SMALL_VALUES
 
 
 def small_values(tensors: Iterable[torch.Tensor]) -> int:
@@ -37,7 +46,7 @@ def small_values(tensors: Iterable[torch.Tensor]) -> int:
     count = 0
     for tensor in tensors:
         if not _is_large(tensor):
-            count += tensor.numel()
+            count += reals(tensor).numel()
     return count
 
 
@@ -54,6 +63,8 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the optimizer's trained parameters, in order; raises ValueError without any."""
     trained = [parameter for parameter in tensors_of(optimizer) if parameter.requires_grad]
     require(trained, "the optimizer has no parameter that requires a gradient: nothing to train")
+    doubles = any(parameter.dtype == torch.complex128 for parameter in trained)
+    require(not doubles, "complex128 parameters are not averaged: train the model in complex64")
     return trained
 
 
@@ -83,33 +94,43 @@ def _in_main_memory(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def set_gradients(parameters: Iterable[torch.Tensor], values: Floats, *, shared: bool = False) -> None:
-    """Set the parameters' gradients to copies of ``values``; ``shared``: to views, where the type is the same."""
+def set_gradients(
+    parameters: Sequence[torch.Tensor], values: Floats, unused: Sequence[bool] = (), *, shared: bool = False
+) -> None:
+    """Set the parameters' gradients to copies of ``values``; ``shared``: to views, where the type is the same.
+
+    ``unused`` ones, by a flag for each parameter, get none.
+    """
+    skipped = {id(parameter) for parameter, flag in zip(parameters, unused, strict=False) if flag}
     for parameter, part in parts(parameters, values):
+        if id(parameter) in skipped:
+            continue
         if shared and (parameter.dtype, parameter.device) == (part.dtype, part.device):
             parameter.grad = part
         else:
-            parameter.grad = torch.empty_like(parameter).copy_(part)
+            parameter.grad = torch.empty_like(parameter)
+            reals(parameter.grad).copy_(part)
 
 
 def take_step(
     optimizer: Optimizer,
     parameters: list[torch.Tensor],
     gradient: Floats,
+    unused: Sequence[bool] = (),
     *,
     max_grad_norm: float | None,
     ours: bool,
 ) -> None:
-    """Step with a flat gradient, clipped to ``max_grad_norm``.
+    """Step with a flat gradient, clipped to ``max_grad_norm``; ``unused`` parameters, by flag, stay as they are.
 
     It is not changed, as other peers may be reading it, unless it is ``ours``.
     """
     try:
-        set_gradients(parameters, gradient, shared=ours or only_reads(optimizer))
+        set_gradients(parameters, gradient, unused, shared=ours or only_reads(optimizer))
         if max_grad_norm is not None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             if norm + _NORM_SLACK > max_grad_norm:
-                set_gradients(parameters, gradient, shared=ours)
+                set_gradients(parameters, gradient, unused, shared=ours)
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         optimizer.step()
     finally:

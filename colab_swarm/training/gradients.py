@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from colab_swarm.averaging.group import bits_of, flags_of
 from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.flat import parts
+from colab_swarm.training.flat import parts, reals
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
 
@@ -57,12 +58,12 @@ def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
     )
 
 
-def _trainable(replica: Replica) -> int:
-    """Return how many parameters take gradients now."""
+def _trainable(replica: Replica) -> list[bool]:
+    """Return which parameters take gradients now."""
     parameters: Iterable[torch.Tensor] = replica.model
     if replica.rule.model is not None:
         parameters = replica.rule.model.parameters()
-    return sum(parameter.requires_grad for parameter in parameters)
+    return [parameter.requires_grad for parameter in parameters]
 
 
 class Gradients:
@@ -96,7 +97,12 @@ class Gradients:
         self.samples = 0.0
         self.weight = 0.0
         self._since = 0.0  # weight since the last local step
+        # Of each parameter, whether no gradient came since the last round; with local steps, since the last of them.
+        self._unused = self._all_unused()
         self.loss = MeanLoss()
+
+    def _all_unused(self) -> list[bool]:
+        return [True] * len(self._replica.model)
 
     def check(self) -> None:
         """Raise `RuntimeError` if parameters were frozen or unfrozen, or there is no gradient to count."""
@@ -125,7 +131,10 @@ class Gradients:
         if finite and weight:
             for parameter, part in parts(self._replica.model, self._total()[self._replica.front :]):
                 if parameter.grad is not None:
-                    part.add_(parameter.grad.detach().to(part), alpha=weight / divisor)
+                    part.add_(reals(parameter.grad.detach()).to(part), alpha=weight / divisor)
+            for index, parameter in enumerate(self._replica.model):
+                if parameter.grad is not None:
+                    self._unused[index] = False
         self._replica.zero_grad()
         if not finite:
             return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"
@@ -155,9 +164,10 @@ class Gradients:
         if self._since:
             gradient = self._total()[self._replica.front :]
             gradient *= np.float32(1 / self._since)
-            self._replica.step_alone(gradient)
+            self._replica.step_alone(gradient, self._unused)
             self._sum = None
             self._since = 0.0
+            self._unused = self._all_unused()
 
     def contribution(self) -> RoundInput:
         """Return what to average."""
@@ -180,7 +190,10 @@ class Gradients:
             self.feedback.begin()
         vector.feedback = self.feedback
         encoding = UploadEncoding(fine=self._replica.fine)
-        self._given = RoundInput(vector, self.weight, self.samples, encoding, self.loss.value)
+        unused = b""
+        if self.weight and not self._replica.rule.local:
+            unused = bits_of(self._unused)
+        self._given = RoundInput(vector, self.weight, self.samples, encoding, self.loss.value, unused)
         return self._given
 
     def state(self) -> dict[str, Any]:
@@ -203,6 +216,7 @@ class Gradients:
         self.samples = 0.0
         self.weight = 0.0
         self._since = 0.0
+        self._unused = self._all_unused()
         self.loss = MeanLoss()
         if self._replica.rule.local and not self._replica.rule.delayed:
             self._replica.show()
@@ -226,6 +240,9 @@ class Gradients:
         self._given = None
         if given is None or not given.weight or self._replica.rule.local:
             return
+        flags = flags_of(given.unused, len(self._unused))
+        for index, flag in enumerate(flags):
+            self._unused[index] = self._unused[index] and flag
         values = torch.from_numpy(given.vector.values)
         if self._sum is None and not self._held(given.vector):
             self._sum = given.vector

@@ -12,7 +12,7 @@ import msgspec
 
 from colab_swarm.dht.service import Found
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.records import AssistantRecord, ProgressRecord
+from colab_swarm.training.records import AssistantRecord, ProgressRecord, Rates
 
 LAST_RECORD_S = 10.0  # newer records within 10 s of a lost link predate it
 _READS_OF_GRACE = 5  # reads for which a round's result outweighs a peer's own, older record
@@ -113,7 +113,7 @@ class KnownRecords:
         for peer in members:
             record = self.others.get(peer)
             if record is not None and not record.syncing and record.step < step:
-                learnt = msgspec.structs.replace(record, step=step, lineage=lineage, samples=0.0)
+                learnt = msgspec.structs.replace(record, step=step, lineage=lineage, samples=0.0, rates=())
                 self.others[peer] = learnt
                 self.updated_at[peer] = now
                 self.step_at[peer] = (step, now)
@@ -137,16 +137,29 @@ class KnownRecords:
         if changes.keys() & {"syncing", "paused", "idle"} and self.own != before:
             self.urgent.set()
 
-    def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
+    def advance(self, lineage: bytes, *, samples: float = 0.0, rates: Rates = ()) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
         self.before = self.own.lineage
         step = self.own.step + 1
-        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=samples)
+        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=samples, rates=rates)
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
         """Move this peer to a state that it has loaded or, ``syncing``, still needs."""
         self.before = None
-        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
+        self.own = msgspec.structs.replace(
+            self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing, rates=()
+        )
+
+    @property
+    def min_peers(self) -> int:
+        """How many peers must train before the first step, by this peer's wish or that of the first to join."""
+        first = min(self.all.values(), key=lambda record: record.joined_at)
+        return self.own.min_peers or first.min_peers or 1
+
+    @property
+    def training(self) -> list[str]:
+        """The names of the peers that train now, this one included."""
+        return [self.own.name, *sorted(record.name for record in self.others.values() if record.computes)]
 
     def participants(self, step: int, lineage: bytes) -> set[PeerId]:
         """Return the peers at a step and lineage, and those that catch up; none that are absent."""

@@ -21,13 +21,12 @@ from colab_swarm.events import Fault, PeerLeft, StateReceived
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.catch_up import CatchUp
 from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.record_exchange import RecordExchange
 from colab_swarm.training.records import ProgressRecord
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, Rounds, StepTaken, TrainedModel
 from colab_swarm.training.settings import (
     PeerServices,
     RoundInput,
@@ -54,7 +53,9 @@ class LinkRounds(Rounds):
             services, settings, progress, self.throughput, numel=model.numel, schema=model.schema
         )
         self.wait_called = self._meetings.wait_called
-        self._records = RecordExchange(services, progress, model, self.throughput, self._meetings)
+        self._records = RecordExchange(
+            services, progress, model, self.throughput, self._meetings, self.comparison
+        )
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
         )
@@ -98,6 +99,7 @@ class LinkRounds(Rounds):
                 f"the swarm trains this model with other settings: {differs}. Use the swarm's, or pass another "
                 "name=… to swarm.optimizer(…)"
             )
+        self.comparison.check()
 
     @property
     def behind(self) -> bool:
@@ -123,7 +125,7 @@ class LinkRounds(Rounds):
         try:
             result = await self._try_average(contribution)
             if result is not None:
-                yield RoundOutcome(contribution.vector.values, result)
+                yield RoundOutcome(Mean(contribution.vector.values, result.group.unused), result)
         finally:
             self._meetings.in_a_round = False
 
@@ -138,7 +140,7 @@ class LinkRounds(Rounds):
         contributes = any(member.weight for member in result.group.members)
         return result if contributes else None
 
-    async def on_applied(self, outcome: RoundOutcome) -> None:
+    async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
         result = outcome.result
         assert isinstance(result, GroupResult)
         self._meetings.in_a_round = False
@@ -149,8 +151,8 @@ class LinkRounds(Rounds):
         events = self.services.events
         if events.detailed:
             digest = await self.state_digest()
-            events.emit(result.applied(outcome.mean, own.step, own.lineage, digest, now=loop_now()))
-        self._records.on_step(own.step, self._tasks)
+            events.emit(result.applied(outcome.mean.values, own.step, own.lineage, digest, now=loop_now()))
+        self.comparison.on_sketch(taken.sketch)
 
     async def _average(self, own: ProgressRecord, contribution: RoundInput) -> GroupResult:
         """Take part in the round of a record's step and lineage; raises `PeerError` if there is none."""
@@ -181,7 +183,7 @@ class LinkRounds(Rounds):
         self.check()
         branch = self.progress.election.branch()
         own = known.own
-        if (branch.step, branch.lineage) == (own.step, own.lineage) and not self._records.deviant:
+        if (branch.step, branch.lineage) == (own.step, own.lineage) and not self.comparison.deviant:
             return None  # equal parameters already, or no other peer
         capacity = max(1, _MAX_REPLAY_BYTES // (4 * self.model.numel))
         try:
@@ -191,13 +193,13 @@ class LinkRounds(Rounds):
                 self.progress.election.trust_all()  # the next attempt tries all peers
             raise
         if caught_up is None:
-            self._records.deviant = False
+            self.comparison.deviant = False
         return caught_up
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        self._records.on_loaded(donors)
+        self.comparison.on_loaded(donors)
 
-    async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
+    async def follow_round(self) -> dict[tuple[int, bytes], Mean]:
         """Follow the round of the call; return its complete mean by step and lineage."""
         called = self._meetings.called
         assert called is not None
@@ -210,7 +212,9 @@ class LinkRounds(Rounds):
         except PeerError as error:
             logger.info("round %d not followed: %s", step, error)
             return {}
-        return {} if result.kept_local else {(step, lineage): values}
+        if result.kept_local:
+            return {}
+        return {(step, lineage): Mean(values, result.group.unused)}
 
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         self._meetings.forget(step, lineage)

@@ -88,6 +88,7 @@ class Meetings(SwarmView):
             bool(peers.contact.addresses) and not own.syncing,
             *self.bandwidth.known(),
             metered=peers.metered,
+            unused=contribution.unused,
             samples=contribution.samples,
         )
         candidates = await self.expected(own.step, own.lineage)

@@ -126,12 +126,15 @@ class SwarmOptimizer(WrappedOptimizer):
             reduces=False,
             name=name,
             agreement=self._agreement,
+            rates=replica.rates,
+            min_peers=settings.min_peers or 0,
+            joined_at=self._services.peers.time(),
         )
         model = TrainedModel(
             replica.numel,
             blake3(replica.schema + repr(self._agreement).encode()).digest(LINEAGE_BYTES),
             replica.snapshot,
-            replica.sketch,
+            replica.tolerance,
             lambda: self._gathered.loss.value,
         )
         collaboration = Collaboration(rounds(self._services, settings, own, model))
@@ -219,8 +222,20 @@ class SwarmOptimizer(WrappedOptimizer):
             self._trainer.recover()
             scale = getattr(self, "grad_scale", None)
             dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
-            due = self._runtime.call(self.collaboration.report(samples, dropped=dropped))
+            if not self._wait_for_peers():
+                return landed
+            due = self._runtime.call(
+                self.collaboration.report(samples, dropped=dropped, changed=self._replica.changed)
+            )
             return self._trainer.act(due) or landed
+
+    def _wait_for_peers(self) -> bool:
+        """Wait before the first step until enough peers train; return False if the session ends before."""
+        collaboration = self.collaboration
+        while not self._runtime.call(collaboration.wait_for_peers(self._runtime.time() + LOOK_S)):
+            if self._hand_over_s is not None:
+                return False
+        return True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -4,17 +4,15 @@ import asyncio
 import logging
 import math
 
-from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.events import Fault
-from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.training.comparison import Comparison
 from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import progress_key
 from colab_swarm.training.rounds import TrainedModel
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck
 from colab_swarm.training.throughput import MAX_REPORT_S, ThroughputEstimator
 
 logger = logging.getLogger(__name__)
@@ -39,15 +37,14 @@ class RecordExchange:
         model: TrainedModel,
         throughput: ThroughputEstimator,
         meetings: Meetings,
+        comparison: Comparison,
     ) -> None:
         self._services = services
         self._progress = progress
         self._model = model
         self._throughput = throughput
         self._meetings = meetings
-        self._state_check = StateCheck()
-        # This peer's state is not that of most others: from a reading until it has loaded theirs.
-        self.deviant = False
+        self._comparison = comparison
 
     async def keep_exchanging(self) -> None:
         """Exchange records for ever: the sooner the batch will be full, the more often."""
@@ -94,40 +91,11 @@ class RecordExchange:
         await self._services.dht.publish(progress_key(self._progress.prefix), known.own, ttl_s=ttl_s)
 
     async def refresh(self) -> None:
-        """Read the others' records; this peer must load the state again if most others hold another one."""
+        """Read the others' records, and compare this peer's with them."""
         progress = self._progress
         await progress.refresh(
             self._services.dht, self._services.peers, self._meetings.standing.suspects(loop_now())
         )
-        donors = self._state_check.judge(*progress.election.sketches(), now=loop_now())
-        if donors:
-            text = f"most peers hold another than {', '.join(map(short, donors))} gave: it is loaded again"
-            self._services.events.emit(Fault(loop_now(), "this peer's state", text))
-            progress.election.distrust(donors, now=loop_now())
-            self.deviant = True
-            progress.known.update(syncing=True)
-        self._publish_sketch()
+        self._comparison.compare_states()
+        self._comparison.compare_rates(progress.election.rates(), progress.known.own.step)
         progress.known.news.set()
-
-    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        """Compare this peer's state, which it has from the donors, before it is a witness for others."""
-        self.deviant = False
-        self._state_check.on_loaded(donors)
-
-    def on_step(self, step: int, tasks: BackgroundTasks) -> None:
-        """Take a sketch of the state now and then."""
-        if step % SKETCH_STEPS == 0:
-            tasks.spawn(self._take_sketch())
-
-    async def _take_sketch(self) -> None:
-        sketch = await asyncio.to_thread(self._model.sketch)
-        if sketch.step % SKETCH_STEPS == 0:  # else the trainer went on
-            self._state_check.on_sketch(sketch)
-            self._publish_sketch()
-
-    def _publish_sketch(self) -> None:
-        known = self._progress.known
-        sketch = self._state_check.published
-        if sketch != known.own.sketch:
-            known.update(sketch=sketch)
-            known.urgent.set()

@@ -14,7 +14,10 @@ from colab_swarm.training.sketch import StateSketch
 LINEAGE_BYTES = 16
 PLAUSIBLE = 8.0  # times the median time or speed: more is not believed
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
-_Text = Annotated[str, msgspec.Meta(max_length=100)]
+MAX_PAIR_TEXT = 100
+_Text = Annotated[str, msgspec.Meta(max_length=MAX_PAIR_TEXT)]
+MAX_RATES = 8
+Rates = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_RATES)]
 Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]
 
 
@@ -45,6 +48,12 @@ class ProgressRecord(Message, frozen=True):
     idle: bool = False  # it has finished no micro-batch for long; counts like paused
     batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
     sketch: StateSketch | None = None  # of its state a few steps ago
+    rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
+    min_peers: Annotated[int, msgspec.Meta(ge=0, le=256)] = (
+        0  # that must train before its first step; 0: no wish
+    )
+    joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields
+    changed: bool = False  # by its own account, its parameters changed outside a step since it took a state
     agreement: Agreement = ()  # what must be equal at all peers, by name
 
     @property

@@ -10,7 +10,7 @@ the swarm's, which its steps update. `Mode` says how they are related.
 import enum
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from colab_swarm.averaging.group import flags_of
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
@@ -29,13 +30,15 @@ from colab_swarm.training.flat import (
     layout_of,
     move_to_copies,
     parts,
+    reals,
     small_values,
     take_step,
     trained_by,
 )
 from colab_swarm.training.progress import next_lineage
-from colab_swarm.training.records import LINEAGE_BYTES
-from colab_swarm.training.sketch import StateSketch
+from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates
+from colab_swarm.training.rounds import StepTaken
+from colab_swarm.training.sketch import HALF_TOLERANCE, SKETCH_STEPS, TOLERANCE, StateSketch
 
 # Of the swarm's steps after local ones (DiLoCo, section 3).
 _OUTER_LR = 0.7
@@ -110,55 +113,64 @@ class Replica:
         self._departed: list[torch.Tensor] = []
         self.buffers = Buffers(rule.model)
         self.front = self.buffers.numel
-        self.numel = self.front + sum(parameter.numel() for parameter in self.model)
+        self.numel = self.front + sum(reals(parameter).numel() for parameter in self.model)
         self.fine = self.front + small_values(self.model)
         layout = layout_of((*self.model, *self.buffers.shared))
         self.schema = hashlib.sha256(f"({layout}, {rule.local})".encode()).digest()[:16]
         self.step = 0
         self.lineage = digest_of((*self.model, *self.buffers.shared))
         self.lock = threading.RLock()
+        # Set by each step and each loaded state; other changes are not the swarm's (`changed`).
+        self._versions = _versions_of(self.model)
+        self._changed = False
 
     # Steps of the swarm, and of this peer alone.
 
-    def apply(self, mean: Floats) -> bytes:
-        """Take one global step with the averaged gradient (flat, float32); returns the new lineage."""
+    def apply(self, mean: Floats, unused: bytes = b"") -> bytes:
+        """Take one global step with the averaged gradient (flat, float32); returns the new lineage.
+
+        The ``unused`` parameters, by their bits, had no gradient anywhere: they stay, as in one process.
+        """
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
             least, most = torch.aminmax(torch.from_numpy(mean))
             if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
-                self._update(mean)
+                self._update(mean, flags_of(unused, len(self.model)))
             if self.rule.scheduler is not None:
                 self.rule.scheduler.step()
             self.step = self.step + 1
             self.lineage = lineage
+            self._versions = _versions_of(self.model)
             if self.rule.mode is Mode.DIRECT:
                 self.show()
             return lineage
 
-    def _update(self, mean: Floats) -> None:
+    def _update(self, mean: Floats, unused: Sequence[bool]) -> None:
         """Change the swarm's parameters and buffers by ``mean``, which other peers may be reading."""
         max_grad_norm = self.rule.max_grad_norm
         if self.rule.mode is Mode.LOCAL:
             # The local steps were clipped already.
             max_grad_norm = None
         gradient = mean[self.front :]
-        take_step(self._optimizer, self.parameters, gradient, max_grad_norm=max_grad_norm, ours=False)
+        take_step(self._optimizer, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
         self.buffers.add(mean[: self.front])
 
-    def step_alone(self, gradient: Floats) -> None:
+    def step_alone(self, gradient: Floats, unused: Sequence[bool]) -> None:
         """Take this peer's own step; ``gradient`` may be changed by it."""
         with self.lock:
             max_grad_norm = self.rule.max_grad_norm
-            take_step(self.rule.optimizer, self.model, gradient, max_grad_norm=max_grad_norm, ours=True)
+            take_step(
+                self.rule.optimizer, self.model, gradient, unused, max_grad_norm=max_grad_norm, ours=True
+            )
 
     @torch.no_grad()
     def pseudo_gradient(self, out: Floats) -> None:
         """Write the swarm's parameters minus the model's to ``out``."""
         with self.lock:
             for parameter, part in parts(self.parameters, out):
-                part.copy_(parameter)
+                part.copy_(reals(parameter))
             for parameter, part in parts(self.model, out):
-                part.sub_(parameter.to(part))
+                part.sub_(reals(parameter).to(part))
 
     # The swarm's parameters come to the model.
 
@@ -241,6 +253,8 @@ class Replica:
         with self.lock:
             before = digest_with_optimizer(self.parameters, optimizer)
             optimizer.load_state_dict(inner)
+            self._versions = _versions_of(self.model)
+            self._changed = False
             fits = mark.get("digest", before) == before
             if fits and digest_with_optimizer(self.parameters, optimizer) == before:
                 return
@@ -296,6 +310,8 @@ class Replica:
             self.step = state["step"]
             self.lineage = state["lineage"]
             self.buffers.changed = True
+            self._versions = _versions_of(self.model)
+            self._changed = False
         self.show()
 
     def snapshot(self) -> Snapshot:
@@ -311,12 +327,52 @@ class Replica:
         self.step = snapshot.manifest.step
         self.lineage = snapshot.manifest.subject
 
+    # What other peers compare with theirs.
+
+    @property
+    def tolerance(self) -> float:
+        """By how much the sketches of equal states may differ."""
+        if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self.model):
+            return HALF_TOLERANCE
+        return TOLERANCE
+
+    @property
+    def rates(self) -> Rates:
+        """The learning rates of the next step, highest first."""
+        rates = {
+            float(group["lr"]) for group in self.rule.optimizer.param_groups if group.get("lr") is not None
+        }
+        return tuple(sorted(rates, reverse=True)[:MAX_RATES])
+
+    @property
+    def changed(self) -> bool:
+        """True if the parameters changed outside a step, as far as torch counts it, since a state was loaded."""
+        self._changed |= self.rule.mode is Mode.DIRECT and self._versions != _versions_of(self.model)
+        return self._changed
+
+    def step_taken(self) -> StepTaken:
+        """Describe the step that was just taken."""
+        sketch = None
+        if self.step % SKETCH_STEPS == 0 and not self._evaluates:
+            sketch = self.sketch()
+        return StepTaken(self.lineage, self.rates, sketch)
+
+    @property
+    def _evaluates(self) -> bool:
+        """True while a schedule-free optimizer shows other parameters than it trains."""
+        return any(group.get("train_mode") is False for group in self.rule.optimizer.param_groups)
+
     @torch.no_grad()
     def sketch(self) -> StateSketch:
-        """Return a sketch of parameters and optimizer state. Thread-safe; it holds up an update for a moment."""
+        """Return a sketch of parameters and optimizer state."""
         with self.lock:
             projections = projections_of(self.parameters, self._optimizer, self.lineage)
             return StateSketch(self.step, self.lineage, projections)
+
+
+def _versions_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return how often torch counted a change of each parameter, and where its values are."""
+    return [(parameter._version, parameter.data_ptr()) for parameter in parameters]
 
 
 def _outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:

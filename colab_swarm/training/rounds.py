@@ -6,6 +6,7 @@ others. The *members* are known by their records, in `Progress`.
 """
 
 import asyncio
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -16,17 +17,32 @@ from typing import TypeAlias
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import StateError
+from colab_swarm.events import Notice
 from colab_swarm.net.peers import PeerId
-from colab_swarm.runtime import loop_now
+from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.comparison import Comparison
 from colab_swarm.training.progress import Progress
-from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.records import ProgressRecord, Rates
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 from colab_swarm.training.sketch import StateSketch
 from colab_swarm.training.throughput import ThroughputEstimator
 
-CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Floats]]
+logger = logging.getLogger(__name__)
+
+_TELL_S = 2.0  # of a wait for peers, before a word on it
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What a trainer applies: float32 ``values``, and the bits of the tensors for which nobody had a gradient."""
+
+    values: Floats
+    unused: bytes = b""
+
+
+CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Mean]]
 """A state, and the means since, in order."""
 
 
@@ -38,15 +54,24 @@ class TrainedModel:
         numel: values of a contribution.
         schema: digest of the vector's layout and of what the peers agree on.
         snapshot: copies the current training state, off the event loop; may raise `StateError`.
-        sketch: makes a sketch of it, likewise.
+        tolerance: of sketches of it, in norms.
         loss: the mean loss of the samples for the next step, or None; may wait for a GPU.
     """
 
     numel: int
     schema: bytes
     snapshot: Callable[[], Snapshot]
-    sketch: Callable[[], StateSketch]
+    tolerance: float
     loss: Callable[[], float | None]
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """What a trainer says of a step: its new lineage, the next step's learning rates, now and then a sketch."""
+
+    lineage: bytes
+    rates: Rates = ()
+    sketch: StateSketch | None = None
 
 
 @dataclass(frozen=True)
@@ -54,13 +79,12 @@ class RoundOutcome:
     """A mean that this peer must apply now, and how its round went.
 
     Attributes:
-        mean: float32, ``numel`` values.
         result: the members, what was lost, bytes and seconds.
         counted: the mean has this peer's contribution.
         over: no further mean follows from the contribution.
     """
 
-    mean: Floats
+    mean: Mean
     result: RoundResult
     counted: bool = True
     over: bool = True
@@ -81,6 +105,8 @@ class Rounds(ABC):
         self.throughput = ThroughputEstimator(loop_now())
         self.until = math.inf
         self.computed = 0.0  # samples of this process so far
+        self.comparison = Comparison(self.progress, model.tolerance, services.events)
+        self._told_of_peers = False  # whether a word on the wait for the first step was said
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
 
     @property
@@ -113,6 +139,29 @@ class Rounds(ABC):
     def behind(self) -> bool:
         """True if the swarm moved on without this peer."""
 
+    @property
+    def enough_peers(self) -> bool:
+        """True if so many peers train that the first step may be taken."""
+        known = self.progress.known
+        return len(known.training) >= known.min_peers
+
+    async def wait_for_peers(self, deadline: float) -> None:
+        """Wait until there are `enough_peers`, or the ``deadline``."""
+        known = self.progress.known
+        tell_at = loop_now() + _TELL_S
+        while not self.enough_peers and loop_now() < deadline:
+            if not self._told_of_peers and loop_now() >= tell_at:
+                self._told_of_peers = True
+                self.tell_begin(known.min_peers, known.training)
+            known.news.clear()
+            await wait_until(min(deadline, loop_now() + _TELL_S), known.news)
+
+    def tell_begin(self, count: int, training: Sequence[str]) -> None:
+        """Say for whom the first step waits."""
+        text = f"the first step waits until {count} peers train; now {', '.join(training)}"
+        logger.warning("%s", text)
+        self.services.events.emit(Notice(loop_now(), text))
+
     def on_batch(self, samples: float) -> None:
         """The trainer has computed a micro-batch, which its record counts."""
         self.computed += samples
@@ -133,7 +182,7 @@ class Rounds(ABC):
         """
 
     @abstractmethod
-    async def on_applied(self, outcome: RoundOutcome) -> None:
+    async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
         """The trainer took a step with the mean, and its record has advanced."""
 
     @abstractmethod

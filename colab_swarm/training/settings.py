@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 _MAX_LOCAL_STEPS = 1000
+_MAX_MIN_PEERS = 256
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
@@ -87,13 +88,17 @@ class PeerServices(RunServices):
 
 @dataclass(frozen=True)
 class RoundInput:
-    """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count."""
+    """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count.
+
+    ``unused``: the bits of the tensors without a gradient, as in `Ticket`.
+    """
 
     vector: HostVector
     weight: float  # in the mean
     samples: float  # towards the batch
     encoding: UploadEncoding
     loss: float | None = None
+    unused: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ class TrainingSettings:
             With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
             the outer momentum; a contribution has 146 times fewer bytes than float32.
         matchmaking_timeout_s: how long a round waits for slow peers, at most.
+        min_peers: the first ``step()`` waits until so many peers train, this one included; later it waits for
+            nobody. None: as many as the peer that began asks for, which is 1 by default.
     """
 
     prefix: str
@@ -131,6 +138,7 @@ class TrainingSettings:
     overlap: bool = False
     local_steps: int = 1
     matchmaking_timeout_s: float = 5.0
+    min_peers: int | None = None
 
     def __post_init__(self) -> None:
         size = self.target_batch_size
@@ -144,6 +152,11 @@ class TrainingSettings:
         require(
             isinstance(steps, int) and 1 <= steps <= _MAX_LOCAL_STEPS,
             f"local_steps={steps!r}: pass 1 to {_MAX_LOCAL_STEPS}",
+        )
+        least = self.min_peers
+        require(
+            least is None or (isinstance(least, int) and 1 <= least <= _MAX_MIN_PEERS),
+            f"min_peers={least!r}: pass how many peers must train before the first step, 1 to {_MAX_MIN_PEERS}",
         )
         if self.is_sparse_local:
             object.__setattr__(self, "error_feedback", True)

@@ -1,13 +1,15 @@
-"""Checks that a loaded state is that of most trainers, by sketches of theirs.
+"""Checks that this peer's state is that of most trainers, by sketches of theirs.
 
-Equal lineages prove an equal history, but a donor may give other parameters under an honest one.
-So every `SKETCH_STEPS` steps each trainer publishes random projections of its state, seeded by the
+Equal lineages prove that peers received the same means, not that they hold the same parameters: a
+donor may give others under an honest lineage, and a trainer may load weights, or change a learning
+rate. So every `SKETCH_STEPS` steps each trainer publishes random projections of its state, seeded by the
 lineage of that step: nobody knows it in advance, so no state can be prepared that fits. They are
 compared with a tolerance, as processors differ by rounding.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -17,7 +19,10 @@ from colab_swarm.net.peers import Message, PeerId
 
 SKETCH_STEPS = 10
 PROJECTIONS = 4
-_TOLERANCE = 0.02  # of a projection, in norms
+# Of a norm and of projections, in norms: for parameters in float32, and for those of half the bits.
+TOLERANCE = 1e-3
+HALF_TOLERANCE = 2e-2
+_LEAST_NORM = 1e-30
 RELOAD_S = 600.0  # between two states that this peer gives up
 
 
@@ -31,13 +36,35 @@ class StateSketch(Message, frozen=True):
     def is_of_step(self, other: "StateSketch") -> bool:
         return (self.step, self.lineage) == (other.step, other.lineage)
 
-    def agrees(self, other: "StateSketch") -> bool:
-        if not self.is_of_step(other) or len(self.values) != len(other.values):
-            return False
+    def distance(self, other: "StateSketch") -> float:
+        """Return by how much two sketches of one step differ, in norms; infinite if they are not comparable."""
+        if len(self.values) != len(other.values):
+            return math.inf
         mine = np.array(self.values).reshape(-1, 1 + PROJECTIONS)
         theirs = np.array(other.values).reshape(-1, 1 + PROJECTIONS)
-        norms_agree = np.allclose(mine[:, 0], theirs[:, 0], rtol=_TOLERANCE)
-        return norms_agree and np.allclose(mine[:, 1:], theirs[:, 1:], rtol=0.0, atol=_TOLERANCE)
+        with np.errstate(invalid="ignore"):
+            difference = np.abs(mine - theirs)
+        difference[:, 0] /= np.maximum(np.minimum(np.abs(mine[:, 0]), np.abs(theirs[:, 0])), _LEAST_NORM)
+        # Models that have diverged alike are alike.
+        difference[np.isclose(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)] = 0.0
+        if not np.isfinite(difference).all():
+            return math.inf
+        return float(difference.max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """This peer's state is another than that of most votes.
+
+    Attributes:
+        gap: the difference, in norms.
+        donors: who gave this peer its state; empty if it was the swarm's, and left it since.
+        again: it left the swarm's for the second time.
+    """
+
+    gap: float
+    donors: tuple[PeerId, ...] = ()
+    again: bool = False
 
 
 class StateCheck:
@@ -46,8 +73,10 @@ class StateCheck:
     Until most votes confirm a loaded state, its sketch is not published: the copies of one lie are no witnesses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float) -> None:
         self.own: StateSketch | None = None  # of the last step that had one; None since a state was loaded
+        self._tolerance = tolerance
+        self._deviated = False  # whether `judge` has found once that the state left the swarm's by itself
         self._donors: tuple[PeerId, ...] = ()  # of a state, from `on_loaded` until it is confirmed
         self._compared = False  # whether `judge` has seen a vote on ``own``
         self._reload_at = -math.inf  # no state is given up before; set when one is
@@ -69,37 +98,57 @@ class StateCheck:
         self.own = sketch
         self._compared = False
 
+    def agree(self, one: StateSketch, other: StateSketch) -> bool:
+        return one.distance(other) <= self._tolerance
+
     def judge(
-        self, sketches: Mapping[PeerId, StateSketch], votes: Mapping[PeerId, float], now: float
-    ) -> tuple[PeerId, ...]:
-        """Return the donors of this peer's state if most votes hold another; it must be loaded again then."""
+        self,
+        sketches: Mapping[PeerId, StateSketch],
+        votes: Mapping[PeerId, float],
+        senior: PeerId | None,
+        now: float,
+    ) -> Deviation | None:
+        """Compare the own sketch with the others' of its step, and say if the state must be loaded again.
+
+        ``senior``: a peer whose sketch counts most, this peer's own included; None: too few have one.
+        """
         own = self.own
-        if own is None or not self._donors:
-            return ()
-        same_step = {peer: sketch for peer, sketch in sketches.items() if sketch.is_of_step(own)}
-        total = sum(votes[peer] for peer in same_step)
-        if total > 0:
+        if own is None:
+            return None
+        if sketches:
             self._compared = True
+        if not self._donors:
+            return self._deviation(own, sketches.get(senior) if senior else None)
+        total = sum(votes[peer] for peer in sketches)
 
         def is_held_by_most(sketch: StateSketch) -> bool:
-            return 2 * _votes_for(sketch, same_step, votes) > total
+            return 2 * self._votes_for(sketch, sketches, votes) > total
 
         if is_held_by_most(own):
             self._donors = ()
-        elif now >= self._reload_at and any(map(is_held_by_most, same_step.values())):
-            donors = self._donors
-            self._reload_at = now + RELOAD_S
-            self.on_loaded(())
-            return donors
-        return ()
+            return None
+        others = [sketch for sketch in sketches.values() if is_held_by_most(sketch)]
+        if now < self._reload_at or not others:
+            return None
+        deviation = Deviation(own.distance(others[0]), self._donors)
+        self._reload_at = now + RELOAD_S
+        self.on_loaded(())
+        return deviation
 
+    def _deviation(self, own: StateSketch, theirs: StateSketch | None) -> Deviation | None:
+        if theirs is None or self.agree(own, theirs):
+            return None
+        deviation = Deviation(own.distance(theirs), again=self._deviated)
+        self._deviated = True
+        self.on_loaded(())
+        return deviation
 
-def _votes_for(
-    sketch: StateSketch, sketches: Mapping[PeerId, StateSketch], votes: Mapping[PeerId, float]
-) -> float:
-    """Return the votes of the peers whose sketches agree with this one."""
-    count = 0.0
-    for peer, other in sketches.items():
-        if other.agrees(sketch):
-            count += votes[peer]
-    return count
+    def _votes_for(
+        self, sketch: StateSketch, sketches: Mapping[PeerId, StateSketch], votes: Mapping[PeerId, float]
+    ) -> float:
+        """Return the votes of the peers whose sketches agree with this one."""
+        count = 0.0
+        for peer, other in sketches.items():
+            if self.agree(sketch, other):
+                count += votes[peer]
+        return count

@@ -18,6 +18,11 @@ class ThroughputEstimator:
         self._computing_since: float | None = None
         self.active_at = now  # the trainer's last sign of work
 
+    @property
+    def waiting(self) -> bool:
+        """True from `wait` to `work`."""
+        return self._computing_since is None
+
     def wait(self) -> None:
         """The trainer stops computing, and is ready for a round."""
         self._computing_since = None

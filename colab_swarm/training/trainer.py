@@ -17,11 +17,10 @@ from colab_swarm.events import Fault
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome
+from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, StepTaken
 from colab_swarm.training.settings import PeerServices, RoundInput
 from colab_swarm.training.state import shapes_at
 
@@ -104,18 +103,19 @@ class Trainer:
         return result
 
     async def _advance(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> None:
-        lineage = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
-        await self._collaboration.on_applied(outcome, lineage)
+        taken = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
+        await self._collaboration.on_applied(outcome, taken)
 
-    def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> bytes:
-        """Take a step with a mean, and return the new lineage."""
+    def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> StepTaken:
+        """Take a step with a mean."""
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
-            lineage = self._replica.apply(outcome.mean)
+            self._replica.apply(outcome.mean.values, outcome.mean.unused)
             if outcome.counted:
                 self._gathered.on_delivered(contribution)
+            taken = self._replica.step_taken()
         if outcome.over and not aside:
             self._gathered.forget()
-        return lineage
+        return taken
 
     async def averaged(self) -> None:
         """Wait until an interrupted round has ended, and a step that had begun is taken and recorded."""
@@ -178,11 +178,11 @@ class Trainer:
                 raise
             raise MismatchError(f"{error}. Other shapes: {differs}") from error
 
-    def _catch_up(self, snapshot: Snapshot, means: Iterable[Floats]) -> None:
+    def _catch_up(self, snapshot: Snapshot, means: Iterable[Mean]) -> None:
         try:
             self._replica.load_snapshot(snapshot)
             for mean in means:
-                self._replica.apply(mean)
+                self._replica.apply(mean.values, mean.unused)
             self._gathered.forget()
             self._runtime.call(self._loaded(snapshot.donors))
         except StateError:

@@ -30,9 +30,8 @@ from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.progress import next_lineage
 from colab_swarm.training.records import ProgressRecord
-from colab_swarm.training.rounds import TrainedModel
+from colab_swarm.training.rounds import StepTaken, TrainedModel
 from colab_swarm.training.settings import RoundInput, TrainingSettings
-from colab_swarm.training.sketch import StateSketch
 from tests.benchmarks.harness import (
     Channel,
     Crew,
@@ -179,7 +178,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         settings = TrainingSettings(
             "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
         )
-        model = TrainedModel(numel, b"", no_state, lambda: StateSketch(1, b"", ()), lambda: None)
+        model = TrainedModel(numel, b"", no_state, 0.0, lambda: None)
         made = Collaboration(LinkRounds(swarm.services, settings, own, model))
         await made.start()
         return made
@@ -190,8 +189,8 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         given = RoundInput(HostVector(values), 1.0, 1.0, UploadEncoding())
         async with aclosing(collaboration.contribute(given)) as outcomes:
             async for outcome in outcomes:
-                after = await asyncio.to_thread(next_lineage, lineage, outcome.mean)
-                await collaboration.on_applied(outcome, after)
+                after = await asyncio.to_thread(next_lineage, lineage, outcome.mean.values)
+                await collaboration.on_applied(outcome, StepTaken(after))
 
     swarm = enter(*invites, name=f"peer-{time.monotonic_ns()}")
     collaboration = swarm.runtime.call(begin())

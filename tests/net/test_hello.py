@@ -61,7 +61,7 @@ def test_another_run_and_an_older_protocol_are_refused_with_ours(
     monkeypatch.setattr("colab_swarm.net.handshake.VERSION", version)
     alice, _ = ends(run_id=run_id)
     monkeypatch.undo()
-    with pytest.raises(ProtocolError, match="this peer belongs to run 'blue', protocol 2"):
+    with pytest.raises(ProtocolError, match=f"this peer belongs to run 'blue', protocol {VERSION}"):
         reply(bob, alice.start())
 
 

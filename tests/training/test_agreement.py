@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, StepLR
 
 import colab_swarm as cs
 from colab_swarm.errors import MismatchError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.progress import Progress
-from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.records import MAX_PAIR_TEXT, ProgressRecord
+from colab_swarm.training.replica import Replica, UpdateRule
+from colab_swarm.training.settings import TrainingSettings
 
 REFUSED_WITHIN_S = 5.0
 
@@ -80,6 +84,12 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
     "codec": (
         r"\bcompression: float32 there, float16 here",
         lambda swarm: begin(swarm, compression="float16"),
+    ),
+    "decay": (
+        "optimizer options: [0-9a-f]{8}: defaults there, [0-9a-f]{8}: weight_decay=0.5 here",
+        lambda swarm: begin(
+            swarm, make=lambda net: torch.optim.AdamW([net.down, net.up], 1e-3, weight_decay=0.5)
+        ),
     ),
     "local": ("local_steps: none there, 4 here", lambda swarm: begin(swarm, local_steps=4)),
     "clip": ("max_grad_norm: 1 there, none here", lambda swarm: begin(swarm, max_grad_norm=None)),
@@ -164,3 +174,101 @@ def test_text_of_others_cannot_control_a_terminal() -> None:
     progress = Progress(ME, record("8", syncing=True))
     progress.on_records({BOB: record("\x1b[2J")}, now=0.0)
     assert progress.election.disagreement() == "target_batch_size: ?[2J there, 8 here"
+
+
+def options_of(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None) -> str:
+    replica = Replica(UpdateRule(optimizer, scheduler))
+    return dict(agreement_of(replica, TrainingSettings("run/model", 8.0)))["optimizer options"]
+
+
+class Quiet(torch.optim.AdamW):
+    """Passes its options on without naming them."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda net: torch.optim.AdamW(net.parameters(), weight_decay=0.5), "weight_decay=0.5"),
+        (lambda net: torch.optim.AdamW(net.parameters(), betas=(0.9, 0.9)), "betas=(0.9, 0.9)"),
+        (lambda net: torch.optim.AdamW(net.parameters(), eps=1e-6), "eps=1e-06"),
+        (lambda net: torch.optim.AdamW(net.parameters(), amsgrad=True), "amsgrad=True"),
+        (
+            lambda net: torch.optim.AdamW(
+                [{"params": [net.weight]}, {"params": [net.bias], "weight_decay": 0}]
+            ),
+            "defaults (1 tensor), weight_decay=0 (1 tensor)",
+        ),
+        (lambda net: Quiet(net.parameters(), weight_decay=0.5), "weight_decay=0.5"),
+    ],
+)
+def test_options_that_change_the_steps_are_compared(
+    make: Callable[[nn.Module], torch.optim.Optimizer], text: str
+) -> None:
+    usual = options_of(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    options = options_of(make(nn.Linear(2, 2)))
+    assert usual.endswith(": defaults") and options.endswith(f": {text}")
+    assert options.partition(":")[0] != usual.partition(":")[0]
+
+
+def test_options_that_change_no_step_are_not_compared() -> None:
+    usual = options_of(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    assert usual == options_of(
+        torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=1.0, foreach=True, weight_decay=torch.tensor(0.01))
+    )
+
+
+def test_the_momentum_of_a_cycling_scheduler_is_not_compared() -> None:
+    def cycled(steps: int) -> str:
+        optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return options_of(optimizer, scheduler)
+
+    assert cycled(0) == cycled(4)
+
+
+def test_long_options_end_within_a_record() -> None:
+    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
+    groups = [{"params": layer.parameters(), "weight_decay": 0.1 * n} for n, layer in enumerate(net)]
+    other = [{"params": layer.parameters(), "weight_decay": 0.1 * n} for n, layer in enumerate(net)]
+    other[-1]["weight_decay"] = 7.0
+    long = options_of(torch.optim.AdamW(groups))
+    assert len(long) == MAX_PAIR_TEXT and long != options_of(torch.optim.AdamW(other))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda sgd, length: LambdaLR(sgd, lambda step: max(0.0, 1 - step / length)),
+        CosineAnnealingLR,
+        lambda sgd, length: StepLR(sgd, length, gamma=0.5),
+    ],
+)
+def test_a_schedule_of_another_length_is_refused_at_the_first_step_where_it_differs(
+    schedule: Callable[[torch.optim.Optimizer, int], LRScheduler],
+) -> None:
+    lengths = {"alice": 4, "bob": 6, "carol": 4}
+
+    def work(swarm: Swarm) -> str:
+        net = Adapted()
+        sgd = torch.optim.SGD([net.down, net.up], 1e-2)
+        scheduler = schedule(sgd, lengths[swarm.name])
+        optimizer = swarm.optimizer(sgd, target_batch_size=12, model=net, scheduler=scheduler)
+        try:
+            while optimizer.global_step < 12:
+                net(torch.ones(4, 8)).square().mean().backward()
+                optimizer.step(samples=4)
+        except MismatchError as error:
+            swarm.leave()
+            return str(error)
+        return ""
+
+    with cs.simulate(3, seed=1, samples_per_s=2.0) as simulation:
+        errors = simulation.run(work)
+    assert errors["alice"] == errors["carol"] == ""
+    assert "the swarm has the learning rate" in errors["bob"] and "scheduler=" in errors["bob"]

@@ -19,9 +19,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import WATCHING
-from colab_swarm.training.rounds import RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.rounds import Mean, RoundOutcome, Rounds, StepTaken, TrainedModel
 from colab_swarm.training.settings import RoundInput, TrainingSettings
-from colab_swarm.training.sketch import StateSketch
 from colab_swarm.training.trainer_state import TRANSITIONS, TrainerEvent, TrainerState, next_state
 
 TARGET = 4.0
@@ -38,7 +37,7 @@ class SoloRounds(Rounds):
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
     async def refresh(self) -> None: ...
-    async def on_applied(self, outcome: RoundOutcome) -> None: ...
+    async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None: ...
     async def distrust(self, donors: Sequence[PeerId]) -> None: ...
     async def take_state(self, *, has_state: bool) -> None: ...
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None: ...
@@ -54,7 +53,7 @@ class SoloRounds(Rounds):
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
         if self.rounds_left:
             self.rounds_left -= 1
-            yield RoundOutcome(contribution.vector.values, result_of(contribution))
+            yield RoundOutcome(Mean(contribution.vector.values), result_of(contribution))
         elif self.hangs:
             await asyncio.Event().wait()
 
@@ -78,7 +77,7 @@ def no_state() -> Snapshot:
 
 async def solo(swarm: Swarm) -> Collaboration:
     settings = TrainingSettings("solo", TARGET)
-    model = TrainedModel(3, b"", no_state, lambda: StateSketch(1, b"", ()), lambda: None)
+    model = TrainedModel(3, b"", no_state, 0.0, lambda: None)
     trainer = Collaboration(SoloRounds(swarm.services, settings, WATCHING, model))
     await trainer.start()
     assert await trainer.catch_up() is None  # its own state counts
@@ -100,7 +99,7 @@ async def take_part(trainer: Collaboration, *, aside: bool = False) -> int:
     contribution = contribution_of(trainer.progress.known.own.samples)
     async for outcome in trainer.contribute(contribution, aside=aside):
         assert trainer.state is TrainerState.APPLYING
-        await trainer.on_applied(outcome, b"next")
+        await trainer.on_applied(outcome, StepTaken(b"next"))
         means += 1
     return means
 
@@ -124,7 +123,7 @@ def test_samples_of_a_round_that_was_not_stay_and_those_beside_a_round_count_for
         trainer.rounds.rounds_left = 1  # type: ignore[attr-defined]
         async for outcome in trainer.contribute(contribution_of(4.0), aside=True):
             assert await trainer.report(1.0) is Due.NOTHING  # while the step is taken
-            await trainer.on_applied(outcome, b"next")
+            await trainer.on_applied(outcome, StepTaken(b"next"))
         assert trainer.progress.known.own.samples == 1.0
         assert await take_part(trainer, aside=True) == 0
         assert trainer.state is TrainerState.COMPUTING and trainer.progress.known.own.samples == 1.0
@@ -140,7 +139,7 @@ def test_a_pause_within_a_round_begins_when_that_is_over_and_nothing_is_due_mean
             swarm.services.gate.hold()
             trainer.on_gate()
             assert trainer.state is TrainerState.APPLYING and trainer.progress.known.own.paused
-            await trainer.on_applied(outcome, b"next")
+            await trainer.on_applied(outcome, StepTaken(b"next"))
         assert trainer.state is TrainerState.PAUSED and await trainer.report(4.0) is Due.NOTHING
         swarm.services.gate.release()
         trainer.on_gate()

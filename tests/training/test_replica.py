@@ -202,7 +202,7 @@ def test_a_delayed_round_keeps_the_local_steps_unless_a_state_was_loaded_meanwhi
     before = parameters_of(net)
     replica.depart()
     gradient = np.ones(replica.numel, np.float32)
-    replica.step_alone(gradient.copy())
+    replica.step_alone(gradient.copy(), ())
     replica.apply(gradient)
     if caught_up:
         replica.load(replica.state())

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 import colab_swarm as cs
 from colab_swarm.events import StepFinished
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import load_checkpoint
 from tests.training import toy
+from tests.training.toy import alone, wait_for_peers
 
 
 def images() -> nn.Module:
@@ -243,3 +246,140 @@ def test_tied_weights_are_trained_and_sent_once() -> None:
         simulation.join("carol", at=5.0)
         (lineage, weight), *others = simulation.run(train).values()
     assert len(others) == 2 and all(one == lineage and torch.equal(weight, w) for one, w in others)
+
+
+class Tasks(torch.nn.Module):
+    """Two heads that are used by turns, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(8, 8)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(8, 2) for _ in range(3)])
+        chance = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=chance))
+
+    def loss(self, step: int, head: int, rows: slice = slice(0, 8)) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(step)
+        x_BI = torch.randn(8, 8, generator=chance)[rows]
+        y_BO = torch.randn(8, 2, generator=chance)[rows]
+        loss: torch.Tensor = (self.heads[head](self.body(x_BI).tanh()) - y_BO).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}], ids=str)
+@pytest.mark.parametrize("heads", [(0, 0), (0, 1)], ids=["one task", "a task each"])
+def test_a_parameter_that_nobody_used_stays_as_in_one_process(
+    heads: tuple[int, int], settings: dict[str, Any]
+) -> None:
+    steps = 6
+
+    def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.5)
+
+    def head_of(peer: int, step: int) -> int:
+        return (heads[peer] + step) % 2 if step > 1 else heads[peer]
+
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = Tasks()
+        peer = ("alice", "bob").index(swarm.name)
+        rows = slice(4 * peer, 4 * peer + 4)
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, **settings)
+        wait_for_peers(swarm, optimizer, 2)
+        for step in range(steps):
+            net.loss(step, head_of(peer, step), rows).backward()
+            if optimizer.step(samples=4) is None:
+                optimizer.wait_step()
+        return torch.cat([one.detach().flatten().clone() for one in optimizer._replica.parameters])
+
+    plain = Tasks()
+    inner = adamw(plain)
+    for step in range(steps):
+        inner.zero_grad()
+        for peer in range(2):
+            plain.loss(step, head_of(peer, step), slice(4 * peer, 4 * peer + 4)).div(2).backward()
+        inner.step()
+    with cs.simulate(2, network="lan", seed=0) as sim:
+        parameters = sim.run(train)
+    assert torch.equal(parameters["alice"], parameters["bob"])
+    if not settings:
+        expected = torch.cat([one.detach().flatten() for one in plain.parameters()])
+        torch.testing.assert_close(parameters["alice"], expected, rtol=0.0, atol=1e-5)
+    unused = Tasks().heads[2]
+    trained = Tasks()
+    torch.nn.utils.vector_to_parameters(parameters["alice"], trained.parameters())
+    assert torch.equal(trained.heads[2].weight, unused.weight)
+
+
+class Spectral(torch.nn.Module):
+    """Complex, of an odd number of real values in front."""
+
+    def __init__(self, kind: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        chance = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(8, 2, dtype=kind, generator=chance))
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def loss(self, step: int, rows: slice = slice(0, 8)) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(step)
+        x_BI = torch.randn(8, 8, generator=chance, dtype=torch.complex64)[rows]
+        y_BO = torch.randn(8, 2, generator=chance, dtype=torch.complex64)[rows]
+        loss: torch.Tensor = (self.scale * (x_BI @ self.weight) - y_BO).abs().square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"overlap": True}, {"local_steps": 2}, {"max_grad_norm": 0.1}], ids=str
+)
+def test_complex_parameters_train_as_in_one_process_and_reach_a_late_joiner(settings: dict[str, Any]) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = Spectral()
+        peer = ("alice", "bob", "carol").index(swarm.name)
+        rows = slice(4 * peer, 4 * peer + 4) if peer < 2 else slice(0, 8)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.02)
+        optimizer = swarm.optimizer(sgd, target_batch_size=8, model=net, **settings)
+        while optimizer.global_step < 12:
+            net.loss(optimizer.global_step, rows).backward()
+            optimizer.step(samples=len(range(8)[rows]))
+        return torch.view_as_real(optimizer._replica.parameters[0].detach()).clone()
+
+    with cs.simulate(2, network="lan", seed=0, samples_per_s=2.0) as sim:
+        if settings:
+            sim.join("carol", at=20.0)
+        parameters = sim.run(train)
+    assert len(parameters) == 2 + bool(settings)
+    assert all(torch.equal(values, parameters["alice"]) for values in parameters.values())
+    if settings:
+        assert not torch.equal(parameters["alice"], torch.view_as_real(Spectral().weight.detach()))
+        return
+    plain = Spectral()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.02)
+    for step in range(12):
+        sgd.zero_grad()
+        plain.loss(step).backward()
+        sgd.step()
+    torch.testing.assert_close(
+        parameters["alice"], torch.view_as_real(plain.weight.detach()), rtol=0.0, atol=1e-5
+    )
+
+
+def test_complex_parameters_of_twice_the_size_are_refused() -> None:
+    net = Spectral(torch.complex128)
+    with pytest.raises(ValueError, match="complex64"):
+        Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
+
+
+def test_layers_that_swap_being_frozen_are_an_error() -> None:
+    def train(swarm: Swarm) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        net[0].requires_grad_(False)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = swarm.optimizer(sgd, target_batch_size=8, model=net)
+        net[0].requires_grad_(True)
+        net[1].requires_grad_(False)
+        net(torch.ones(4, 4)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="frozen or unfrozen"):
+            optimizer.step(samples=4)
+
+    alone(train)
