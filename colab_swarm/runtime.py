@@ -33,6 +33,13 @@ def loop_now() -> float:
     return asyncio.get_running_loop().time()
 
 
+def own_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop of asyncio's own, whatever the event loop policy of this process."""
+    # The links' buffered protocols get no bytes on a loop of uvloop, which some servers set as the policy.
+    kind: type[asyncio.AbstractEventLoop] = getattr(asyncio, "ProactorEventLoop", asyncio.SelectorEventLoop)
+    return kind()
+
+
 def wake(event: asyncio.Event) -> None:
     """Set the event for a moment: all that wait for it go on."""
     event.set()
@@ -125,7 +132,7 @@ class Runtime:
 
     def __init__(self) -> None:
         # never asyncio.run or get_event_loop: this kernel may have applied nest_asyncio
-        self._loop = asyncio.new_event_loop()
+        self._loop = own_loop()
         self._loop.set_default_executor(Pool(thread_name_prefix="colab-swarm-pool"))
         self._meanwhile = threading.local()  # .work of each thread
         self._thread = threading.Thread(target=self._loop.run_forever, name="colab-swarm", daemon=True)

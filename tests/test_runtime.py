@@ -7,10 +7,15 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from colab_swarm.errors import TunnelError
+from colab_swarm.events import EventLog
+from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.runtime import DeviceThread, Runtime
+from colab_swarm.sim import run_virtual
 
 
 @pytest.fixture
@@ -55,6 +60,50 @@ def test_call_works_inside_a_running_loop_and_from_any_thread_and_the_thread_is_
     thread.join()
     assert names == ["colab-swarm"]
     assert Runtime.shared() is Runtime.shared() and Runtime.shared()._thread.daemon
+
+
+class TheirPolicy(asyncio.DefaultEventLoopPolicy):
+    """A policy as that of uvloop: its loops are not asyncio's own, and it watches no child process."""
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        raise AssertionError("a loop of the policy")
+
+    def get_child_watcher(self) -> Any:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def policy() -> Iterator[None]:
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(TheirPolicy())
+    with pytest.raises(AssertionError, match="a loop of the policy"):
+        asyncio.new_event_loop()
+    yield
+    asyncio.set_event_loop_policy(before)
+
+
+@pytest.mark.usefixtures("policy")
+def test_the_loop_is_asyncios_own_whatever_the_policy() -> None:
+    runtime = Runtime()
+    assert runtime.call(asyncio.sleep(0, "done")) == "done"
+    assert type(runtime._loop).__module__.startswith("asyncio.")
+    runtime.close()
+
+
+@pytest.mark.usefixtures("policy")
+def test_a_simulation_runs_under_any_policy() -> None:
+    assert run_virtual(asyncio.sleep(3600.0, "done")) == "done"
+
+
+@pytest.mark.usefixtures("policy")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there the loop watches its child processes itself")
+def test_a_tunnel_under_a_policy_that_starts_no_programs_says_so(runtime: Runtime) -> None:
+    async def open_one() -> None:
+        settings = TunnelSettings("cloudflared", agent=sys.executable)
+        await Tunnel(settings, 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0).open()
+
+    with pytest.raises(TunnelError, match=r"starts no programs: asyncio.set_event_loop_policy\(None\)"):
+        runtime.call(open_one())
 
 
 class Watcher:

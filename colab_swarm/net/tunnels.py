@@ -280,6 +280,10 @@ class Tunnel:
                 address, fault = await self._run_ngrok()
         except TunnelError:
             raise
+        except NotImplementedError as error:
+            # Up to Python 3.13 the policy watches child processes, and that of uvloop does not.
+            text = "the event loop policy of this process starts no programs: asyncio.set_event_loop_policy(None)"
+            raise TunnelError(text) from error
         except (OSError, ValueError) as error:
             # The disk is full, there are too many processes, or a line of the log is endless.
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
