@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and the newest of several. Knows no torch."""
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from colab_swarm.errors import StateError, require
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def write_file(
@@ -43,12 +45,12 @@ def write_file(
             file.writelines(parts)
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
+                _sync(file.fileno())
         os.replace(partial, path)
         if sync and os.name == "posix":  # Windows has no such call
             descriptor = os.open(path.parent, os.O_RDONLY)
             try:
-                os.fsync(descriptor)
+                _sync(descriptor)
             finally:
                 os.close(descriptor)
     except OSError as error:
@@ -57,6 +59,16 @@ def write_file(
     finally:
         with contextlib.suppress(OSError):  # renamed, or a failing disk, which the next write reports
             partial.unlink()
+
+
+def _sync(descriptor: int) -> None:
+    """Write a file or folder through to the disk, where its file system can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network drives and FUSE mounts have no such call; a full or failing disk says something else.
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 class StepFiles:

@@ -1,3 +1,4 @@
+import errno
 import math
 import os
 import stat
@@ -179,6 +180,27 @@ def test_a_file_is_synced_and_read_as_it_was_written(tmp_path: Path, monkeypatch
         assert same(unflatten(as_tensors(found), again), state)
     write_file(tmp_path / "not synced", [b"x"])
     assert synced == [False, True] * 2, "each file, then the folder with its name"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO, errno.ENOSPC])
+def test_a_mount_that_cannot_sync_gets_the_file_and_a_failing_disk_is_an_error(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[int]()
+
+    def refuse(descriptor: int) -> None:
+        tried.append(descriptor)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    path = tmp_path / "new" / "file"
+    if code in (errno.EIO, errno.ENOSPC):
+        with pytest.raises(StateError, match="cannot write"):
+            write_file(path, [b"x"], sync=True)
+        assert len(tried) == 1 and not path.exists()
+    else:
+        write_file(path, [b"x"], sync=True)
+        assert len(tried) == 2 and path.read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("data", [b'"\xed\xa0\x80"', b'"\\ud800"', '"text"'.encode("utf-16")])
