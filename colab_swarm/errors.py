@@ -19,7 +19,7 @@ SwarmError
 ├── TunnelError           a tunnel could not be opened
 ├── PortError             a port of this machine is taken (also an OSError)
 ├── HostError             another process of this peer's host died, failed or fell out of step
-├── NoExpertsError        no expert of the prefix is alive
+├── NoExpertsError        no expert of the prefix is alive, or none answered
 ├── MismatchError         this peer would train something else than the swarm
 ├── BucketError           the bucket of a run cannot be used, or refuses this peer
 │   └── BucketAway        it does not answer for now
@@ -232,11 +232,12 @@ class PortError(SwarmError, OSError):
 
 
 class NoExpertsError(SwarmError, LookupError):
-    """No expert of the prefix is alive; the text says how many were ever seen, and when.
+    """No expert of the prefix is alive, or none answered a batch; the text says which, and why.
 
     Cause: no peer hosts experts of this name, all their hosts have left, or prefix or grid differ from the hosts'.
 
-    Fix: compare prefix and grid with the hosts', or host some: swarm.host_experts("ffn", make, grid=(4, 4)).
+    Fix: compare prefix and grid with the hosts', or host some: swarm.host_experts("ffn", make, grid=(4, 4)). If
+    they are away for a moment, try the batch again, as swarm.trainer(…) does.
     """
 
 

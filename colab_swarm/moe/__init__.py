@@ -44,8 +44,9 @@ Saves are on the host's disk and at two other peers, in chunks named by their ha
 
 An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
 sample without an answer is tried once more with other experts, then passes unchanged. In backward a failed expert
-counts as zero gradient for its part. If no expert of the grid is live, the layer raises `NoExpertsError`. A host that
-dies loses the steps since its last save.
+counts as zero gradient for its part. If no expert of the grid is live, or none answers for any sample of a batch, the
+layer raises `NoExpertsError`; `swarm.trainer` tries the batch again. Experts of another width are a `ValueError`. A
+host that dies loses the steps since its last save.
 
 **Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing
 is pickled. A host could send wrong finite values: `reject_outliers=5` drops answers far from the

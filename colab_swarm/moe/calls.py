@@ -365,7 +365,7 @@ class ExpertServer:
         require(uid in self._served, f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again", Refusal)
         expert = self._served[uid].expert
         require(
-            _fits(shape, expert.shape),
+            fits(shape, expert.shape),
             f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}; a {ANY_LENGTH} stands for "
             f"1 to {LONGEST}",
             Refusal,
@@ -466,8 +466,8 @@ def _gone(uid: str) -> Refusal:
     return Refusal(f"{uid} is no longer hosted here: look it up again")
 
 
-def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Return True for the shape of samples that an expert takes; some of its sides may have any length."""
+def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Return True for the shape of samples that an expert of the shape ``expected`` takes."""
     if len(shape) != len(expected):
         return False
     for side, wanted in zip(shape, expected, strict=True):

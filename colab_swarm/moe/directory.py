@@ -355,11 +355,11 @@ class Directory:
         chosen = []
         for indices in best:
             chosen.append([infos[index] for index in indices if index in infos])
-        require(
-            any(chosen) or not chosen,
-            f"no expert of {grid} can be called: host some, check the prefix, or wait for their hosts",
-            NoExpertsError,
-        )
+        advice = "host some, check the prefix, or wait for their hosts"
+        failed = [uid for uid in self.banned() if grid.contains(uid)]
+        if failed:
+            advice += f"; {len(failed)} failed this peer's calls and are left out for a while"
+        require(any(chosen) or not chosen, f"no expert of {grid} can be called: {advice}", NoExpertsError)
         return chosen
 
     async def _search(

@@ -10,7 +10,7 @@ a dimension, S the shape of a sample, D values of a sample.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import ExpertError, NoExpertsError, require
-from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
+from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics, fits
+from colab_swarm.moe.expert import ANY_LENGTH
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.net.peers import end_tasks
 from colab_swarm.tensors.codecs import Floats, all_finite
@@ -133,6 +134,7 @@ class RemoteExpert(nn.Module):
             )
         return info
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `ExpertError` if it failed, in backward too, `ValueError` if the inputs do not fit."""
         info = self.info()
@@ -220,8 +222,13 @@ class MixtureOfExperts(nn.Module):
     def statistics(self) -> MixtureStatistics:
         return self._calls.statistics()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Tensor) -> Tensor:
-        """Raise `NoExpertsError` if no expert is live, `ValueError` if inputs do not fit or are not finite."""
+        """Return the mixture; a compiled model calls this layer as it is, between its compiled parts.
+
+        Raises `NoExpertsError` if no expert is live, or none answered for any sample; `ValueError` if inputs do not
+        fit this layer or the experts, or are not finite.
+        """
         sample_axes = 1
         least_axes = 1
         leading = "..."
@@ -288,6 +295,7 @@ class _Batch:
         self.indices_BKG = np.zeros((batch, k, len(layer.grid.sides)), np.int64)
         self.infos: list[ExpertInfo] = []  # experts that were chosen
         self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: none
+        self._fault = "none was found in time"  # or why the last call failed
 
     async def forward(self, scores: Sequence[Floats]) -> None:
         rows = np.arange(len(self._inputs_BS))
@@ -302,6 +310,14 @@ class _Batch:
             rows = np.flatnonzero(~self.answered_BK.any(1))
             if not len(rows):
                 break
+        require(
+            self.answered_BK.any(),
+            f"no expert of {self._grid} answered this batch of {len(rows)} ({self._fault}): "
+            "try it again when their hosts are back, as swarm.trainer(…) does",
+            NoExpertsError,
+        )
+        if len(rows):
+            logger.warning("%d samples pass %s unchanged: %s", len(rows), self._grid, self._fault)
         self._calls.count(unanswered=len(rows))
         if self._layer.reject_outliers is not None:
             self._reject(self._layer.reject_outliers)
@@ -311,6 +327,7 @@ class _Batch:
         try:
             async with asyncio.timeout(self._calls.timeout_s):
                 best = await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
+                await self._check_shapes({info.shape for experts in best for info in experts})
         except TimeoutError:
             logger.warning("no experts of %s found in %g s", self._grid, self._calls.timeout_s)
             return
@@ -321,6 +338,25 @@ class _Batch:
                 self.experts_BK[row, slot] = place
                 if place == len(self.infos):
                     self.infos.append(info)
+
+    async def _check_shapes(self, shapes: Set[tuple[int, ...]]) -> None:
+        """Raise ValueError if no live expert takes this layer's samples; a host that misfits alone only fails calls."""
+        sample = self._inputs_BS.shape[1:]
+        if not shapes or any(fits(sample, shape) for shape in shapes):
+            return
+        live = await self._calls.directory.live(self._grid)
+        if any(fits(sample, info.shape) for info in live):
+            return
+        prefix = self._grid.prefix
+        shape = min(shapes)
+        if len(shape) == len(sample) and shape[-1] != sample[-1]:
+            raise ValueError(
+                f"experts of {prefix} have width {shape[-1]}, this layer has {sample[-1]}: give both the same"
+            )
+        raise ValueError(
+            f"experts of {prefix} take samples of shape {shape}, this layer sends {sample}: "
+            f"sequences=True sends sequences whole, and {ANY_LENGTH} stands for any length"
+        )
 
     def _groups(self, wanted_BK: Mask) -> Iterator[tuple[ExpertInfo, Places, Places]]:
         for place, info in enumerate(self.infos):
@@ -345,7 +381,10 @@ class _Batch:
             await end_tasks(*groups)
         for task, (info, *places) in groups.items():
             if task.cancelled():
-                calls.directory.on_failure(info, f"{grace_s:g} s later than others")
+                self._fault = f"{grace_s:g} s later than others"
+                calls.directory.on_failure(info, self._fault)
+            elif isinstance(task.exception(), ExpertError):
+                self._fault = str(task.exception())
             if task.cancelled() or isinstance(task.exception(), ExpertError):
                 calls.count(failures=1)
                 continue

@@ -33,9 +33,9 @@ class LocalExperts:
         make: Callable[[], nn.Module],
         *,
         living: Sequence[Index] | None = None,
-        shape: tuple[int, ...] = (),
+        shape: tuple[int, ...] = (4,),
     ) -> None:
-        self.grid, self._shape = grid, shape
+        self.grid, self.shape = grid, shape
         self.modules = {grid.uid(index): make() for index in living or grid}
         self.dead, self.dead_backward, self.late = set[str](), set[str](), set[str]()
         self.busy: dict[str, int] = {}
@@ -59,7 +59,10 @@ class LocalExperts:
         return [[self._info(uid) for uid in best[:k]] for best in rows]
 
     def _info(self, uid: str) -> ExpertInfo:
-        return ExpertInfo(uid, HOST, self._shape, 0, 1e9)
+        return ExpertInfo(uid, HOST, self.shape, 0, 1e9)
+
+    async def live(self, grid: Grid) -> list[ExpertInfo]:
+        return [self._info(uid) for uid in self.modules if uid not in self.gone]
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
         self.failures.append((info.uid, reason))

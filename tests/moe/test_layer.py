@@ -112,6 +112,7 @@ def test_checkpointing_changes_no_gradient(reentrant: bool) -> None:
 
 
 def test_checkpointing_works_if_other_experts_answer_the_second_time() -> None:
+    torch.manual_seed(0)
     layer, experts = make()
     x = torch.randn(5, DIM, requires_grad=True)
     loss = checkpoint(layer, x, use_reentrant=False).sum()
@@ -189,23 +190,90 @@ def test_an_expert_that_fails_in_backward_counts_as_zero_and_the_gating_still_le
     torch.testing.assert_close(x.grad, through_gating, atol=1e-5, rtol=0)
 
 
-def test_unanswered_samples_are_tried_with_other_experts_then_pass_unchanged() -> None:
-    layer, experts = make(k=3)
-    x = torch.randn(8, DIM, requires_grad=True)
-    experts.dead = set(experts.modules)
-    unchanged = layer(x)
-    unchanged.sum().backward()
-    assert torch.equal(unchanged, x) and x.grad is not None and torch.equal(x.grad, torch.ones(8, DIM))
-    assert set(experts.forwards) == experts.dead, "after the first three, the other three were tried"
-    assert layer.statistics().unanswered == 8
-    experts.gone.clear()
-    experts.forwards.clear()
+def test_an_unanswered_sample_is_tried_with_another_expert_then_passes_unchanged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layer, experts = make(k=1, living=[(0, 0), (0, 1), (1, 0)])
+    prefer_the_first_row_if_positive(layer)
+    experts.dead = {"ffn.0.0", "ffn.0.1"}
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    mixed = layer(x)
+    mixed[0].sum().backward()
+    assert torch.equal(mixed[0], x[0]) and not torch.equal(mixed[1], x[1])
+    assert x.grad is not None and torch.equal(x.grad[0], torch.ones(4))
+    assert experts.forwards.count("ffn.0.0") == experts.forwards.count("ffn.0.1") == 1
+    assert layer.statistics().unanswered == 1 and "1 samples pass ffn[2 x 3] unchanged" in caplog.text
     layer(x)
-    first = experts.forwards[:1]
+    assert layer.statistics().unanswered == 1, "the second batch was answered"
+
+
+@pytest.mark.parametrize("living", [[(0, 0)], None], ids=["its only one", "all that it chose"])
+def test_a_batch_that_no_expert_answers_is_an_error_at_once(living: list[tuple[int, int]] | None) -> None:
+    layer, experts = make(k=6, living=living)
+    experts.dead = set(experts.modules)
+    x = torch.randn(8, DIM)
+    with pytest.raises(
+        NoExpertsError, match=r"answered this batch of 8 \(ffn\.\d\.\d is dead\): try it again"
+    ):
+        layer(x)
+    assert set(experts.forwards) == experts.dead and layer.statistics().unanswered == 0
+    experts.dead.clear()
     experts.gone.clear()
-    experts.dead = set(first)
     assert not torch.equal(layer(x), x)
-    assert layer.statistics().unanswered == 16, "the third batch was answered"
+
+
+def test_experts_that_are_only_late_leave_no_batch_unchanged() -> None:
+    layer, experts = make(k=6, timeout_s=0.05)
+    experts.late = set(experts.modules)
+    with pytest.raises(NoExpertsError, match=r"did not answer in 0\.05 s"):
+        layer(torch.randn(2, DIM))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sequences", "words"),
+    [
+        ((32,), False, "experts of ffn have width 32, this layer has 4"),
+        ((-1, 32), True, "experts of ffn have width 32, this layer has 4"),
+        ((-1, DIM), False, r"shape \(-1, 4\), this layer sends \(4,\): sequences=True"),
+        ((DIM,), True, r"shape \(4,\), this layer sends \(5, 4\)"),
+    ],
+)
+def test_experts_of_another_shape_are_refused_at_each_call(
+    shape: tuple[int, ...], sequences: bool, words: str
+) -> None:
+    layer, experts = make(sequences=sequences)
+    experts.shape = shape
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            layer(torch.randn(3, 5, DIM))
+    assert not experts.forwards and not experts.failures
+
+
+def test_a_host_that_announces_a_false_shape_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, experts = make(k=1)
+    prefer_the_first_row_if_positive(layer)
+    false = {"ffn.0.0"}
+    shapes = {uid: (32,) if uid in false else (DIM,) for uid in experts.modules}
+    monkeypatch.setattr(experts, "_info", lambda uid: ExpertInfo(uid, HOST, shapes[uid], 0, 1e9))
+    experts.dead = false  # its host refuses the call
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    assert not torch.equal(layer(x), x)
+    assert {uid for uid, _ in experts.failures} == false
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_compiled_model_calls_its_experts(backward: bool) -> None:
+    layer, experts = make(k=6)
+    model = nn.Sequential(nn.Linear(DIM, DIM), layer, nn.Linear(DIM, 1))
+    compiled = torch.compile(model, backend="eager")
+    x = torch.randn(5, DIM)
+    with torch.set_grad_enabled(backward):
+        loss = compiled(x).sum()
+    torch.testing.assert_close(loss, model(x).sum())
+    if backward:
+        loss.backward()
+        assert sorted(experts.backwards) == sorted(experts.modules)
+        assert layer.gating.maps.weight.grad is not None
 
 
 def test_an_expert_that_replaces_another_still_gets_one_backward_call() -> None:
@@ -265,6 +333,7 @@ def test_an_answer_far_from_the_others_is_dropped() -> None:
 
 def test_sequences_are_sent_whole_and_scored_by_their_mean() -> None:
     layer, experts = make(k=2, sequences=True)
+    experts.shape = (-1, DIM)
     x = torch.randn(3, 5, DIM)
     torch.testing.assert_close(layer(x), locally(layer, experts.modules, x, k=2), atol=1e-5, rtol=0)
 
@@ -332,6 +401,13 @@ def remote(experts: LocalExperts) -> RemoteExpert:
     return RemoteExpert(LocalCalls(experts), LINE, "ffn.1")
 
 
+def test_it_is_called_by_a_compiled_model(experts: LocalExperts, remote: RemoteExpert) -> None:
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(
+        torch.compile(nn.Sequential(remote), backend="eager")(x), experts.modules["ffn.1"](x)
+    )
+
+
 def test_it_computes_as_the_expert_and_both_learn(experts: LocalExperts, remote: RemoteExpert) -> None:
     local, x = copy.deepcopy(experts.modules["ffn.1"]), torch.randn(2, 3, 4, requires_grad=True)
     y = remote(x)
@@ -374,7 +450,7 @@ def test_invalid_names_and_inputs_are_refused(experts: LocalExperts, remote: Rem
 def test_an_expert_of_two_hosts_counts_once_and_a_dead_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, experts = make(k=6)
     hosts = itertools.cycle((HOST, Contact(bytes([1]) * 32, ())))
-    monkeypatch.setattr(experts, "_info", lambda uid: ExpertInfo(uid, next(hosts), (), 0, 1e9))
+    monkeypatch.setattr(experts, "_info", lambda uid: ExpertInfo(uid, next(hosts), (DIM,), 0, 1e9))
     experts.dead = {"ffn.0.0"}
     with torch.no_grad():
         for parameter in layer.gating.parameters():
