@@ -41,6 +41,10 @@ from colab_swarm.net.peers import (
 )
 from colab_swarm.runtime import loop_now
 
+# What a line must carry before its rate is known: less would be the rate of the talk on it.
+_ENOUGH_BYTES = 1 << 20
+_BUSY_BYTES_PER_S = 1 << 16
+_IDLE_S = 2.0
 _BURST_S = 0.1
 _MIN_BURST_BYTES = 1 << 16
 MAX_SIZE_BYTES = 32 << 20
@@ -129,24 +133,34 @@ class TokenBucket:
 
 
 class RateMeter:
-    """Counts bytes and remembers the best rate over a busy second."""
+    """Counts bytes and remembers the best rate of a busy time.
+
+    Handshakes and records of the DHT say nothing about a line. One that is always less busy is known by its rounds
+    (`LinkBandwidth` of `training`).
+    """
 
     def __init__(self) -> None:
         self.total_bytes = 0
         self.peak_bps: float | None = None
         self._window_bytes = 0
         self._window_at = float("-inf")
+        self._added_at = float("-inf")
 
     def add(self, size_bytes: int, now: float) -> None:
-        """Count bytes; windows of one to two seconds give a rate, longer ones were idle."""
+        """Count bytes; `_ENOUGH_BYTES` in a row, over a second or more, give a rate."""
         self.total_bytes += size_bytes
         elapsed = now - self._window_at
+        idle = now - self._added_at >= _IDLE_S
         if elapsed >= 1.0:
-            if elapsed < 2.0:
+            idle |= self._window_bytes < _BUSY_BYTES_PER_S * elapsed
+            enough = self._window_bytes >= _ENOUGH_BYTES
+            if enough and not idle:
                 self.peak_bps = max(self.peak_bps or 0.0, self._window_bytes * 8 / elapsed)
-            self._window_bytes = 0
-            self._window_at = now
+            if enough or idle:
+                self._window_bytes = 0
+                self._window_at = now
         self._window_bytes += size_bytes
+        self._added_at = now
 
 
 @dataclass(frozen=True)

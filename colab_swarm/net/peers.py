@@ -98,7 +98,7 @@ class LinkStatistics:
     received_bytes: int = 0
     # The median of the last round-trip times; None if none was measured.
     rtt_s: float | None = None
-    # The peak over a busy second; None if no second was busy.
+    # The peak over a busy time; None until a link has carried enough to know.
     upload_bps: float | None = None
     download_bps: float | None = None
 

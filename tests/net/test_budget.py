@@ -30,15 +30,59 @@ def test_waiting_for_the_delay_never_exceeds_the_rate(sends: list[tuple[int, flo
         sent_bytes += size_bytes
 
 
-def test_the_meter_remembers_the_best_busy_second() -> None:
+MB = 1_000_000
+
+
+def test_the_meter_remembers_the_best_busy_time() -> None:
     meter = RateMeter()
     for step in range(31):
-        meter.add(1000 if step < 10 else 500, now=step / 10)
-    assert meter.peak_bps == pytest.approx(10 * 1000 * 8)
-    assert meter.total_bytes == 10 * 1000 + 21 * 500
-    meter.add(1 << 20, now=3.1)
-    meter.add(1, now=5.0)  # idle meanwhile
-    assert meter.peak_bps == pytest.approx(10 * 1000 * 8)
+        meter.add(MB if step < 10 else MB // 2, now=step / 10)
+    assert meter.peak_bps == pytest.approx(10 * MB * 8)
+    assert meter.total_bytes == 10 * MB + 21 * MB // 2
+    meter.add(100 * MB, now=3.1)
+    meter.add(1, now=6.0)  # idle meanwhile
+    assert meter.peak_bps == pytest.approx(10 * MB * 8)
+
+
+def feed(meter: RateMeter, size_bytes: int, *, every_s: float, until: float, begin: float = 0.0) -> None:
+    for step in range(round((until - begin) / every_s) + 1):
+        meter.add(size_bytes, now=begin + step * every_s)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "every_s"),
+    [(300, 0.05), (6_000, 0.1), (60_000, 1.0), (300_000, 10.0), (2 * MB, 3.0)],
+    ids=["keep-alives", "records", "a record a second", "joins", "bursts"],
+)
+def test_talk_that_fills_no_line_leaves_its_rate_unknown(size_bytes: int, every_s: float) -> None:
+    meter = RateMeter()
+    feed(meter, size_bytes, every_s=every_s, until=100.0)
+    assert meter.peak_bps is None and meter.total_bytes > 0
+
+
+@pytest.mark.parametrize("line_bps", [1e6, 8e6, 1e9])
+def test_a_line_that_is_full_for_some_seconds_is_known(line_bps: float) -> None:
+    meter = RateMeter()
+    feed(meter, 2_000, every_s=0.5, until=20.0)  # records
+    every_s = 0.01
+    if line_bps < 1e7:
+        every_s = 192 * 1024 * 8 / line_bps  # a socket's buffer is filled again and again
+    feed(meter, round(line_bps / 8 * every_s), every_s=every_s, begin=20.1, until=40.0)
+    assert meter.peak_bps == pytest.approx(line_bps, rel=0.25)
+
+
+def test_links_that_have_carried_nothing_yet_are_unknown() -> None:
+    now = 0.0
+    metering = Metering(NodeSettings(), lambda: now)
+    for traffic in metering.traffic(ALICE, Path(), dialled=True):
+        for step in range(30):  # a handshake and a join: 300 kB in a second
+            traffic.count(10_000, now=step / 29)
+        traffic.count(100, now=1.01)
+        traffic.count(100, now=9.0)
+    for peer in (ALICE, None):
+        statistics = metering.statistics(peer, ())
+        assert statistics.sent_bytes == 300_200
+        assert (statistics.upload_bps, statistics.download_bps) == (None, None)
 
 
 def test_traffic_is_counted_for_peers_the_own_tunnel_and_relays(monkeypatch: pytest.MonkeyPatch) -> None:

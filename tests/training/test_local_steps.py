@@ -8,6 +8,8 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.events import RoundFinished
+from colab_swarm.net.carrier import Metering, NodeSettings, Path
+from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import settings as module
 from colab_swarm.training.settings import KEPT_PER_ROUND, ROUNDS
@@ -97,3 +99,16 @@ def test_a_round_shorter_than_a_second_shows_the_bandwidth() -> None:
     assert rounds.upload(1000, 1e-6) == pytest.approx(160e6 * KEPT_PER_ROUND)  # a few bytes say nothing
     rounds.upload(2 * MB, 0.0)
     assert rounds.upload(2 * MB, 1.0, times=500) == 16e6  # a lower one is believed in the end
+
+
+def test_before_its_links_and_rounds_have_carried_enough_a_peer_reports_no_bandwidth() -> None:
+    metering = Metering(NodeSettings(), lambda: 0.0)
+    peers = SimpleNamespace(statistics=lambda: metering.statistics(None, ()))
+    bandwidth = module.LinkBandwidth(peers)  # type: ignore[arg-type]
+    for step in range(200):  # a join, then records of the DHT
+        for traffic in metering.traffic(PeerId(b"bob"), Path(), dialled=True):
+            traffic.count(30_000 if step < 10 else 2_000, now=step / 10)
+    small = SimpleNamespace(sent_bytes=1000, received_bytes=1000, exchange_s=0.5)
+    for _ in range(2 * ROUNDS):
+        bandwidth.on_round(small)  # type: ignore[arg-type]
+    assert bandwidth.known() == (None, None)
