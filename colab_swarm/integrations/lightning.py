@@ -11,9 +11,9 @@ Trainer(max_epochs=-1, callbacks=[SwarmSteps(500)]).fit(Model(), loader)
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 
 from colab_swarm.errors import require
+from colab_swarm.tensors.samples import samples_of
 from colab_swarm.training.optimizer import SwarmOptimizer
 
 
@@ -22,7 +22,8 @@ class SwarmSteps(Callback):
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
-        self._samples = 0.0
+        # of accumulated batches; None: their parts do not say, and a bare step asks for samples=
+        self._samples: float | None = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require(
@@ -46,8 +47,15 @@ class SwarmSteps(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._samples += extract_batch_size(batch)  # of accumulated batches
-        for optimizer in _of_swarm(trainer):
+        optimizers = _of_swarm(trainer)
+        samples: float | None = samples_of(batch, trainer.train_dataloader, batch_idx)
+        if samples is None:
+            samples = optimizers[0].settings.batch_size
+        if samples is None or self._samples is None:
+            self._samples = None
+        else:
+            self._samples += samples
+        for optimizer in optimizers:
             optimizer.next_batch(samples=self._samples)
 
     def on_train_batch_end(

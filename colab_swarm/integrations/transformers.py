@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
-from colab_swarm.errors import require
+from colab_swarm.errors import SampleCountError, require
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.samples import samples_by_parts
 from colab_swarm.training.gradients import MeanLoss
 from colab_swarm.training.optimizer import SwarmOptimizer
 
@@ -130,7 +130,9 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[Sequence[Any], Any]:
         """Return the micro-batches of this peer's next step, counted."""
         batches, items = self._batches(*arguments, **named)
-        samples = sum(map(_samples_in, batches))
+        full = self._trainer.args.train_batch_size
+        batch_size = self.optimizer.settings.batch_size
+        samples = sum(_samples_in(batch, full, batch_size) for batch in batches)
         self._samples = self._weight = float(samples)
         self._loss = torch.tensor(0.0)
         if items is not None and self._by_targets:
@@ -198,8 +200,12 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         return control
 
 
-def _samples_in(batch: Any) -> int:
-    """Return the samples of a micro-batch; 1 where it has no tensor."""
-    if isinstance(batch, list):
-        return len(batch)
-    return find_batch_size(batch) or 1
+def _samples_in(batch: Any, full: int, batch_size: float | None) -> float:
+    """Return the samples of a micro-batch, of which a full one has ``full``."""
+    samples = samples_by_parts(batch, full)
+    if samples is not None:
+        return samples
+    if batch_size is None:
+        text = "the parts of a batch do not say how many samples it has: pass batch_size=… to attach(…)"
+        raise SampleCountError(text)
+    return batch_size

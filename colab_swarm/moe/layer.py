@@ -350,9 +350,7 @@ class _Batch:
         prefix = self._grid.prefix
         shape = min(shapes)
         if len(shape) == len(sample) and shape[-1] != sample[-1]:
-            raise ValueError(
-                f"experts of {prefix} have width {shape[-1]}, this layer has {sample[-1]}: give both the same"
-            )
+            raise ValueError(f"experts of {prefix} have width {shape[-1]}, this layer has {sample[-1]}")
         raise ValueError(
             f"experts of {prefix} take samples of shape {shape}, this layer sends {sample}: "
             f"sequences=True sends sequences whole, and {ANY_LENGTH} stands for any length"

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from colab_swarm.errors import NoExpertsError, PeerError, require
+from colab_swarm.tensors.samples import samples_of
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
@@ -179,10 +180,12 @@ class AsyncTrainer(Generic[Batch]):
                     run.count(retries=run.result.retries + 1)
                 run.stopped.wait(PAUSE_S)
                 continue
-            self._apply(run, replica, version, samples_in(batch), loss.item())
+            self._apply(run, replica, version, samples_of(batch), loss.item())
             return
 
-    def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
+    def _apply(
+        self, run: _Run[Batch], replica: nn.Module, version: int, samples: int | None, loss: float
+    ) -> None:
         norm = clip_grad_norm_(
             replica.parameters(), math.inf if self._max_grad_norm is None else self._max_grad_norm
         )
@@ -198,7 +201,12 @@ class AsyncTrainer(Generic[Batch]):
             with torch.no_grad():
                 for buffer, newer in zip(self._model.buffers(), replica.buffers(), strict=True):
                     buffer.copy_(newer)
-            more: dict[str, Any] = {"samples": samples, "loss": loss} if self._counts_samples else {}
+            more: dict[str, Any] = {}
+            if self._counts_samples:
+                more["loss"] = loss
+                # Else the optimizer says what to pass.
+                if samples is not None:
+                    more["samples"] = samples
             self._optimizer.step(**more)
             self._optimizer.zero_grad(set_to_none=True)
             run.losses.append(loss)
@@ -207,22 +215,9 @@ class AsyncTrainer(Generic[Batch]):
             staleness = run.result.updates - version
             run.count(
                 updates=last.updates + 1,
-                samples=last.samples + samples,
+                samples=last.samples + (samples or 1),
                 loss=fmean(run.losses),
                 mean_staleness=(last.mean_staleness * last.updates + staleness) / (last.updates + 1),
             )
             if self._on_update is not None:
                 self._on_update(run.result)
-
-
-def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor in a tensor, mapping or sequence; 1 if there is none."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        for part in batch:
-            if isinstance(part, Tensor | Mapping | list | tuple):
-                return samples_in(part)
-    return 1

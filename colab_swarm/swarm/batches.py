@@ -9,6 +9,7 @@ import torch
 from colab_swarm.errors import require
 from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.samples import samples_of
 
 if TYPE_CHECKING:
     from colab_swarm.notebook.panel import Panel
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 _SAME_ORDER = (
     "all peers read this loader in one order: use DataLoader(…, shuffle=True), or other data at each peer"
+)
+_SAME_STREAM = (
+    "this stream gives all peers the same rows in one order, as far as is known: shuffle it, as in "
+    "stream.shuffle(buffer_size=1000) of datasets, or give each peer other rows"
 )
 
 
@@ -70,9 +75,12 @@ class BatchReader:
                 if index < done:
                     continue
                 optimizer.position = number, index + 1
-                size = _size_of(batch)
+                size: float | None = samples_of(batch, self._loader, index)
                 if size == 0:
                     continue
+                if size is None:
+                    # Without batch_size= either, a bare step() asks for samples=.
+                    size = optimizer.settings.batch_size
                 optimizer.next_batch(samples=size)
                 yield _moved(batch, self._device)
             require(
@@ -82,18 +90,25 @@ class BatchReader:
             optimizer.position = number + 1, 0
 
     def _shuffle(self, number: int) -> None:
-        """Give the loader's pass of this ``number`` an order of this peer's own."""
+        """Give the loader's pass of this ``number`` an order of this peer's own; warn at the first if it has none."""
         seed = random.Random(f"{self._peer.hex()} {number}").getrandbits(60)
-        dataset = getattr(self._loader, "dataset", None)
+        source: Any = getattr(self._loader, "dataset", self._loader)
         sampler = getattr(self._loader, "sampler", None)
-        if isinstance(dataset, torch.utils.data.IterableDataset):
-            # a shuffled one of the library datasets
-            if hasattr(dataset, "set_epoch"):
-                dataset.set_epoch(seed % (1 << 31))
-        elif sampler is not None and hasattr(sampler, "generator"):
-            sampler.generator = torch.Generator().manual_seed(seed)
-        elif sampler is not None and number == 0:
-            self._warn(_SAME_ORDER)
+        sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", sampler)
+        warning = _SAME_STREAM
+        has_generator = False
+        if sampler is not None and not isinstance(source, torch.utils.data.IterableDataset):
+            source = sampler
+            warning = _SAME_ORDER
+            has_generator = hasattr(sampler, "generator")
+        if has_generator:
+            source.generator = torch.Generator().manual_seed(seed)
+        # A DistributedSampler, or a stream after split_dataset_by_node: parts of one order, which must stay one.
+        is_part = getattr(source, "num_replicas", 1) > 1 or getattr(source, "_distributed", None) is not None
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(number if is_part else seed % (1 << 31))
+        if number == 0 and not (has_generator or is_part or _reorders(source)):
+            self._warn(warning)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
@@ -111,20 +126,24 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return type(batch)(parts)
 
 
-def _size_of(batch: Any) -> int | None:
-    """Return the samples of a batch: the length of its first tensor; None without any."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else None
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    for part in parts:
-        size = _size_of(part)
-        if size is not None:
-            return size
-    return None
+def _reorders(stream: Any) -> bool:
+    """Return True if ``set_epoch`` changes the order of a stream or sampler, as far as is known."""
+    if not hasattr(stream, "set_epoch"):
+        return False
+    if not hasattr(stream, "_ex_iterable"):
+        # Samplers have the word, streams the method.
+        return bool(getattr(stream, "shuffle", True))
+    # A stream of the library datasets is a chain; shuffle(), skip() and take() add parts to it.
+    names = ""
+    parts = [stream._ex_iterable]
+    while parts:
+        part = parts.pop()
+        names += type(part).__name__
+        parts += getattr(part, "ex_iterables", [])
+        parts += filter(None, [getattr(part, "ex_iterable", None)])
+    # Since its version 5 an epoch shuffles the shards of any stream, unless some of its rows are cut off.
+    shuffles_shards = stream.num_shards > 1 and not hasattr(stream, "_shuffling")
+    return "Shuffle" in names or (shuffles_shards and "Skip" not in names and "Take" not in names)
 
 
 def _step_line(optimizer: "SwarmOptimizer", max_steps: int) -> str:

@@ -270,8 +270,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
 
         Each peer reads a shuffled `DataLoader` in an order of its own, and continues at its position after a
-        restart. Each batch tells ``optimizer.step()`` its size. The panel stays live; without a front-end a line is
-        printed for each step. It ends with the session, too: then the last samples are handed over.
+        restart. ``optimizer.step()`` knows the samples of a batch; where its parts disagree, pass ``samples=``. The
+        panel stays live; without a front-end a line is printed for each step. The session's end hands samples over.
 
         Raises ValueError if the loader gives no batch.
         """

@@ -75,6 +75,38 @@ def test_a_model_without_an_optimizer_of_the_swarm_is_refused() -> None:
     alone(train)
 
 
+class Detector(Model):
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.net(torch.stack(batch).flatten(1)[:, :4]).square().mean()
+
+
+def images_of(rows: int, *, streamed: bool) -> torch.utils.data.DataLoader[Any]:
+    class Images(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([torch.ones(3, 2, 2)] * rows)
+
+    data: Any = Images() if streamed else [torch.ones(3, 2, 2)] * rows
+    return torch.utils.data.DataLoader(data, batch_size=4, collate_fn=list)
+
+
+def test_lists_of_images_are_counted_by_their_loader() -> None:
+    def train(swarm: Swarm) -> list[float]:
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(2)], **QUIET)
+        trainer.fit(Detector(swarm), images_of(10, streamed=False))
+        return [step.samples for step in swarm.events.recent(StepFinished)]
+
+    assert alone(train) == [4 + 4 + 2 + 4, 4 + 2 + 4 + 4]
+
+
+def test_a_batch_that_nobody_can_count_asks_for_its_samples() -> None:
+    def train(swarm: Swarm) -> None:
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(2)], **QUIET)
+        with pytest.raises(ValueError, match=r"once and for all as batch_size=… to swarm.optimizer"):
+            trainer.fit(Detector(swarm), images_of(2, streamed=True))
+
+    alone(train)
+
+
 def test_it_ends_with_the_session() -> None:
     class End(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:

@@ -13,7 +13,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped
+from colab_swarm.events import BatchDropped, StepFinished
+from colab_swarm.integrations import transformers as module
 from colab_swarm.integrations.trackers import track
 from colab_swarm.integrations.transformers import attach
 from colab_swarm.swarm.swarm import Swarm
@@ -60,6 +61,42 @@ def test_it_ends_logs_and_saves_by_the_swarms_steps(tmp_path: Path) -> None:
     assert [round(log["learning_rate"], 6) for log in logs] == [
         round(1e-2 * (1 - n / 6), 6) for n in (2, 4, 6)
     ]
+
+
+def boxes_first(rows: list[Any]) -> dict[str, Any]:
+    """A batch as of object detection: first a list of what is in each image."""
+    return {"boxes": [{"boxes": torch.zeros(2, 4)} for _ in rows], **padded(rows)}
+
+
+def time_first(rows: list[Any]) -> dict[str, Any]:
+    return {"mask": torch.ones(35, 35), **padded(rows)}
+
+
+class Detector(Trainer):
+    """A Trainer whose model takes its own part of a batch."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+        parts = {name: part for name, part in inputs.items() if name not in ("boxes", "mask")}
+        return super().compute_loss(model, parts, *arguments, **named)
+
+
+@pytest.mark.parametrize("collate", [boxes_first, time_first])
+def test_samples_are_counted_whatever_comes_first_in_a_batch(collate: Any, tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> list[float]:
+        plain = trainer_of(tmp_path, remove_unused_columns=False)
+        trainer = Detector(plain.model, plain.args, train_dataset=texts("alice"), data_collator=collate)
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
+        trainer.train()
+        return [step.samples for step in swarm.events.recent(StepFinished) if isinstance(step, StepFinished)]
+
+    assert alone(train) == [TARGET, TARGET]
+
+
+def test_a_batch_that_nobody_can_count_asks_for_batch_size() -> None:
+    batch = {"mask": torch.ones(35, 35), "x": torch.ones(3, 35)}
+    with pytest.raises(ValueError, match=r"pass batch_size=… to attach"):
+        module._samples_in(batch, 4, None)
+    assert module._samples_in(batch, 4, 3) == 3
 
 
 def test_logged_losses_are_means_over_what_was_accumulated(tmp_path: Path) -> None:

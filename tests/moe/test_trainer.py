@@ -13,7 +13,7 @@ from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe import trainer as module
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts
-from colab_swarm.moe.trainer import AsyncTrainer, samples_in
+from colab_swarm.moe.trainer import AsyncTrainer
 from tests.moe.local import LocalCalls, LocalExperts, tanh_expert
 
 QUIET: dict[str, Any] = {"concurrency": 4, "progress": False}
@@ -179,6 +179,21 @@ def test_an_optimizer_that_counts_samples_gets_their_number(model: nn.Linear) ->
     assert [samples for samples, _ in steps] == [8, 8, 8] and all(loss > 0 for _, loss in steps)
 
 
+def test_an_optimizer_is_told_no_number_where_the_parts_of_a_batch_disagree(model: nn.Linear) -> None:
+    told: list[float | None] = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None, *, samples: int | None = None, loss: float) -> None:  # type: ignore[override]
+            told.append(samples)
+
+    def loss(replica: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return square(replica, batch[1])
+
+    mask_first = [(torch.zeros(35, 4), torch.ones(8, 4))] * 2
+    result = AsyncTrainer(model, loss, Counting(model.parameters(), lr=0.1), **QUIET).fit(mask_first)
+    assert told == [None, None] and result.samples == 2
+
+
 @pytest.mark.slow
 def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> None:
     with cs.create("together", options=cs.NetworkOptions(lan=False)) as swarm:
@@ -203,14 +218,3 @@ def test_a_scheduler_fits_into_on_update_and_progress_is_printed(
 def test_a_concurrency_of_zero_is_refused(model: nn.Linear) -> None:
     with pytest.raises(ValueError, match="concurrency=0"):
         AsyncTrainer(model, square, sgd(model), concurrency=0)
-
-
-@pytest.mark.parametrize(
-    ("batch", "samples"),
-    [
-        *((torch.zeros(3, 2), 3), ((torch.zeros(4), torch.zeros(4, 2)), 4), ("text", 1)),
-        *(({"ids": torch.zeros(5, 2)}, 5), ([{"ids": torch.zeros(6)}], 6), (torch.tensor(1.0), 1)),
-    ],
-)
-def test_samples_are_counted_by_the_first_tensor(batch: object, samples: int) -> None:
-    assert samples_in(batch) == samples

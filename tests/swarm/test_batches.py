@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 import colab_swarm as cs
+from colab_swarm.events import Notice
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
@@ -134,3 +142,169 @@ def test_batches_move_to_the_models_device() -> None:
         assert batch["more"][1] == ["text", "text"]
 
     toy.alone(train)
+
+
+def images(count: int) -> list[torch.Tensor]:
+    return [torch.ones(3, 4, 4)] * count
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "counted"),
+    [({}, 6, 6.0), ({"batch_size": 5}, None, 5.0), ({"batch_size": 5}, 6, 6.0)],
+    ids=["samples=", "batch_size=", "both"],
+)
+def test_a_batch_that_nobody_can_count_is_counted_by_its_user(
+    settings: dict[str, int], said: int | None, counted: float
+) -> None:
+    def train(swarm: Swarm) -> float:
+        net = torch.nn.Linear(48, 1)
+        inner = torch.optim.SGD(net.parameters(), lr=0.01)
+        optimizer = swarm.optimizer(inner, target_batch_size=100, model=net, **settings)
+        batch = next(swarm.batches([images(8)], optimizer, max_steps=1))
+        net(torch.stack(batch).flatten(1)).square().mean().backward()
+        optimizer.step(samples=said)
+        return optimizer.collaboration.progress.known.own.samples
+
+    assert toy.alone(train) == counted
+
+
+def test_a_batch_that_nobody_counts_is_refused_and_says_how() -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        for x_BI in swarm.batches([[torch.ones(9, 8), torch.ones(4, 8)]], optimizer, max_steps=1):
+            net(x_BI[0]).square().mean().backward()
+            with pytest.raises(
+                ValueError, match=r"optimizer.step\(samples=len.* or once and for all as batch_size="
+            ):
+                optimizer.step()
+            optimizer.step(samples=9)
+
+    toy.alone(train)
+
+
+def test_a_detection_loader_counts_its_images() -> None:
+    def train(swarm: Swarm) -> list[float]:
+        net = torch.nn.Linear(48, 1)
+        optimizer = swarm.optimizer(
+            torch.optim.SGD(net.parameters(), lr=0.01), target_batch_size=1000, model=net
+        )
+        data = DataLoader(
+            [(torch.ones(3, 4, 4), at) for at in range(10)], 8, shuffle=True, collate_fn=columns
+        )  # type: ignore[arg-type]
+        counted = []
+        for rows, _ in swarm.batches(data, optimizer, max_steps=1):
+            net(torch.stack(rows).flatten(1)).square().mean().backward()
+            optimizer.step()
+            counted.append(optimizer.collaboration.progress.known.own.samples)
+            if len(counted) == 3:
+                break
+        return counted
+
+    assert toy.alone(train) == [8.0, 10.0, 18.0]
+
+
+def columns(rows: list[Any]) -> Any:
+    return tuple(zip(*rows, strict=True))
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(ROWS))
+
+
+class OwnOrder(Numbers):
+    """A stream that shuffles by its epoch, as several libraries have them."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Passes:
+    """Batches of the user's own, from the same file at each peer."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(8).split(4))
+
+
+def streamed(**options: Any) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": list(range(ROWS))}).with_format("torch")
+    return rows.to_iterable_dataset(**options)
+
+
+def one_of_two_parts() -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(streamed(), rank=0, world_size=2)
+
+
+def notices(make: Any, passes: int = 1) -> list[str]:
+    """What a peer is told that reads this loader."""
+
+    def train(swarm: Swarm) -> list[str]:
+        _, optimizer = begin(swarm)
+        data = make()
+        batches = swarm.batches(data, optimizer, max_steps=1)
+        for _ in range(passes * sum(1 for _ in data) + 1):
+            next(batches)
+        return [event.text for event in swarm.events.recent(Notice) if isinstance(event, Notice)]
+
+    return toy.alone(train)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Numbers(), batch_size=4),
+        lambda: DataLoader(streamed(), batch_size=4),
+        lambda: DataLoader(streamed().map(dict).take(12), batch_size=4),
+        lambda: DataLoader(streamed(num_shards=3).take(12), batch_size=4),
+        streamed,
+        lambda: [*torch.arange(8).split(4)],
+        Passes,
+        lambda: loader(shuffle=False),
+        lambda: loader(shuffle=False, sampler=DistributedSampler(range(ROWS), 1, 0, shuffle=False)),  # type: ignore[arg-type]
+    ],
+    ids=[
+        *("a stream", "of datasets", "with a map", "cut off", "without a loader", "a list", "an iterable"),
+        *("an unshuffled loader", "a sampler in order"),
+    ],
+)
+def test_data_that_all_peers_read_in_one_order_are_told_of_once(make: Any) -> None:
+    (sentence,) = notices(make, passes=2)
+    assert "one order" in sentence and "other" in sentence
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        loader,
+        lambda: DataLoader(streamed().shuffle(seed=0, buffer_size=8), batch_size=4),
+        lambda: DataLoader(streamed().shuffle(seed=0, buffer_size=8).map(dict), batch_size=4),
+        lambda: DataLoader(one_of_two_parts(), batch_size=4),
+        lambda: DataLoader(OwnOrder(), batch_size=4),
+        lambda: loader(shuffle=False, sampler=DistributedSampler(range(ROWS), 2, 0)),  # type: ignore[arg-type]
+        lambda: DataLoader(
+            loader().dataset, batch_sampler=BatchSampler(RandomSampler(range(ROWS)), 4, drop_last=False)
+        ),
+    ],
+    ids=[
+        *("shuffled", "of datasets", "then mapped", "a part of a stream", "an order by epoch", "a part"),
+        "batches of a shuffled sampler",
+    ],
+)
+def test_data_that_differ_between_peers_are_read_without_a_word(make: Any) -> None:
+    assert notices(make) == []
+
+
+def test_peers_read_a_shuffled_stream_each_in_an_order_of_its_own() -> None:
+    def train(swarm: Swarm) -> list[int]:
+        _, optimizer = begin(swarm)
+        data = DataLoader(streamed().shuffle(seed=0, buffer_size=ROWS), batch_size=ROWS)
+        return next(swarm.batches(data, optimizer, max_steps=1))["x"].tolist()  # type: ignore[no-any-return]
+
+    with cs.simulate(2) as simulation:
+        first, second = simulation.run(train).values()
+    assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
