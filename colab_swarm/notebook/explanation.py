@@ -40,7 +40,7 @@ COMMON = {
         "kernel, which may still hold memory of the failed step; cs.doctor(model=…) shows what fits",
     ),
     r"^KeyboardInterrupt": _INTERRUPTED,
-    r"TypeError: ((Swarm\.|host_)optimizer|TrainingSettings\.__init__)\(|no attribute 'param_groups'": _Advice(
+    r"TypeError: ((S|s)warm\.|host_)optimizer\(|no torch optimizer|no attribute 'param_groups'": _Advice(
         cause="swarm.optimizer(…) got a wrong argument, or lacks one: only the torch optimizer comes without a name",
         fix="adam = torch.optim.AdamW(model.parameters(), lr=1e-3), then swarm.optimizer(adam, "
         "target_batch_size=4096, batch_size=16); help(cs.training.settings.TrainingSettings) lists the options",

@@ -5,7 +5,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -29,7 +28,7 @@ from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.communication import Communication, plan_communication
-from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.settings import PeerServices, TrainingSettings, settings_for
 from colab_swarm.trust.contributions import Leaderboard
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Swarm(AbstractContextManager["Swarm"]):
+class Swarm(contextlib.AbstractContextManager["Swarm"]):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one.
 
     Methods that train, host or average raise PermissionError where the peer joined as a viewer or
@@ -203,7 +202,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             target_batch_size: samples of all peers together for one global step.
             model: whose parameters these are: its buffers (BatchNorm's statistics) are averaged by the same
                 weights, and a peer whose frozen parameters differ from the others' is refused.
-            scheduler: stepped once per global step.
+            scheduler: of ``optimizer``, stepped once per global step. Nothing else may change a rate, or step it.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
             communication: a `plan`, or "auto": as the others of this model do. The panel shows forecast and fact.
@@ -223,7 +222,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         prefix = f"{self.run_id}/{name}"
         self._overview.plan = communication
         options = options_for(communication, self.runtime, self.services, prefix) | options
-        settings = TrainingSettings(prefix, float(target_batch_size), **options)
+        settings = settings_for(self.optimizer, TrainingSettings, prefix, float(target_batch_size), **options)
         is_local = settings.local_steps != 1
         rule = UpdateRule(
             optimizer, scheduler, max_grad_norm, settings.overlap, is_local, model, settings.is_sparse_local
@@ -304,7 +303,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.elastic.optimizer import ElasticOptimizer
 
         self._check(worker=True)
-        settings = ElasticSettings(f"{self.run_id}/elastic/{name}", peers, **options)
+        prefix = f"{self.run_id}/elastic/{name}"
+        settings = settings_for(self.elastic_optimizer, ElasticSettings, prefix, peers, **options)
         if name in self.elastic:
             self.elastic.pop(name).close()
         enter = partial(enter_group, self.services)

@@ -1,9 +1,11 @@
 """Inputs of a collaboration: the peer's services, and how to train."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from colab_swarm.averaging.messages import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
@@ -17,6 +19,8 @@ from colab_swarm.tensors.vector import HostVector
 
 if TYPE_CHECKING:
     from colab_swarm.averaging.round import Averager
+
+T = TypeVar("T")
 
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 _MAX_LOCAL_STEPS = 1000
@@ -190,3 +194,14 @@ class TrainingSettings:
                 "as in optimizer.step(samples=…, weight=…)"
             )
         return float(samples), float(weight)
+
+
+def settings_for(call: Callable[..., Any], settings: Callable[..., T], *values: Any, **options: Any) -> T:
+    """Return ``settings(*values, **options)``; raise TypeError if the user's ``call`` has no such option."""
+    known = [*inspect.signature(settings).parameters][len(values) :]
+    for option in options.keys() - set(known):
+        similar = get_close_matches(option, [*known, *inspect.signature(call).parameters], n=1)
+        raise TypeError(
+            f"swarm.{call.__name__}(…) has no option '{option}'; it has {', '.join(similar or known)}"
+        )
+    return settings(*values, **options)
