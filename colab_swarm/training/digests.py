@@ -55,5 +55,7 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     sums = torch.zeros(PROJECTIONS)
     for block, sign in zip(blocks, signs[_SIGNS:], strict=True):
         sums += sign * (block.float() @ signs[: len(block)].to(block.device)).cpu()
-    norm = math.hypot(*(float(reals(tensor).norm(dtype=torch.float32)) for tensor in tensors))
+    # A norm is computed in a type that is not narrower than the tensor's.
+    norms = [tensor.norm(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in map(reals, tensors)]
+    norm = math.hypot(*map(float, norms))
     return [norm, *(sums / (norm or 1.0)).tolist()]

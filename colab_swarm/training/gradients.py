@@ -43,7 +43,7 @@ class MeanLoss:
 
 def finite_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether no gradient has a NaN or Inf."""
-    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+    gradients = [p.grad.to_dense() for p in parameters if p.grad is not None and p.grad.numel()]
     # The norm of squares is twenty times faster, but overflows; then the other one decides.
     norms = (torch.nn.utils.get_total_norm(gradients, order) for order in (2.0, math.inf))
     return any(norm.isfinite() for norm in norms)
