@@ -105,7 +105,7 @@ class Buckets:
         if gradient is None:
             part.zero_()
         else:
-            part.copy_(gradient.detach())
+            part.copy_(gradient.detach().to_dense())
         for bucket in self._overlapping(parameter):
             self._open_parts[bucket] -= 1
             if not self._open_parts[bucket]:
@@ -142,7 +142,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._events = events
         self._pace = pace
         self._closed = False
-        self._replica = Replica(UpdateRule(optimizer))
+        super().__init__(Replica(UpdateRule(optimizer)))
         most = chunk_values(settings.compression)  # an encoded bucket is one packet on a peer link
         self._buckets = Buckets(self._replica.model, most=most, on_full=self._on_full)
         self._codec = codec_of(settings.compression)
@@ -266,7 +266,8 @@ class ElasticOptimizer(WrappedOptimizer):
             residual = {}
         else:
             residual = self._feedback.state_dict()
-        return {"optimizer": self._inner.state_dict(), "corrections": corrections, **residual}
+        debts = {"corrections": corrections, **residual}
+        return self._saved(lambda: {"optimizer": self._inner.state_dict(), **debts})
 
     async def _corrections(self) -> Floats:
         carried = self._carried
@@ -285,6 +286,9 @@ class ElasticOptimizer(WrappedOptimizer):
         member's. Only its corrections count. Raises `StateError` if the state belongs to another
         model.
         """
+        self._load(state_dict, self._load_debts)
+
+    def _load_debts(self, state_dict: Mapping[str, Any]) -> None:
         saved = torch.as_tensor(state_dict.get("corrections", ()), dtype=torch.float32)
         corrections: Floats = saved.cpu().numpy().copy()
         require(

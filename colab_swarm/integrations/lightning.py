@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from colab_swarm.errors import require
 from colab_swarm.tensors.samples import samples_of
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.schedule import HOW_TO_SCHEDULE, GlobalScheduler
 
 
 class SwarmSteps(Callback):
@@ -31,6 +32,9 @@ class SwarmSteps(Callback):
             "the Trainer's gradient_clip_val would clip each peer's own gradients: pass max_grad_norm=… to "
             "swarm.optimizer(…), which clips their mean",
         )
+        text = f"the scheduler of configure_optimizers() would step at this peer's pace: {HOW_TO_SCHEDULE}"
+        for config in trainer.lr_scheduler_configs:
+            require(isinstance(config.scheduler, GlobalScheduler), text)
         require(
             not 0 <= trainer.max_steps < self._max_steps,
             f"max_steps={trainer.max_steps} of the Trainer counts steps of this peer alone, and would end the "

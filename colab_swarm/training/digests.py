@@ -56,6 +56,8 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     for block, sign in zip(blocks, signs[_SIGNS:], strict=True):
         sums += sign * (block.float() @ signs[: len(block)].to(block.device)).cpu()
     # A norm is computed in a type that is not narrower than the tensor's.
-    norms = [tensor.norm(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in map(reals, tensors)]
+    norms = [
+        tensor.norm(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in map(reals, tensors)
+    ]
     norm = math.hypot(*map(float, norms))
     return [norm, *(sums / (norm or 1.0)).tolist()]

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import StateError, UnnamedValueError, require
@@ -32,6 +31,7 @@ from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 from colab_swarm.training.rounds import Rounds, TrainedModel
 from colab_swarm.training.saving import ProgressSaver
+from colab_swarm.training.schedule import HOW_TO_SCHEDULE, GlobalScheduler
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.trainer import Trainer
@@ -71,7 +71,9 @@ class SwarmOptimizer(WrappedOptimizer):
         self._runtime = runtime
         self._services = services
         self.settings = settings
-        self._replica = Replica(rule)
+        text = "the optimizer has lr=None, which peers cannot compare: Adafactor(…, lr=1e-3, relative_step=False)"
+        require(None not in [group.get("lr", 0.0) for group in rule.optimizer.param_groups], text)
+        super().__init__(Replica(rule))
         self._gathered = Gradients(
             self._replica, services.averager.holds, error_feedback=settings.error_feedback
         )
@@ -79,7 +81,7 @@ class SwarmOptimizer(WrappedOptimizer):
         _warn_of_frozen(rule)
         self._next: tuple[float | None, float | None, float | torch.Tensor | None]
         self._next = settings.batch_size, None, None
-        self.scheduler = GlobalScheduler(self)  # a twin of the given one
+        self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
         self.raises_at_end = True  # after the session's end; else `step` does nothing
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
@@ -175,6 +177,13 @@ class SwarmOptimizer(WrappedOptimizer):
         """Digest chain of the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # A torch scheduler replaces the step of its optimizer.
+        if hasattr(value, "_wrapped_by_lr_sched"):
+            self._replica.schedule.check()
+            raise ValueError(f"a scheduler here would count this peer's micro-batches: {HOW_TO_SCHEDULE}")
+        super().__setattr__(name, value)
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -222,6 +231,8 @@ class SwarmOptimizer(WrappedOptimizer):
             self._trainer.recover()
             scale = getattr(self, "grad_scale", None)
             dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
+            with self._replica.lock:
+                self._replica.schedule.check()
             if not self._wait_for_peers():
                 return landed
             due = self._runtime.call(
@@ -365,13 +376,25 @@ class SwarmOptimizer(WrappedOptimizer):
         self._why = why
         self._hand_over_s = hand_over_s
 
+    def _mode(self, name: str) -> Callable[[], None]:
+        switch = super()._mode(name)
+
+        def switch_between_steps() -> None:
+            # A schedule-free optimizer refuses a step while it evaluates.
+            self._trainer.land(wait=True)
+            with self._replica.lock:
+                switch()
+                self._replica.refresh()
+
+        return switch_between_steps
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
         self._replica.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, marked with the swarm's step; `save` writes everything."""
-        return self._replica.optimizer_state()
+        return self._saved(self._replica.optimizer_state)
 
     @property
     def rule(self) -> UpdateRule:
@@ -385,7 +408,7 @@ class SwarmOptimizer(WrappedOptimizer):
         """
         with self._trainer_call():
             self._trainer.land(wait=True)
-            uninterrupted(partial(self._replica.load_optimizer, state_dict))
+            self._load(state_dict, lambda state: uninterrupted(partial(self._replica.load_optimizer, state)))
             self._trainer.recover()
 
     @contextmanager
@@ -432,27 +455,3 @@ def _warn_of_frozen(rule: UpdateRule) -> None:
             "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
             "model=… to swarm.optimizer(…), which also averages the model's buffers"
         )
-
-
-class GlobalScheduler(LRScheduler):
-    """A twin of a swarm's scheduler, for a framework that insists on stepping one: its ``step()`` does nothing."""
-
-    optimizer: SwarmOptimizer
-
-    def __init__(self, optimizer: SwarmOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def get_last_lr(self) -> list[float | torch.Tensor]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def step(self, epoch: object = None) -> None:
-        """Do nothing: the scheduler given to `Swarm.optimizer` counts the swarm's steps."""
-
-    def state_dict(self) -> dict[str, Any]:
-        scheduler = self.optimizer.rule.scheduler
-        return {} if scheduler is None else scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the scheduler itself."""
-        if self.optimizer.rule.scheduler is not None:
-            self.optimizer.rule.scheduler.load_state_dict(state_dict)

@@ -9,13 +9,14 @@ the swarm's, which its steps update. `Mode` says how they are related.
 
 import enum
 import hashlib
+import inspect
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.group import flags_of
@@ -38,6 +39,7 @@ from colab_swarm.training.flat import (
 from colab_swarm.training.progress import next_lineage
 from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates
 from colab_swarm.training.rounds import StepTaken
+from colab_swarm.training.schedule import Schedule
 from colab_swarm.training.sketch import HALF_TOLERANCE, SKETCH_STEPS, TOLERANCE, StateSketch
 
 # Of the swarm's steps after local ones (DiLoCo, section 3).
@@ -73,6 +75,23 @@ class UpdateRule:
     model: torch.nn.Module | None = None
     sparse: bool = False  # SparseLoCo: that SGD has no momentum, but the error feedback has a decay
 
+    def __post_init__(self) -> None:
+        optimizer = self.optimizer
+        kind = type(optimizer).__name__
+        is_plain = isinstance(optimizer, Optimizer) and not isinstance(optimizer, WrappedOptimizer)
+        text = f"{kind} is no torch optimizer: pass one, such as torch.optim.AdamW(model.parameters())"
+        require(is_plain, text, TypeError)
+        text = f"{kind} computes the loss again within its step, which peers take together: pass another, such as AdamW"
+        require(_steps_alone(optimizer), text)
+        text = "SparseAdam takes no dense gradients, and a mean is dense: pass torch.optim.Adam"
+        require(not isinstance(optimizer, SparseAdam), text)
+        if self.scheduler is not None:
+            name = f"scheduler={type(self.scheduler).__name__}"
+            text = f"{name}: its step() needs a value, such as a loss, which differs by peer: choose one that does not"
+            require(_steps_alone(self.scheduler), text)
+            is_ours = getattr(self.scheduler, "optimizer", optimizer) is optimizer
+            require(is_ours, f"{name} is over another optimizer: make it over the {kind} that you pass here")
+
     @property
     def mode(self) -> Mode:
         if self.local:
@@ -93,6 +112,7 @@ class Replica:
         model: the trained parameters of the model. The trainer and `step_alone` change them; `show` and
             `land` bring the swarm's.
         parameters: the swarm's: ``model`` itself, or copies (`Mode`). `apply` changes them, and loading.
+        schedule: the settings of the wrapped optimizer, which change once per step.
         buffers: the model's, and the swarm's copies of them, which change with ``parameters``.
         step, lineage: of ``parameters``; they change together, in `apply` and in loading.
         lock: held during updates and copies.
@@ -108,6 +128,7 @@ class Replica:
             self._optimizer = _outer_optimizer(self.parameters, sparse=rule.sparse)
         elif rule.mode is Mode.DELAYED:
             self.parameters = move_to_copies(rule.optimizer)
+        self.schedule = Schedule(rule.optimizer, rule.scheduler)
         # The model's parameters as a delayed round left them, in `Mode.LOCAL`. `depart` remembers them; they are
         # forgotten when the round ends (`land`, `stay`), and when the model shows newer ones (`show`).
         self._departed: list[torch.Tensor] = []
@@ -134,12 +155,12 @@ class Replica:
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
             least, most = torch.aminmax(torch.from_numpy(mean))
-            if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
-                self._update(mean, flags_of(unused, len(self.model)))
-            if self.rule.scheduler is not None:
-                self.rule.scheduler.step()
+            with self.schedule.advanced():
+                # A step that fails may have changed a part: its peer must not pass for one that has not.
+                self.lineage = lineage
+                if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
+                    self._update(mean, flags_of(unused, len(self.model)))
             self.step = self.step + 1
-            self.lineage = lineage
             self._versions = _versions_of(self.model)
             if self.rule.mode is Mode.DIRECT:
                 self.show()
@@ -162,6 +183,7 @@ class Replica:
             take_step(
                 self.rule.optimizer, self.model, gradient, unused, max_grad_norm=max_grad_norm, ours=True
             )
+            self.schedule.accept()
 
     @torch.no_grad()
     def pseudo_gradient(self, out: Floats) -> None:
@@ -226,7 +248,8 @@ class Replica:
         groups = []
         for group in self.rule.optimizer.param_groups:
             parameters = [shown.get(id(parameter), parameter) for parameter in group["params"]]
-            groups.append({**group, "params": parameters})
+            # A scheduler that is made over copies must get as far as its refusal: it reads "initial_lr".
+            groups.append({"initial_lr": group.get("lr"), **group, "params": parameters})
         return groups
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -255,6 +278,7 @@ class Replica:
             optimizer.load_state_dict(inner)
             self._versions = _versions_of(self.model)
             self._changed = False
+            self.schedule.accept()
             fits = mark.get("digest", before) == before
             if fits and digest_with_optimizer(self.parameters, optimizer) == before:
                 return
@@ -304,6 +328,7 @@ class Replica:
         )
         with self.lock:
             load_optimizers(state, self._optimizer, self.rule.optimizer, self.rule.scheduler)
+            self.schedule.accept()
             with torch.no_grad():
                 for mine, theirs in zip((*self.parameters, *self.buffers.shared), tensors, strict=True):
                     mine.copy_(theirs)
@@ -347,7 +372,9 @@ class Replica:
     @property
     def changed(self) -> bool:
         """True if the parameters changed outside a step, as far as torch counts it, since a state was loaded."""
-        self._changed |= self.rule.mode is Mode.DIRECT and self._versions != _versions_of(self.model)
+        # A schedule-free optimizer changes them to evaluate.
+        if self.rule.mode is Mode.DIRECT and not hasattr(self.rule.optimizer, "eval"):
+            self._changed |= self._versions != _versions_of(self.model)
         return self._changed
 
     def step_taken(self) -> StepTaken:
@@ -375,6 +402,16 @@ def _versions_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     return [(parameter._version, parameter.data_ptr()) for parameter in parameters]
 
 
+def _steps_alone(stepping: Optimizer | LRScheduler) -> bool:
+    """Return whether ``step()`` needs no argument."""
+    try:
+        # Of the class: torch replaces the instance's by a function that names ``self``.
+        inspect.signature(type(stepping).step).bind(stepping)
+    except TypeError:
+        return False
+    return True
+
+
 def _outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:
     """Return the optimizer that takes the swarm's steps between local ones."""
     if sparse:
@@ -383,10 +420,27 @@ def _outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimiz
 
 
 class WrappedOptimizer(Optimizer):
-    """A torch optimizer whose step several peers take together; it shows the wrapped optimizer's attributes."""
+    """A torch optimizer whose step several peers take together; it shows the wrapped optimizer's attributes.
+
+    Step hooks are called once per step of the swarm, with the optimizer that takes it: that is the wrapped one, or SGD
+    after local steps. So what a hook changes is changed at every peer that has it.
+    """
 
     made_by: ClassVar[str]  # the call that makes one, for error messages
     _replica: Replica
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        stepping = vars(replica._optimizer).items()
+        hooks = {name: value for name, value in stepping if name.startswith("_optimizer_step_")}
+        # Torch's own way to fill an optimizer whose parameter groups exist: ``__init__`` would make groups of its own.
+        super().__setstate__(hooks)
+
+    def _patch_step_function(self) -> None:
+        """Leave ``step`` as it is: torch would call the step hooks at every micro-batch."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be copied: copy optimizer.state_dict() instead")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -400,5 +454,33 @@ class WrappedOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self._replica.rule.optimizer.defaults
 
+    # Of a schedule-free optimizer; others have neither.
+    train = property(lambda self: self._mode("train"))
+    eval = property(lambda self: self._mode("eval"))
+
+    def _mode(self, name: str) -> Any:
+        optimizer = self._replica.rule.optimizer
+        text = f"the wrapped {type(optimizer).__name__} is not schedule-free: it has no {name}()"
+        require(hasattr(optimizer, name), text, AttributeError)
+        return getattr(optimizer, name)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")
+
+    def _saved(self, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return a state, between torch's hooks for saving."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = state_of()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def _load(self, state: Mapping[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+        """Load a state, between torch's hooks for loading."""
+        loaded = dict(state)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = before(self, loaded) or loaded
+        load(loaded)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)

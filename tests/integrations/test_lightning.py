@@ -1,5 +1,6 @@
 """What a user of Lightning expects of it, in a swarm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -105,6 +106,42 @@ def test_a_batch_that_nobody_can_count_asks_for_its_samples() -> None:
             trainer.fit(Detector(swarm), images_of(2, streamed=True))
 
     alone(train)
+
+
+class Scheduled(Model):
+    def __init__(self, swarm: Swarm, make: Callable[[Any], Any], interval: str = "step") -> None:
+        super().__init__(swarm)
+        self.make = make
+        self.interval = interval
+
+    def configure_optimizers(self) -> Any:
+        scheduler = {"scheduler": self.make(self.optimizer), "interval": self.interval, "monitor": "loss"}
+        return {"optimizer": self.optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9),
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+    ],
+)
+def test_a_scheduler_of_the_module_is_refused(make: Callable[[Any], Any], interval: str) -> None:
+    def train(swarm: Swarm) -> None:
+        with pytest.raises(ValueError, match=r"scheduler=… to swarm.optimizer"):
+            fit(swarm, Scheduled(swarm, make, interval))
+
+    alone(train)
+
+
+def test_the_twin_of_the_swarms_scheduler_may_be_stepped() -> None:
+    def train(swarm: Swarm) -> int:
+        fit(swarm, model := Scheduled(swarm, lambda optimizer: optimizer.scheduler))
+        return model.optimizer.global_step
+
+    assert alone(train) == 3
 
 
 def test_it_ends_with_the_session() -> None:

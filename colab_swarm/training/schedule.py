@@ -1,0 +1,128 @@
+"""An optimizer's settings, such as learning rates: only the given scheduler changes them, once per step of the swarm.
+
+Peers have different numbers of micro-batches for one step. A scheduler that each steps in its own loop, or a rate that
+one sets itself, would give each peer another model.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+HOW_TO_SCHEDULE = (
+    "pass a scheduler of the wrapped optimizer as scheduler=… to swarm.optimizer(…), and do not step it yourself; a "
+    "framework may step its twin, optimizer.scheduler"
+)
+
+
+class Schedule:
+    """Steps the scheduler of ``optimizer``, if it has one, and notices what else changes a setting."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the present settings for right: a state was loaded, or the optimizer stepped."""
+        self._settings = _settings_of(self._optimizer)
+        self._state = copy.deepcopy(self.state_dict())
+        self._position = repr(self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state; empty without one."""
+        if self._scheduler is None:
+            return {}
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state)
+        self.accept()
+
+    def check(self) -> None:
+        """Raise ValueError if something else stepped the scheduler or changed a setting; it is set back."""
+        changes = []
+        for (group, name), value in self._changes().items():
+            changes.append(f"{name} from {self._settings[group, name]} to {value}")
+        if repr(self.state_dict()) != self._position:
+            changes.append("the scheduler's state")
+        if changes:
+            self._restore()
+            names = ", ".join(changes)
+            raise ValueError(f"changed at this peer alone, and set back: {names}: {HOW_TO_SCHEDULE}")
+
+    @contextmanager
+    def advanced(self) -> Iterator[None]:
+        """Take the optimizer's step in the block, before the scheduler's counts; an error leaves both as they were."""
+        self.check()
+        try:
+            # The scheduler comes first, as it may refuse. Torch warns of this order, unless told otherwise.
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
+            if self._scheduler is not None:
+                self._scheduler.step()
+            changes = self._changes()
+            self._put(self._settings)
+            yield
+        except BaseException:
+            self._restore()
+            raise
+        self._put(changes)
+        self.accept()
+
+    def _changes(self) -> dict[tuple[int, str], Any]:
+        """Return the settings that differ from the right ones."""
+        right = self._settings
+        present = _settings_of(self._optimizer)
+        return {key: value for key, value in present.items() if right.get(key, value) != value}
+
+    def _restore(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(copy.deepcopy(self._state))
+        self._put(self._settings)
+
+    def _put(self, settings: dict[tuple[int, str], Any]) -> None:
+        for (index, name), value in settings.items():
+            group = self._optimizer.param_groups[index]
+            if isinstance(group.get(name), torch.Tensor):
+                group[name].copy_(torch.tensor(value, dtype=torch.float64))
+            else:
+                group[name] = value
+
+
+def _settings_of(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
+    """Return the numbers of each parameter group, and tuples of them; tensors as numbers."""
+    settings: dict[tuple[int, str], Any] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor):
+                settings[index, name] = value.tolist()
+            # A flag is no setting: schedule-free optimizers note there whether they train or evaluate.
+            elif isinstance(value, int | float | tuple) and not isinstance(value, bool):
+                settings[index, name] = value
+    return settings
+
+
+class GlobalScheduler(LRScheduler):
+    """A twin of a swarm's scheduler, for a framework that insists on stepping one: its ``step()`` does nothing."""
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        self.optimizer = optimizer
+        self._schedule = schedule
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: object = None) -> None:
+        """Do nothing: the scheduler given to `Swarm.optimizer` counts the swarm's steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._schedule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the scheduler itself."""
+        self._schedule.load_state_dict(state_dict)
