@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from colab_swarm.errors import MismatchError, require
-from colab_swarm.events import EventLog, Fault
+from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.training.election import equal_rates
@@ -17,10 +17,15 @@ class Comparison:
 
     Attributes:
         deviant: this peer's state is not that of most others: from `compare_states` until it has loaded theirs.
+        moved_bytes: sent and received in rounds since this peer was brought together with the others. `LinkRounds`
+            adds to them.
     """
 
-    def __init__(self, progress: Progress, tolerance: float, events: EventLog) -> None:
+    def __init__(self, progress: Progress, tolerance: float, events: EventLog, *, drift_bytes: float) -> None:
+        """Rounds move ``drift_bytes`` between two states that are loaded because rounding moved this peer's."""
         self.deviant = False
+        self.moved_bytes = 0
+        self._drift_bytes = drift_bytes
         self._progress = progress
         self._events = events
         self._check = StateCheck(tolerance)
@@ -56,7 +61,8 @@ class Comparison:
             return
         sketches, votes = election.sketches(own)
         senior = election.senior({known.me: own, **sketches}, self._check.agree)
-        deviation = self._check.judge(sketches, votes, senior, now=loop_now())
+        corrects = self.moved_bytes >= self._drift_bytes
+        deviation = self._check.judge(sketches, votes, senior, now=loop_now(), corrects=corrects)
         if deviation is not None:
             self._deviate(deviation)
         self._publish()
@@ -65,7 +71,11 @@ class Comparison:
         text = self._text_of(deviation)
         if deviation.again:
             self._refusal = f"this peer's state {text} For the second time, so it trains no more here"
-        self._events.emit(Fault(loop_now(), "this peer's state", text))
+        if deviation.drifts:
+            self.moved_bytes = 0
+            self._events.emit(Notice(loop_now(), f"this peer's state {text}"))
+        else:
+            self._events.emit(Fault(loop_now(), "this peer's state", text))
         self._progress.election.distrust(deviation.donors, now=loop_now())
         self._progress.known.update(syncing=True)
         self.deviant = True
@@ -74,6 +84,8 @@ class Comparison:
         if deviation.donors:
             donors = ", ".join(map(short, deviation.donors))
             return f"most peers hold another than {donors} gave: it is loaded again"
+        if deviation.drifts:
+            return f"is rounded in another way than the first one's, by {deviation.gap:.1e} of its norm: that is loaded"
         cause = "its learning rates, its optimizer or its data type may differ"
         if self._progress.known.own.changed:
             cause = (

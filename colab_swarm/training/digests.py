@@ -1,6 +1,7 @@
 """What peers compare instead of tensors: digests, equal for equal bits, and projections, near for near values."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -45,19 +46,33 @@ def projections_of(parameters: list[torch.Tensor], optimizer: Optimizer, lineage
 
 def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
-    blocks: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
     for tensor in tensors:
-        blocks += torch.split(reals(tensor).flatten(), _SIGNS)
+        rows += _rows_of(reals(tensor).flatten())
     # The first signs are of the values within a block, the last ones of the blocks.
-    count = (_SIGNS + len(blocks)) * PROJECTIONS
+    count = (_SIGNS + sum(map(len, rows))) * PROJECTIONS
     bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
     signs = torch.from_numpy(2 * bits.astype(np.float32) - 1).view(-1, PROJECTIONS)
-    sums = torch.zeros(PROJECTIONS)
-    for block, sign in zip(blocks, signs[_SIGNS:], strict=True):
-        sums += sign * (block.float() @ signs[: len(block)].to(block.device)).cpu()
-    # A norm is computed in a type that is not narrower than the tensor's.
-    norms = [
-        tensor.norm(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in map(reals, tensors)
-    ]
-    norm = math.hypot(*map(float, norms))
-    return [norm, *(sums / (norm or 1.0)).tolist()]
+    of_values: dict[torch.device, torch.Tensor] = {}
+    results = defaultdict(list)  # by device: fetching each alone would wait for it each time
+    start = _SIGNS
+    for blocks in rows:
+        device = blocks.device
+        inner = of_values.setdefault(device, signs[:_SIGNS].to(device))[: blocks.shape[1]]
+        outer = signs[start : start + len(blocks)].to(device)
+        start += len(blocks)
+        values = blocks.float()
+        # Norms of blocks: that of a long tensor at once is not exact enough.
+        squares = torch.linalg.vector_norm(values, dim=1, keepdim=True).square()
+        results[device].append(torch.cat([squares, outer * (values @ inner)], dim=1).sum(0))
+    sums = sum(torch.stack(parts).cpu().double().sum(0) for parts in results.values())
+    square, *projections = torch.as_tensor(sums).tolist()
+    norm = math.sqrt(square)
+    return [norm, *(projection / (norm or 1.0) for projection in projections)]
+
+
+def _rows_of(values: torch.Tensor) -> list[torch.Tensor]:
+    """Return blocks of `_SIGNS` values as the rows of one matrix, and what is left as one row."""
+    whole = len(values) // _SIGNS * _SIGNS
+    rows = [values[:whole].view(-1, _SIGNS), values[whole:].view(1, -1)]
+    return [blocks for blocks in rows if blocks.numel()]

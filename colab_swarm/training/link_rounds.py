@@ -170,6 +170,7 @@ class LinkRounds(Rounds):
             group, vector, contribution.encoding, standing=self._meetings.standing, bounded=True
         )
         self._meetings.bandwidth.on_round(result)
+        self.comparison.moved_bytes += result.sent_bytes + result.received_bytes
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
             self._meetings.shares.on_round(shares, group.predicted_s, result.exchange_s)

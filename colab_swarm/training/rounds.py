@@ -31,6 +31,11 @@ from colab_swarm.training.throughput import ThroughputEstimator
 
 logger = logging.getLogger(__name__)
 
+_STATE_BYTES = 12  # of a value: itself and the two of Adam, in float32
+_DRIFT_TRAFFIC = {
+    True: 0.01,
+    False: 0.1,
+}  # of that of rounds in float32 and in others, at most, against drift
 _TELL_S = 2.0  # of a wait for peers, before a word on it
 
 
@@ -105,7 +110,8 @@ class Rounds(ABC):
         self.throughput = ThroughputEstimator(loop_now())
         self.until = math.inf
         self.computed = 0.0  # samples of this process so far
-        self.comparison = Comparison(self.progress, model.tolerance, services.events)
+        drift_bytes = _STATE_BYTES * model.numel / _DRIFT_TRAFFIC[settings.compression == "float32"]
+        self.comparison = Comparison(self.progress, model.tolerance, services.events, drift_bytes=drift_bytes)
         self._told_of_peers = False  # whether a word on the wait for the first step was said
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
 

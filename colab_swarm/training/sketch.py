@@ -22,6 +22,7 @@ PROJECTIONS = 4
 # Of a norm and of projections, in norms: for parameters in float32, and for those of half the bits.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 2e-2
+_DRIFT = 1 / 200  # of the tolerance: by more, rounding has moved a state away, and it is brought back
 _LEAST_NORM = 1e-30
 RELOAD_S = 600.0  # between two states that this peer gives up
 
@@ -60,11 +61,13 @@ class Deviation:
         gap: the difference, in norms.
         donors: who gave this peer its state; empty if it was the swarm's, and left it since.
         again: it left the swarm's for the second time.
+        drifts: it is within the tolerance.
     """
 
     gap: float
     donors: tuple[PeerId, ...] = ()
     again: bool = False
+    drifts: bool = False
 
 
 class StateCheck:
@@ -107,10 +110,13 @@ class StateCheck:
         votes: Mapping[PeerId, float],
         senior: PeerId | None,
         now: float,
+        *,
+        corrects: bool = True,
     ) -> Deviation | None:
         """Compare the own sketch with the others' of its step, and say if the state must be loaded again.
 
         ``senior``: a peer whose sketch counts most, this peer's own included; None: too few have one.
+        ``corrects``: also if it only drifts.
         """
         own = self.own
         if own is None:
@@ -118,7 +124,7 @@ class StateCheck:
         if sketches:
             self._compared = True
         if not self._donors:
-            return self._deviation(own, sketches.get(senior) if senior else None)
+            return self._deviation(own, sketches.get(senior) if senior else None, corrects=corrects)
         total = sum(votes[peer] for peer in sketches)
 
         def is_held_by_most(sketch: StateSketch) -> bool:
@@ -135,11 +141,17 @@ class StateCheck:
         self.on_loaded(())
         return deviation
 
-    def _deviation(self, own: StateSketch, theirs: StateSketch | None) -> Deviation | None:
-        if theirs is None or self.agree(own, theirs):
+    def _deviation(self, own: StateSketch, theirs: StateSketch | None, *, corrects: bool) -> Deviation | None:
+        if theirs is None:
             return None
-        deviation = Deviation(own.distance(theirs), again=self._deviated)
-        self._deviated = True
+        gap = own.distance(theirs)
+        if gap > self._tolerance:
+            deviation = Deviation(gap, again=self._deviated)
+            self._deviated = True
+        elif gap > _DRIFT * self._tolerance and corrects:
+            deviation = Deviation(gap, drifts=True)
+        else:
+            return None
         self.on_loaded(())
         return deviation
 

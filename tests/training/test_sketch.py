@@ -10,9 +10,11 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.errors import StateError
-from colab_swarm.events import Fault, StateReceived
+from colab_swarm.events import Fault, Notice, StateReceived
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training import rounds
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.sketch import RELOAD_S, SKETCH_STEPS, TOLERANCE, Deviation, StateCheck, StateSketch
@@ -74,6 +76,19 @@ def test_a_state_that_left_the_swarms_is_given_up_for_the_seniors(senior: PeerId
         assert deviation == Deviation(FALSE.distance(TRUE)) and check.published is None
     else:
         assert deviation is None and check.published == FALSE
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize(("norm", "drifts"), [(3.0 * (1 + 1e-6), False), (3.0 * (1 + 1e-4), True)])
+def test_a_state_that_drifts_by_rounding_is_brought_back_where_traffic_allows(
+    norm: float, drifts: bool, corrects: bool
+) -> None:
+    check = own_state(sketch(norm, 0.5))
+    for _ in range(2):  # never the second time of a state that left the swarm's
+        deviation = check.judge({BOB: TRUE}, VOTES, BOB, now=0.0, corrects=corrects)
+        assert (deviation is not None) is (drifts and corrects)
+        assert deviation is None or (deviation.drifts and not deviation.again)
+        check.on_sketch(sketch(norm, 0.5))
 
 
 def test_a_state_that_left_the_swarms_twice_is_told_apart() -> None:
@@ -231,3 +246,46 @@ def test_a_peer_that_was_changed_from_outside_has_the_swarms_state_again(
         count > 2 or change is not change_uncounted
     ):  # else nobody knows who is right, and the later one yields
         assert len(faults["bob"]) == direct
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_other_rounding_stays_bounded(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unbounded, as a control, it adds up."""
+    monkeypatch.setattr(rounds, "_STATE_BYTES", 0 if bounded else math.inf)
+    steps = 6 * SKETCH_STEPS
+    apply = Replica.apply
+
+    def rounded(replica: Replica, mean: Floats, unused: bytes) -> bytes:
+        lineage = apply(replica, mean, unused)
+        if replica.rule is rules.get("bob"):
+            with torch.no_grad():
+                for parameter in replica.model:
+                    noise = torch.randn(parameter.shape, generator=chance)
+                    parameter.mul_(1 + 1e-5 * noise)
+        return lineage
+
+    def train(swarm: Swarm) -> None:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net)
+        rules[swarm.name] = optimizer.rule
+        while (step := optimizer.global_step) < steps:
+            states[swarm.name, step] = toy.parameters_of(net)
+            toy.take(optimizer, net, step, toy.ROWS[swarm.name])
+
+    chance = torch.Generator().manual_seed(0)
+    rules: dict[str, UpdateRule] = {}
+    states: dict[tuple[str, int], torch.Tensor] = {}
+    monkeypatch.setattr(Replica, "apply", rounded)
+    with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0) as sim:
+        sim.run(train)
+        texts = [one.text for one in sim.swarms["bob"].events.recent(Notice) if isinstance(one, Notice)]
+        assert not sim.swarms["bob"].events.recent(Fault)
+    assert len([text for text in texts if "rounded in another way" in text]) == (5 if bounded else 0)
+    late = range(4 * SKETCH_STEPS, steps)
+    gaps = []
+    for step in late:
+        if ("bob", step) in states:
+            one, other = states["alice", step], states["bob", step]
+            gaps.append(float((one - other).norm() / one.norm()))
+    assert len(gaps) > SKETCH_STEPS
+    assert (max(gaps) < 5e-5) is bounded
