@@ -60,9 +60,9 @@ class BucketRounds(Rounds):
         await journal.bucket.require_conditional_writes()
         schema = self.model.schema
         agreed = self.progress.known.own.agreement
-        wish = self.settings.min_peers
+        asked = self.settings.min_peers
         theirs = await journal.read_card(
-            journal.signed(Card, schema=schema, agreement=agreed, min_peers=wish or 1)
+            journal.signed(Card, schema=schema, agreement=agreed, min_peers=asked or 1)
         )
         differences = differing(theirs.agreement, agreed)
         require(
@@ -71,7 +71,7 @@ class BucketRounds(Rounds):
             "pass another name=… to swarm.optimizer(…)",
             MismatchError,
         )
-        self._follower.min_peers = wish or theirs.min_peers
+        self._follower.min_peers = asked or theirs.min_peers
 
     async def stop(self) -> None:
         if self._saving is not None:

@@ -112,7 +112,7 @@ class RoundView:
             return SeekState()
         if self.is_late and self.later_state:
             return LoadState()
-        if len(self._present) < self.min_peers:
+        if self.min_peers > 1 and len(self._present) < self.min_peers:
             return Wait(min(self._pause_s(now, math.inf), _BEGIN_PAUSE_S))
         due_at = max(self.due_at, self.reopens_at)
         if now < max(due_at, close_at):

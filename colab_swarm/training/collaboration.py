@@ -196,6 +196,8 @@ class Collaboration:
             self._begin_averaging()
             async with aclosing(self.rounds.contribute(contribution)) as outcomes:
                 async for outcome in outcomes:
+                    if self.state is TrainerState.LEFT:  # it was killed meanwhile
+                        return
                     self._end_averaging(TrainerEvent.MEAN_ARRIVED)
                     yield outcome
                     over = outcome.over  # now that its mean is applied

@@ -152,7 +152,7 @@ class KnownRecords:
 
     @property
     def min_peers(self) -> int:
-        """How many peers must train before the first step, by this peer's wish or that of the first to join."""
+        """How many peers must train before the first step, as this peer or the first to join asks for."""
         first = min(self.all.values(), key=lambda record: record.joined_at)
         return self.own.min_peers or first.min_peers or 1
 

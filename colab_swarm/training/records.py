@@ -50,7 +50,7 @@ class ProgressRecord(Message, frozen=True):
     sketch: StateSketch | None = None  # of its state a few steps ago
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
     min_peers: Annotated[int, msgspec.Meta(ge=0, le=256)] = (
-        0  # that must train before its first step; 0: no wish
+        0  # that must train before its first step; 0: it does not say
     )
     joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields
     changed: bool = False  # by its own account, its parameters changed outside a step since it took a state

@@ -29,7 +29,7 @@ ALONE = NetworkOptions(lan=False, use_relays=False)
 async def founded() -> tuple[PeerServices, NetworkSession, Invite]:
     own = identity("authority")
     found = RunAccess.found("my-run", own, access="invite", allow=None, key_file=None)
-    services, network = await _start(found, own, "authority", ALONE)
+    services, network = await _start(found, own, "authority", ALONE, None, 0.0)
     return services, network, found.invite(network.node, network.trust.authority)
 
 
@@ -63,7 +63,7 @@ def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
         monkeypatch.setattr(ReachabilityWatch, "verify", stuck)
         access = RunAccess.by(invitation, identity("alice"))
         options = NetworkOptions(lan=False, tunnel=TunnelSettings("ngrok"))
-        joining = asyncio.ensure_future(_start(access, identity("alice"), "alice", options))
+        joining = asyncio.ensure_future(_start(access, identity("alice"), "alice", options, None, 0.0))
         await there.wait()
         if interrupted:
             joining.cancel()

@@ -217,10 +217,17 @@ def change_uncounted(net: torch.nn.Module) -> None:
         parameter.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("change", [scale, nudge, swap, change_uncounted])
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
-    "settings", [{}, {"overlap": True}, {"local_steps": 2}, {"compression": "int8", "error_feedback": True}]
+    ("change", "count", "settings"),
+    [
+        (scale, 2, {}),
+        (nudge, 2, {}),
+        (change_uncounted, 2, {}),
+        (change_uncounted, 3, {}),
+        (swap, 3, {"compression": "int8", "error_feedback": True}),
+        (scale, 3, {"overlap": True}),
+        (scale, 3, {"local_steps": 2}),
+    ],
 )
 def test_a_peer_that_was_changed_from_outside_has_the_swarms_state_again(
     change: Callable[[torch.nn.Module], None], count: int, settings: dict[str, Any]
