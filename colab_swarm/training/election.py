@@ -234,10 +234,17 @@ class Election:
         if 2 * sum(votes[peer] for peer in views) <= sum(votes.values()):
             return None
 
+        # Most peers have equal views: each pair of different ones is compared once.
+        weights: dict[C, float] = {}
+        for peer in sorted(views):
+            weights[views[peer]] = weights.get(views[peer], 0.0) + votes[peer]
+        shared: dict[C, float] = {}
+        for view in weights:
+            shared[view] = sum(weight for other, weight in weights.items() if agree(view, other))
+
         def standing(peer: PeerId) -> tuple[float, bool, float, PeerId]:
-            shared = sum(votes[other] for other in sorted(views) if agree(views[peer], views[other]))
             record = records[peer]
-            return -round(shared, _VOTE_DIGITS), record.changed, record.joined_at, peer
+            return -round(shared[views[peer]], _VOTE_DIGITS), record.changed, record.joined_at, peer
 
         return min(views, key=standing)
 
