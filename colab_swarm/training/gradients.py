@@ -1,6 +1,8 @@
 """A trainer's accumulated gradients for the next round, with their weight, samples and loss."""
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
 
 _FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
+_USUAL_ROUNDS = 5  # whose pseudo-gradients say what is usual
 
 
 class MeanLoss:
@@ -100,6 +103,7 @@ class Gradients:
         # Of each parameter, whether no gradient came since the last round; with local steps, since the last of them.
         self._unused = self._all_unused()
         self.loss = MeanLoss()
+        self._norms: deque[float] = deque(maxlen=_USUAL_ROUNDS)  # of the last pseudo-gradients
 
     def _all_unused(self) -> list[bool]:
         return [True] * len(self._replica.model)
@@ -177,6 +181,7 @@ class Gradients:
             self.step()
             self._replica.pseudo_gradient(self._total()[front:])
         values = self._total()
+        times_usual = self._times_usual(values[front:])
         vector = self._sum
         assert vector is not None
         self._sum = None
@@ -193,8 +198,19 @@ class Gradients:
         unused = b""
         if self.weight and not self._replica.rule.local:
             unused = bits_of(self._unused)
-        self._given = RoundInput(vector, self.weight, self.samples, encoding, self.loss.value, unused)
+        self._given = RoundInput(
+            vector, self.weight, self.samples, encoding, self.loss.value, unused, times_usual
+        )
         return self._given
+
+    def _times_usual(self, pseudo_gradient: Floats) -> float:
+        """Return how many times as long it is as those of the last rounds; 1 for gradients, and at the beginning."""
+        if not (self._replica.rule.local and self.weight):
+            return 1.0
+        norm = float(np.linalg.norm(pseudo_gradient))
+        usual = statistics.median(self._norms) if len(self._norms) == _USUAL_ROUNDS else norm
+        self._norms.append(norm)
+        return norm / usual if usual else 1.0
 
     def state(self) -> dict[str, Any]:
         if self.feedback is None:

@@ -94,7 +94,8 @@ class PeerServices(RunServices):
 class RoundInput:
     """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count.
 
-    ``unused``: the bits of the tensors without a gradient, as in `Ticket`.
+    ``unused``: the bits of the tensors without a gradient, as in `Ticket`. ``times_usual``: of local steps, how many
+    times as long it is as the last ones.
     """
 
     vector: HostVector
@@ -103,6 +104,7 @@ class RoundInput:
     encoding: UploadEncoding
     loss: float | None = None
     unused: bytes = b""
+    times_usual: float = 1.0
 
 
 @dataclass(frozen=True)

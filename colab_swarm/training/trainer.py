@@ -13,7 +13,7 @@ from typing import Any
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import MismatchError, StateError
-from colab_swarm.events import Fault
+from colab_swarm.events import Fault, Notice
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
@@ -26,6 +26,7 @@ from colab_swarm.training.state import shapes_at
 
 logger = logging.getLogger(__name__)
 
+_MOST_TIMES_USUAL = 10.0
 _END_S = 60.0  # for a round that was interrupted
 
 
@@ -94,6 +95,13 @@ class Trainer:
         """
         if not aside:
             self._averaging = asyncio.current_task()
+        if contribution.times_usual > _MOST_TIMES_USUAL:
+            text = (
+                f"this peer's local steps moved its parameters {contribution.times_usual:,.0f} times as far as usual: "
+                "were they loaded or changed? The others average it all the same"
+            )
+            logger.warning("%s", text)
+            self._services.events.emit(Notice(self._runtime.time(), text))
         result = None
         async with aclosing(self._collaboration.contribute(contribution, aside=aside)) as outcomes:
             async for outcome in outcomes:
