@@ -367,7 +367,7 @@ def honest_steps(ahead: int) -> int:
             await asyncio.sleep(0.5)
 
     with cs.simulate(7 if ahead else 3, seed=1, samples_per_s=2.0) as simulation:
-        simulation.run(train, seconds=600.0)
+        simulation.run(train, seconds=400.0)
         alice = simulation.swarms["alice"]
         progress = alice.optimizers["model"].collaboration.progress
         liars = {peer: r for peer, r in progress.known.all.items() if r.name not in HONEST}
