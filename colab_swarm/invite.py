@@ -176,11 +176,11 @@ class Invite(Signed, frozen=True):
             now = time.time()
         late_s = now - invite.expires_at
         late = in_words(late_s)
-        shown = time.strftime("%d %B %Y %H:%M UTC", time.gmtime(now))
+        clock_time = time.strftime("%d %B %Y %H:%M UTC", time.gmtime(now))
         require(
             late_s <= 0,
             f"this invitation expired {late} ago, by the clock of this machine: ask for a new one. If it is new, the "
-            f"clock here or the one of its creator is off by more than {late}: here it is {shown}",
+            f"clock here or the one of its creator is off by more than {late}: here it is {clock_time}",
             InviteError,
         )
         return invite

@@ -140,7 +140,10 @@ def offer_of(peer: Ticket | GroupMember) -> tuple[bool, float | None, float | No
 
 def bits_of(flags: Sequence[bool]) -> bytes:
     """Return the flags as bits, the first one lowest; empty if none is set."""
-    number = sum(1 << index for index, flag in enumerate(flags) if flag)
+    return _bits(sum(1 << index for index, flag in enumerate(flags) if flag))
+
+
+def _bits(number: int) -> bytes:
     return number.to_bytes(-(-number.bit_length() // 8), "little")
 
 
@@ -175,8 +178,7 @@ class Group(Message, frozen=True):
     def unused(self) -> bytes:
         """The bits of the tensors for which no contribution has a gradient."""
         masks = [int.from_bytes(member.unused, "little") for member in self.members if member.weight]
-        number = reduce(and_, masks, masks[0] if masks else 0)
-        return number.to_bytes(-(-number.bit_length() // 8), "little")
+        return _bits(reduce(and_, masks, masks[0] if masks else 0))
 
     def spans(self) -> list[Span]:
         """Return each member's span; raises ValueError for invalid shares."""

@@ -24,8 +24,8 @@ from colab_swarm.mailbox.view import Wait
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.records import ProgressRecord, differing
-from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, Rounds, StepTaken, TrainedModel
+from colab_swarm.training.records import ProgressRecord, StepTaken, differing
+from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 logger = logging.getLogger(__name__)

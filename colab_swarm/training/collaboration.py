@@ -13,7 +13,8 @@ from colab_swarm.errors import PeerError
 from colab_swarm.events import BatchDropped, Loaded, StepFinished
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, StepTaken
+from colab_swarm.training.records import StepTaken
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds
 from colab_swarm.training.settings import RoundInput
 from colab_swarm.training.trainer_state import TrainerEvent, TrainerState, next_state
 

@@ -79,9 +79,8 @@ class Election:
         # Of each contributor to this peer's rounds: the rounds that count for its vote, and when the last was.
         self._seen: dict[PeerId, tuple[int, float]] = {}
         self._distrusted = LeftOut[PeerId](DISTRUST_S, _MAX_DISTRUST_S)
-        self._doubted: frozenset[PeerId] = (
-            frozenset()
-        )  # suspects, and those too far ahead, at the last reading
+        # Suspects, and those too far ahead, at the last reading.
+        self._doubted: frozenset[PeerId] = frozenset()
         self._no_vote: Set[PeerId] = frozenset()  # doubted or distrusted peers
 
     def forget_old(self, now: float) -> None:
@@ -204,12 +203,12 @@ class Election:
                 rates[peer] = record.rates
         return rates
 
-    def sketches(self, own: StateSketch | None) -> tuple[dict[PeerId, StateSketch], dict[PeerId, float]]:
+    def sketches(self, own: StateSketch) -> tuple[dict[PeerId, StateSketch], dict[PeerId, float]]:
         """Return the other trainers' sketches of the own one's step, and votes; the authority outvotes all others."""
         sketches: dict[PeerId, StateSketch] = {}
         for peer, record in self._known.others.items():
             sketch = record.sketch
-            if sketch and own and sketch.is_of_step(own) and peer not in self._no_vote:
+            if sketch and sketch.is_of_step(own) and peer not in self._no_vote:
                 sketches[peer] = sketch
         return sketches, self._weights(sketches)
 

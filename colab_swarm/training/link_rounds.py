@@ -25,8 +25,8 @@ from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.catch_up import CatchUp
 from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.record_exchange import RecordExchange
-from colab_swarm.training.records import ProgressRecord
-from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, Rounds, StepTaken, TrainedModel
+from colab_swarm.training.records import ProgressRecord, StepTaken
+from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import (
     PeerServices,
     RoundInput,

@@ -1,6 +1,7 @@
 """What trainers and assistants publish in the DHT about themselves, and where."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -16,6 +17,8 @@ PLAUSIBLE = 8.0  # times the median time or speed: more is not believed
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 MAX_PAIR_TEXT = 100
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_PAIR_TEXT)]
+MOST_MIN_PEERS = 256
+_FewPeers = Annotated[int, msgspec.Meta(ge=0, le=MOST_MIN_PEERS)]
 MAX_RATES = 8
 Rates = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_RATES)]
 Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]
@@ -49,9 +52,7 @@ class ProgressRecord(Message, frozen=True):
     batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
     sketch: StateSketch | None = None  # of its state a few steps ago
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
-    min_peers: Annotated[int, msgspec.Meta(ge=0, le=256)] = (
-        0  # that must train before its first step; 0: it does not say
-    )
+    min_peers: _FewPeers = 0  # that must train before its first step; 0: it does not say
     joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields
     changed: bool = False  # by its own account, its parameters changed outside a step since it took a state
     agreement: Agreement = ()  # what must be equal at all peers, by name
@@ -65,6 +66,15 @@ class ProgressRecord(Message, frozen=True):
     def computes(self) -> bool:
         """True if the peer has the state and computes: its samples count, and rounds wait for it."""
         return not (self.syncing or self.absent)
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """What a trainer says of a step: its new lineage, the next step's learning rates, now and then a sketch."""
+
+    lineage: bytes
+    rates: Rates = ()
+    sketch: StateSketch | None = None
 
 
 class AssistantRecord(Message, frozen=True):

@@ -37,8 +37,7 @@ from colab_swarm.training.flat import (
     trained_by,
 )
 from colab_swarm.training.progress import next_lineage
-from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates
-from colab_swarm.training.rounds import StepTaken
+from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates, StepTaken
 from colab_swarm.training.schedule import Schedule
 from colab_swarm.training.sketch import HALF_TOLERANCE, SKETCH_STEPS, TOLERANCE, StateSketch
 

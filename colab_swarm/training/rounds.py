@@ -24,18 +24,16 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.comparison import Comparison
 from colab_swarm.training.progress import Progress
-from colab_swarm.training.records import ProgressRecord, Rates
+from colab_swarm.training.records import ProgressRecord, StepTaken
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
-from colab_swarm.training.sketch import StateSketch
 from colab_swarm.training.throughput import ThroughputEstimator
 
 logger = logging.getLogger(__name__)
 
 _STATE_BYTES = 12  # of a value: itself and the two of Adam, in float32
-_DRIFT_TRAFFIC = {
-    True: 0.01,
-    False: 0.1,
-}  # of that of rounds in float32 and in others, at most, against drift
+# Of the bytes of rounds, compressed ones or not, those of states against drift, at most.
+_DRIFT_TRAFFIC = 0.1
+_FLOAT32_DRIFT_TRAFFIC = 0.01
 _TELL_S = 2.0  # of a wait for peers, before a word on it
 
 
@@ -71,15 +69,6 @@ class TrainedModel:
 
 
 @dataclass(frozen=True)
-class StepTaken:
-    """What a trainer says of a step: its new lineage, the next step's learning rates, now and then a sketch."""
-
-    lineage: bytes
-    rates: Rates = ()
-    sketch: StateSketch | None = None
-
-
-@dataclass(frozen=True)
 class RoundOutcome:
     """A mean that this peer must apply now, and how its round went.
 
@@ -110,7 +99,10 @@ class Rounds(ABC):
         self.throughput = ThroughputEstimator(loop_now())
         self.until = math.inf
         self.computed = 0.0  # samples of this process so far
-        drift_bytes = _STATE_BYTES * model.numel / _DRIFT_TRAFFIC[settings.compression == "float32"]
+        traffic = _DRIFT_TRAFFIC
+        if settings.compression == "float32":
+            traffic = _FLOAT32_DRIFT_TRAFFIC
+        drift_bytes = _STATE_BYTES * model.numel / traffic
         self.comparison = Comparison(self.progress, model.tolerance, services.events, drift_bytes=drift_bytes)
         self._told_of_peers = False  # whether a word on the wait for the first step was said
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
@@ -156,14 +148,16 @@ class Rounds(ABC):
         known = self.progress.known
         tell_at = loop_now() + _TELL_S
         while not self.enough_peers and loop_now() < deadline:
-            if not self._told_of_peers and loop_now() >= tell_at:
-                self._told_of_peers = True
+            if loop_now() >= tell_at:
                 self.tell_begin(known.min_peers, known.training)
             known.news.clear()
             await wait_until(min(deadline, loop_now() + _TELL_S), known.news)
 
     def tell_begin(self, count: int, training: Sequence[str]) -> None:
-        """Say for whom the first step waits."""
+        """Say once for whom the first step waits."""
+        if self._told_of_peers:
+            return
+        self._told_of_peers = True
         text = f"the first step waits until {count} peers train; now {', '.join(training)}"
         logger.warning("%s", text)
         self.services.events.emit(Notice(loop_now(), text))

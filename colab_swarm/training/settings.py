@@ -16,6 +16,7 @@ from colab_swarm.net.peers import Peers
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.tensors.vector import HostVector
+from colab_swarm.training.records import MOST_MIN_PEERS
 
 if TYPE_CHECKING:
     from colab_swarm.averaging.round import Averager
@@ -24,7 +25,6 @@ T = TypeVar("T")
 
 HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 _MAX_LOCAL_STEPS = 1000
-_MAX_MIN_PEERS = 256
 ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
@@ -161,8 +161,8 @@ class TrainingSettings:
         )
         least = self.min_peers
         require(
-            least is None or (isinstance(least, int) and 1 <= least <= _MAX_MIN_PEERS),
-            f"min_peers={least!r}: pass how many peers must train before the first step, 1 to {_MAX_MIN_PEERS}",
+            least is None or (isinstance(least, int) and 1 <= least <= MOST_MIN_PEERS),
+            f"min_peers={least!r}: pass how many peers must train before the first step, 1 to {MOST_MIN_PEERS}",
         )
         if self.is_sparse_local:
             object.__setattr__(self, "error_feedback", True)

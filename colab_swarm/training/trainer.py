@@ -19,8 +19,9 @@ from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.records import StepTaken
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, StepTaken
+from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome
 from colab_swarm.training.settings import PeerServices, RoundInput
 from colab_swarm.training.state import shapes_at
 

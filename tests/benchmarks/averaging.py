@@ -29,8 +29,8 @@ from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.progress import next_lineage
-from colab_swarm.training.records import ProgressRecord
-from colab_swarm.training.rounds import StepTaken, TrainedModel
+from colab_swarm.training.records import ProgressRecord, StepTaken
+from colab_swarm.training.rounds import TrainedModel
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from tests.benchmarks.harness import (
     Channel,

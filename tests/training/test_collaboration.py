@@ -19,7 +19,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import WATCHING
-from colab_swarm.training.rounds import Mean, RoundOutcome, Rounds, StepTaken, TrainedModel
+from colab_swarm.training.records import StepTaken
+from colab_swarm.training.rounds import Mean, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.trainer_state import TRANSITIONS, TrainerEvent, TrainerState, next_state
 

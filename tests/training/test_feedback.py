@@ -44,21 +44,14 @@ def test_what_a_long_round_cut_off_is_no_more_in_a_short_one(samples: int) -> No
     np.testing.assert_array_equal(again.vector.values, [3.0, 3.0 + 2.0])
 
 
-def test_a_heavy_contribution_that_found_no_round_is_sent_again_as_it_was() -> None:
+@pytest.mark.parametrize(("before", "samples"), [(1, 1), (2, 8)])
+def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback(
+    before: int, samples: int
+) -> None:
     net, gradients = gathered()
-    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=2), [1.0, 0.0]))
+    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=before), [1.0, 0.0]))
     gradients.forget()
-    sent = lose(add(net, gradients, [1.0, 1.0], samples=8), [0.0, 3.0])
-    gradients.forget()
-    gradients.on_returned(sent)
-    np.testing.assert_array_equal(gradients.contribution().vector.values, [1.0, 3.0])
-
-
-def test_a_contribution_that_found_no_round_is_sent_again_with_its_feedback() -> None:
-    net, gradients = gathered()
-    gradients.on_delivered(lose(add(net, gradients, [1.0, 2.0], samples=1), [1.0, 0.0]))
-    gradients.forget()
-    sent = lose(add(net, gradients, [1.0, 1.0], samples=1), [0.0, 3.0])
+    sent = lose(add(net, gradients, [1.0, 1.0], samples=samples), [0.0, 3.0])
     gradients.forget()
     gradients.on_returned(sent)
     np.testing.assert_array_equal(gradients.contribution().vector.values, [1.0, 3.0])
