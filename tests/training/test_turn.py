@@ -1,5 +1,6 @@
 """Whose turn an optimizer is: pauses, interrupts, and the end that another thread requested."""
 
+import _weakrefset
 import itertools
 import signal
 import sys
@@ -124,6 +125,9 @@ def calls_if_interrupted(line: int) -> tuple[int, bool]:
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal lines
+        # Python prints and drops what a weak reference's callback raises, so an interrupt there reaches nobody.
+        if frame.f_code.co_filename == _weakrefset.__file__:
+            return None
         lines += event == "line"
         if lines == line:
             signal.raise_signal(signal.SIGINT)
