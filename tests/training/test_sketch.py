@@ -255,6 +255,34 @@ def test_a_peer_that_was_changed_from_outside_has_the_swarms_state_again(
         assert len(faults["bob"]) == direct
 
 
+@pytest.mark.ordeal
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}, {"overlap": True}, {"local_steps": 10}])
+def test_three_peers_are_equal_after_200_steps_though_one_changed_the_swarms_parameters_at_step_50(
+    settings: dict[str, Any],
+) -> None:
+    def train(swarm: Swarm) -> tuple[bytes, torch.Tensor]:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, **settings)
+        parameters = optimizer._replica.parameters
+        while optimizer.global_step < 200:
+            if swarm.name == "bob" and optimizer.global_step >= 50 and not changed:
+                changed.append(optimizer.global_step)
+                for parameter in parameters:
+                    parameter.data.mul_(1.1)
+            toy.take(optimizer, net, optimizer.global_step, toy.ROWS[swarm.name])
+        return optimizer.lineage, torch.cat([one.detach().flatten().clone() for one in parameters])
+
+    changed: list[int] = []
+    in_a_bucket = settings.get("local_steps") == 10
+    with cs.simulate(3, network="lan", seed=3, samples_per_s=2.0, mailbox=in_a_bucket) as sim:
+        results = sim.run(train)
+        faults = {name: swarm.events.recent(Fault) for name, swarm in sim.swarms.items()}
+    lineages, parameters = zip(*results.values(), strict=True)
+    assert changed and len(set(lineages)) == 1
+    assert all(torch.equal(values, parameters[0]) for values in parameters)
+    assert {name: len(events) for name, events in faults.items()} == {"alice": 0, "bob": 1, "carol": 0}
+
+
 @pytest.mark.parametrize("bounded", [True, False])
 def test_other_rounding_stays_bounded(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unbounded, as a control, it adds up."""
