@@ -28,6 +28,8 @@ MAX_TEXT = 512  # most characters of a prefix, and most bytes of a digest, in a 
 # The ratio of two weights must fit a float32.
 _MIN_WEIGHT = 1e-9
 _MAX_WEIGHT = 1e9
+_MAX_LOSS = 1e30
+_MOST_LOSSES = 100.0  # median ones
 
 RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
 
@@ -114,6 +116,7 @@ class Ticket(Message, frozen=True):
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
     metered: bool = False  # by a relay or a tunnel: it reduces only in a group whose reducers all are
     unused: _Flags = b""  # the tensors for which it has no gradient
+    loss: float | None = None  # mean of its contribution
     samples: float = 0.0  # of which it contributes the mean, for people and for the batch
 
 
@@ -124,18 +127,40 @@ class GroupMember(Message, frozen=True):
     addresses: tuple[str, ...]
     weight: float
     share: float
-    reduces: bool = True  # these six as in its ticket
+    reduces: bool = True  # these seven as in its ticket
     upload_bps: float | None = None
     download_bps: float | None = None
     assists: bool = False
     metered: bool = False
     unused: _Flags = b""
+    loss: float | None = None
     samples: float = 0.0
 
 
-def offer_of(peer: Ticket | GroupMember) -> tuple[bool, float | None, float | None, bool, bool, bytes]:
+def offer_of(
+    peer: Ticket | GroupMember,
+) -> tuple[bool, float | None, float | None, bool, bool, bytes, float | None]:
     """Return what a peer offers to the round, as its ticket and its entry in the group both say it."""
-    return peer.reduces, peer.upload_bps, peer.download_bps, peer.assists, peer.metered, peer.unused
+    speed = peer.upload_bps, peer.download_bps
+    return peer.reduces, *speed, peer.assists, peer.metered, peer.unused, peer.loss
+
+
+def swarm_loss(losses: Iterable[tuple[float, float | None]]) -> float | None:
+    """Return the mean of the members' losses, each with its weight in the round; None if nobody sent one.
+
+    Losses that are not finite, or over a hundred times as large as the median one, do not count. Nobody can check the
+    others: a member that lies moves the mean by what its weight allows.
+    """
+    sent = []
+    for weight, loss in losses:
+        if weight and loss is not None and abs(loss) < _MAX_LOSS:
+            sent.append((weight, loss))
+    if not sent:
+        return None
+    most = _MOST_LOSSES * statistics.median_high(abs(loss) for _, loss in sent)
+    counted = [(weight, loss) for weight, loss in sent if abs(loss) <= most]
+    total = math.fsum(weight for weight, _ in counted)
+    return math.fsum(weight / total * loss for weight, loss in counted)
 
 
 def bits_of(flags: Sequence[bool]) -> bytes:
@@ -179,6 +204,11 @@ class Group(Message, frozen=True):
         """The bits of the tensors for which no contribution has a gradient."""
         masks = [int.from_bytes(member.unused, "little") for member in self.members if member.weight]
         return _bits(reduce(and_, masks, masks[0] if masks else 0))
+
+    @property
+    def loss(self) -> float | None:
+        """The swarm's loss of this step, equal at all members."""
+        return swarm_loss((member.weight, member.loss) for member in self.members)
 
     def spans(self) -> list[Span]:
         """Return each member's span; raises ValueError for invalid shares."""

@@ -11,6 +11,7 @@ Trainer(max_epochs=-1, callbacks=[SwarmSteps(500)]).fit(Model(), loader)
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from colab_swarm.errors import require
 from colab_swarm.tensors.samples import samples_of
@@ -25,6 +26,7 @@ class SwarmSteps(Callback):
         self._max_steps = max_steps
         # of accumulated batches; None: their parts do not say, and a bare step asks for samples=
         self._samples: float | None = 0.0
+        self._loss: float | Tensor = 0.0  # of accumulated batches, each by its part
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require(
@@ -62,11 +64,20 @@ class SwarmSteps(Callback):
         for optimizer in optimizers:
             optimizer.next_batch(samples=self._samples)
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if not pl_module.automatic_optimization:
+            return
+        # Lightning has divided the loss by the number of accumulated batches.
+        self._loss = self._loss + loss.detach()
+        for optimizer in _of_swarm(trainer):
+            optimizer.next_batch(samples=self._samples, loss=self._loss)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
             self._samples = 0.0
+            self._loss = 0.0
         for optimizer in _of_swarm(trainer):
             pl_module.log_dict(optimizer.metrics(), prog_bar=True)
             trainer.should_stop |= optimizer.over or optimizer.global_step >= self._max_steps

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
@@ -63,6 +64,11 @@ def attach(
     )
     trainer.create_optimizer()
     trainer.create_scheduler(num_training_steps=max_steps)
+    text = (
+        "the Trainer's ReduceLROnPlateau goes by this peer's own evaluations: pass "
+        "scheduler=ReduceLROnPlateau(trainer.create_optimizer()) to attach(…), which goes by the swarm's training loss"
+    )
+    require("scheduler" in options or not isinstance(trainer.lr_scheduler, ReduceLROnPlateau), text)
     counts_targets = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     defaults = {
         "model": trainer.model,

@@ -123,7 +123,7 @@ class BucketRounds(Rounds):
     def _means(self, rounds: Sequence[ClosedRound]) -> Iterator[Mean]:
         values = np.empty(self.model.numel, np.float32)
         for closed in rounds:
-            yield Mean(self._journal.mean(closed, values))
+            yield Mean(self._journal.mean(closed, values), loss=closed.loss)
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self.comparison.on_loaded(donors)
@@ -173,7 +173,9 @@ class BucketRounds(Rounds):
                 result = _result(end.closed, moved, loop_now() - began_at)
                 mean = await asyncio.to_thread(self._journal.mean, end.closed, contribution.vector.values)
                 self._closed = end.closed
-                yield RoundOutcome(Mean(mean), result, counted=end.counted, over=end.over)
+                yield RoundOutcome(
+                    Mean(mean, loss=end.closed.loss), result, counted=end.counted, over=end.over
+                )
                 if end.over:
                     if contribution.weight and not end.counted:
                         self.services.events.emit(BatchDropped(loop_now(), _dropped(round, end)))

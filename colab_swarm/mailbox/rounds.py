@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from colab_swarm.averaging.group import MAX_STEP
+from colab_swarm.averaging.group import MAX_STEP, swarm_loss
 from colab_swarm.errors import ProtocolError, require
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.net.identity import id_of
@@ -429,6 +429,12 @@ class ClosedRound:
     manifest: RoundManifest
     after: RoundChain
     contributions: dict[bytes, ReadContribution] = field(default_factory=dict)  # empty: not read yet
+
+    @property
+    def loss(self) -> float | None:
+        """The swarm's loss of the round, equal at all peers; its contributions must have been read."""
+        entries = self.manifest.entries
+        return swarm_loss((entry.weight, self.contributions[entry.digest].head.loss) for entry in entries)
 
     def counts(self, member: PeerId, round: int) -> bool:
         return any((entry.member, entry.round) == (member, round) for entry in self.manifest.entries)

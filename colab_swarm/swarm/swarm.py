@@ -202,7 +202,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             target_batch_size: samples of all peers together for one global step.
             model: whose parameters these are: its buffers (BatchNorm's statistics) are averaged by the same
                 weights, and a peer whose frozen parameters differ from the others' is refused.
-            scheduler: of ``optimizer``, stepped once per global step. Nothing else may change a rate, or step it.
+            scheduler: of ``optimizer``, stepped once per global step, a plateau with the swarm's loss; by nothing else.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
             communication: a `plan`, or "auto": as the others of this model do. The panel shows forecast and fact.

@@ -39,7 +39,7 @@ class MeanLoss:
     def value(self) -> float | None:
         """The mean, or None without any; waits for a GPU. Thread-safe."""
         total, weight = map(float, self._state)
-        if not weight:
+        if not weight or not math.isfinite(total):
             return None
         return total / weight
 
@@ -251,6 +251,8 @@ class Gradients:
         self._take_back(contribution)
         self.samples += contribution.samples
         self.weight += contribution.weight
+        if contribution.loss is not None:
+            self.loss.add(contribution.loss, contribution.weight)
 
     def _take_back(self, given: RoundInput | None) -> None:
         self._given = None

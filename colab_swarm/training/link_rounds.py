@@ -125,7 +125,8 @@ class LinkRounds(Rounds):
         try:
             result = await self._try_average(contribution)
             if result is not None:
-                yield RoundOutcome(Mean(contribution.vector.values, result.group.unused), result)
+                group = result.group
+                yield RoundOutcome(Mean(contribution.vector.values, group.unused, group.loss), result)
         finally:
             self._meetings.in_a_round = False
 
@@ -215,7 +216,7 @@ class LinkRounds(Rounds):
             return {}
         if result.kept_local:
             return {}
-        return {(step, lineage): Mean(values, result.group.unused)}
+        return {(step, lineage): Mean(values, result.group.unused, result.group.loss)}
 
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         self._meetings.forget(step, lineage)

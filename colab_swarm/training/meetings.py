@@ -89,6 +89,7 @@ class Meetings(SwarmView):
             *self.bandwidth.known(),
             metered=peers.metered,
             unused=contribution.unused,
+            loss=contribution.loss,
             samples=contribution.samples,
         )
         candidates = await self.expected(own.step, own.lineage)

@@ -204,7 +204,8 @@ class SwarmOptimizer(WrappedOptimizer):
             weight: >= 0, of this gradient in the mean; by default ``samples``. For a causal language model the
                 number of target tokens, with ``weight_unit="target tokens"``: then ragged lengths give exactly
                 the gradient of one process with the joined batch.
-            loss: for the charts. A tensor is not waited for until it is shown.
+            loss: mean of the micro-batch, for the charts and for a scheduler that goes by the swarm's loss, which needs
+                it. A tensor is not waited for until the round.
 
         Returns the averaging round's result if the global step advanced, else None. Delayed updates:
         the first call after its end returns it; the model gets the parameters when the next begins.
@@ -221,7 +222,9 @@ class SwarmOptimizer(WrappedOptimizer):
                 UnnamedValueError,
             )
             with torch.enable_grad():
-                loss = closure()
+                computed = closure()
+            if self._next[-1] is None:
+                loss = computed
         samples, weight, loss = self._counted(samples, weight, loss)
         if self.closed.is_set() and not self.raises_at_end:
             return None
@@ -277,6 +280,10 @@ class SwarmOptimizer(WrappedOptimizer):
             weight = next_weight
         if loss is None:
             loss = next_loss
+        text = (
+            "the scheduler goes by the swarm's loss: pass loss=…, as in optimizer.step(samples=…, loss=loss)"
+        )
+        require(loss is not None or not self._replica.schedule.needs_loss, text)
         return *self.settings.counted(samples, weight), loss
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:

@@ -9,7 +9,6 @@ the swarm's, which its steps update. `Mode` says how they are related.
 
 import enum
 import hashlib
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from colab_swarm.training.flat import (
 )
 from colab_swarm.training.progress import next_lineage
 from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates, StepTaken
-from colab_swarm.training.schedule import Schedule
+from colab_swarm.training.schedule import Schedule, steps_with
 from colab_swarm.training.sketch import HALF_TOLERANCE, SKETCH_STEPS, TOLERANCE, StateSketch
 
 # Of the swarm's steps after local ones (DiLoCo, section 3).
@@ -81,13 +80,13 @@ class UpdateRule:
         text = f"{kind} is no torch optimizer: pass one, such as torch.optim.AdamW(model.parameters())"
         require(is_plain, text, TypeError)
         text = f"{kind} computes the loss again within its step, which peers take together: pass another, such as AdamW"
-        require(_steps_alone(optimizer), text)
+        require(steps_with(optimizer), text)
         text = "SparseAdam takes no dense gradients, and a mean is dense: pass torch.optim.Adam"
         require(not isinstance(optimizer, SparseAdam), text)
         if self.scheduler is not None:
             name = f"scheduler={type(self.scheduler).__name__}"
-            text = f"{name}: its step() needs a value, such as a loss, which differs by peer: choose one that does not"
-            require(_steps_alone(self.scheduler), text)
+            text = f"{name}: its step() needs more than a loss: choose one that steps with the swarm's loss, or without"
+            require(steps_with(self.scheduler) or steps_with(self.scheduler, 0.0), text)
             is_ours = getattr(self.scheduler, "optimizer", optimizer) is optimizer
             require(is_ours, f"{name} is over another optimizer: make it over the {kind} that you pass here")
 
@@ -146,15 +145,16 @@ class Replica:
 
     # Steps of the swarm, and of this peer alone.
 
-    def apply(self, mean: Floats, unused: bytes = b"") -> bytes:
+    def apply(self, mean: Floats, unused: bytes = b"", loss: float | None = None) -> bytes:
         """Take one global step with the averaged gradient (flat, float32); returns the new lineage.
 
+        ``loss`` is the swarm's, for a scheduler that goes by it.
         The ``unused`` parameters, by their bits, had no gradient anywhere: they stay, as in one process.
         """
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
             least, most = torch.aminmax(torch.from_numpy(mean))
-            with self.schedule.advanced():
+            with self.schedule.advanced(loss):
                 # A step that fails may have changed a part: its peer must not pass for one that has not.
                 self.lineage = lineage
                 if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
@@ -399,16 +399,6 @@ class Replica:
 def _versions_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Return how often torch counted a change of each parameter, and where its values are."""
     return [(parameter._version, parameter.data_ptr()) for parameter in parameters]
-
-
-def _steps_alone(stepping: Optimizer | LRScheduler) -> bool:
-    """Return whether ``step()`` needs no argument."""
-    try:
-        # Of the class: torch replaces the instance's by a function that names ``self``.
-        inspect.signature(type(stepping).step).bind(stepping)
-    except TypeError:
-        return False
-    return True
 
 
 def _outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:

@@ -39,10 +39,11 @@ _TELL_S = 2.0  # of a wait for peers, before a word on it
 
 @dataclass(frozen=True)
 class Mean:
-    """What a trainer applies: float32 ``values``, and the bits of the tensors for which nobody had a gradient."""
+    """What a trainer applies: float32 ``values``, the bits of the tensors for which nobody had a gradient, the loss."""
 
     values: Floats
     unused: bytes = b""
+    loss: float | None = None  # the swarm's; None: nobody sent one
 
 
 CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Mean]]

@@ -5,6 +5,7 @@ one sets itself, would give each peer another model.
 """
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,11 +21,15 @@ HOW_TO_SCHEDULE = (
 
 
 class Schedule:
-    """Steps the scheduler of ``optimizer``, if it has one, and notices what else changes a setting."""
+    """Steps the scheduler of ``optimizer``, if it has one, and notices what else changes a setting.
+
+    ``needs_loss``: it steps with the swarm's loss, as a plateau does.
+    """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self.needs_loss = scheduler is not None and not steps_with(scheduler)
         self.accept()
 
     def accept(self) -> None:
@@ -57,14 +62,20 @@ class Schedule:
             raise ValueError(f"changed at this peer alone, and set back: {names}: {HOW_TO_SCHEDULE}")
 
     @contextmanager
-    def advanced(self) -> Iterator[None]:
-        """Take the optimizer's step in the block, before the scheduler's counts; an error leaves both as they were."""
+    def advanced(self, loss: float | None) -> Iterator[None]:
+        """Take the optimizer's step in the block, before the scheduler's counts; an error leaves both as they were.
+
+        A scheduler that goes by the swarm's ``loss`` stays where it is if no peer sent one.
+        """
         self.check()
         try:
             # The scheduler comes first, as it may refuse. Torch warns of this order, unless told otherwise.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
-            if self._scheduler is not None:
-                self._scheduler.step()
+            scheduler: Any = self._scheduler
+            if self.needs_loss and loss is not None:
+                scheduler.step(loss)
+            elif scheduler is not None and not self.needs_loss:
+                scheduler.step()
             changes = self._changes()
             self._put(self._settings)
             yield
@@ -92,6 +103,16 @@ class Schedule:
                 group[name].copy_(torch.tensor(value, dtype=torch.float64))
             else:
                 group[name] = value
+
+
+def steps_with(stepping: Optimizer | LRScheduler, *values: float) -> bool:
+    """Return whether ``step(*values)`` is a right call."""
+    try:
+        # Of the class: torch replaces the instance's by a function that names ``self``.
+        inspect.signature(type(stepping).step).bind(stepping, *values)
+    except TypeError:
+        return False
+    return True
 
 
 def _settings_of(optimizer: Optimizer) -> dict[tuple[int, str], Any]:

@@ -118,7 +118,7 @@ class Trainer:
     def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> StepTaken:
         """Take a step with a mean."""
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
-            self._replica.apply(outcome.mean.values, outcome.mean.unused)
+            self._replica.apply(outcome.mean.values, outcome.mean.unused, outcome.mean.loss)
             if outcome.counted:
                 self._gathered.on_delivered(contribution)
             taken = self._replica.step_taken()
@@ -191,7 +191,7 @@ class Trainer:
         try:
             self._replica.load_snapshot(snapshot)
             for mean in means:
-                self._replica.apply(mean.values, mean.unused)
+                self._replica.apply(mean.values, mean.unused, mean.loss)
             self._gathered.forget()
             self._runtime.call(self._loaded(snapshot.donors))
         except StateError:

@@ -92,3 +92,38 @@ def test_chunks_tile_their_span_and_fit_a_frame(start: int, numel: int, codec: s
     assert max(codec_of(name).encoded_bytes(values) for name in (codec, mean_codec)) <= groups.CHUNK_BYTES
     assert groups.chunk_values("float16") == groups.CHUNK_BYTES // 2, "as many as fit"
     assert 4 * values <= MAX_PAYLOAD_BYTES  # as recovery sends it
+
+
+@pytest.mark.parametrize("absurd", [math.nan, math.inf, -math.inf, 1e308, -1e30, 1e6])
+def test_an_absurd_loss_of_one_member_does_not_count(absurd: float) -> None:
+    losses = [1.0, 4.0, absurd]
+    members = tuple(
+        GroupMember(PeerId(bytes([i]) * 32), (), 1.0 + i, 1.0, loss=loss) for i, loss in enumerate(losses)
+    )
+    group = groups.Group(bytes(16), TERMS, members)
+    group.check()
+    assert group.loss == pytest.approx((1.0 + 2 * 4.0) / 3)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([(2.0, None), (0.0, 3.0)], None),
+        ([(1.0, math.nan)], None),
+        ([], None),
+        ([(2.0, None), (1.0, -3.0), (3.0, -1.0)], -1.5),
+        ([(1e9, 0.0), (1e-9, 0.0)], 0.0),
+        ([(1.0, 1e29), (1.0, 1e29)], 1e29),
+    ],
+)
+def test_the_swarms_loss_is_that_of_the_members_that_sent_one(
+    losses: list[tuple[float, float | None]], expected: float | None
+) -> None:
+    assert groups.swarm_loss(losses) == pytest.approx(expected)
+
+
+def test_a_members_loss_is_a_part_of_its_offer() -> None:
+    ticket = groups.Ticket(TERMS, 1.0, loss=0.5)
+    member = GroupMember(ALICE, (), 1.0, 1.0, *groups.offer_of(ticket))
+    assert member.loss == 0.5 and groups.offer_of(member) == groups.offer_of(ticket)
+    assert groups.offer_of(msgspec.structs.replace(member, loss=0.6)) != groups.offer_of(ticket)

@@ -155,3 +155,21 @@ def test_it_ends_with_the_session() -> None:
         return model.optimizer.global_step
 
     assert alone(train) == 2
+
+
+class Descending(Model):
+    """Each batch has another loss."""
+
+    def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(batch) * 0 + 6.0 - batch_idx
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_loss_of_accumulated_batches_is_their_mean(accumulated: int) -> None:
+    def train(swarm: Swarm) -> list[float | None]:
+        fit(swarm, Descending(swarm), rows=24, steps=2, accumulate_grad_batches=accumulated)
+        return [event.loss for event in swarm.events.recent(StepFinished)]
+
+    # Three batches of 4 fill a step; of pairs, two.
+    expected = {1: (6.0 + 5.0 + 4.0) / 3, 2: (6.0 + 5.0 + 4.0 + 3.0) / 4}
+    assert alone(train)[0] == pytest.approx(expected[accumulated])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import colab_swarm as cs
@@ -211,6 +212,23 @@ def test_a_trainer_that_would_end_early_is_refused(
         assert not swarm.optimizers and trainer.args.max_steps == options["max_steps"]
 
     alone(train)
+
+
+def test_a_plateau_of_the_trainers_is_refused_and_one_of_the_swarms_goes_by_its_loss(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> dict[str, Any]:
+        trainer = trainer_of(tmp_path, lr_scheduler_type="constant")
+        plateau = ReduceLROnPlateau(trainer.create_optimizer())
+        trainer.lr_scheduler = plateau
+        with pytest.raises(ValueError, match=r"pass scheduler=ReduceLROnPlateau"):
+            attach(trainer, swarm, target_batch_size=TARGET, max_steps=3)
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=3, scheduler=plateau)
+        trainer.train()
+        losses = [event.loss for event in swarm.events.recent(StepFinished)]
+        return {**plateau.state_dict(), "losses": losses}
+
+    state = alone(train)
+    assert state["last_epoch"] == len(state["losses"]) == 3
+    assert state["best"] == pytest.approx(min(state["losses"]), rel=1e-3)
 
 
 def test_a_loss_that_is_not_finite_counts_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import colab_swarm as cs
 from colab_swarm.errors import BucketError
@@ -279,3 +280,29 @@ def test_training_equals_that_over_links(
             found.append(results["alice"])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=error)
     assert not torch.allclose(found[0], torch.cat([one.flatten() for one in model().parameters()]), atol=0.01)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_plateau_goes_by_the_losses_of_a_rounds_contributions(overlap: bool) -> None:
+    """Alice's batches have a loss of 1, bob's of 3; a late joiner applies the same."""
+
+    def train(swarm: Swarm) -> tuple[bytes, dict[str, Any], float]:
+        inner = torch.optim.SGD((net := model()).parameters(), lr=0.1)
+        scheduler = ReduceLROnPlateau(inner, patience=0, factor=0.5)
+        options = {**SETTINGS, "overlap": overlap, "min_peers": 2}
+        optimizer = swarm.optimizer(inner, scheduler=scheduler, **options)
+        loss = 3.0 if swarm.name == "bob" else 1.0
+        while optimizer.global_step < 5 and swarm.name != "carol":
+            loss_of(net, 0).backward()
+            optimizer.step(samples=4, loss=loss)
+        optimizer.close()
+        return optimizer.lineage, scheduler.state_dict(), inner.param_groups[0]["lr"]
+
+    with cs.simulate(2, mailbox=True) as sim:
+        sim.join("carol", at=400.0)
+        results = sim.run(train, seconds=900)
+        writers = [len(manifest.entries) for manifest in manifests(sim)]
+    assert max(writers) == 2
+    assert results["alice"] == results["bob"] == results["carol"]
+    _, state, rate = results["carol"]
+    assert 1.0 < state["best"] < 3.0 and state["last_epoch"] >= 5 and rate < 0.1

@@ -54,10 +54,10 @@ def test_a_delayed_step_that_fails_is_raised_and_its_samples_count_again(
 ) -> None:
     apply, failures = Replica.apply, [RuntimeError("no memory for the step")]
 
-    def fail_once(replica: Replica, mean: Floats, unused: bytes) -> bytes:
+    def fail_once(replica: Replica, mean: Floats, *rest: Any) -> bytes:
         if failures:
             raise failures.pop()
-        return apply(replica, mean, unused)
+        return apply(replica, mean, *rest)
 
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, net := toy.model(), target_batch_size=10, overlap=True)

@@ -1,10 +1,14 @@
 """Which vectors a trainer's gradients are in, and that none is lost or changed while others may read it."""
 
+import math
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.gradients import Gradients, MeanLoss
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.settings import RoundInput
 
@@ -90,6 +94,28 @@ def test_a_delayed_contribution_is_added_to_the_sum_that_has_begun_or_becomes_it
         trainer.gradients.on_returned(given)
         again = trainer.give()
         assert again.vector.values.tolist() == [3.0 if begun else 1.0, 2.0] and again.weight == 2.0 + begun
+
+
+@pytest.mark.parametrize("rule", [{"delayed": True}, {"delayed": True, "local": True}], ids=str)
+def test_a_delayed_contribution_that_comes_back_brings_its_loss(rule: dict[str, Any]) -> None:
+    trainer = Trainer(**rule)
+    for loss, weight in ((4.0, 3.0), (1.0, 1.0)):
+        trainer.add(1.0, 2.0, weight=weight)
+        trainer.gradients.loss.add(loss, weight)
+        if loss == 4.0:
+            contribution = trainer.give()
+            assert contribution.loss == 4.0
+            trainer.gradients.forget()
+    trainer.gradients.on_returned(contribution)
+    assert trainer.give().loss == (3 * 4.0 + 1.0) / 4
+
+
+@pytest.mark.parametrize("losses", [[math.nan], [math.inf, -math.inf], [3e38, 3e38], []], ids=str)
+def test_a_mean_loss_is_finite_or_none(losses: list[float]) -> None:
+    mean = MeanLoss()
+    for loss in losses:
+        mean.add(loss, 2.0)
+    assert mean.value is None
 
 
 def test_after_local_steps_a_contribution_without_a_round_is_computed_again() -> None:

@@ -132,11 +132,15 @@ class NeedsLoss(LRScheduler):
         self.optimizer.param_groups[0]["lr"] = loss / 100
 
 
+class NeedsTwo(NeedsLoss):
+    def step(self, loss: float, accuracy: float) -> None:  # type: ignore[override]
+        super().step(loss * accuracy)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (ReduceLROnPlateau, "ReduceLROnPlateau: its step.. needs a value"),
-        (NeedsLoss, "NeedsLoss: its step.. needs a value"),
+        (NeedsTwo, "NeedsTwo: its step.. needs more than a loss"),
         (lambda inner: StepLR(SGD(toy.model().parameters(), lr=0.1), 1), "is over another optimizer"),
     ],
 )
@@ -313,3 +317,117 @@ def test_a_grad_scaler_and_a_scheduler_work_together() -> None:
     parameters, rate = toy.alone(run)
     torch.testing.assert_close(parameters, toy.parameters_of(net))
     assert rate == pytest.approx(0.025)
+
+
+def plateau(inner: Any) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(inner, factor=0.5, patience=0, threshold=0.0)
+
+
+LOSS_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "a plateau": plateau,
+    "a plateau with a cooldown": lambda inner: ReduceLROnPlateau(inner, "max", 0.5, 1, cooldown=1),
+    "one of the user's": NeedsLoss,
+}
+HALVES = {"alice": slice(0, 3), "bob": slice(3, 10)}
+STEPS = 8
+Course = tuple[torch.Tensor, bytes, dict[int, float], dict[str, Any]]
+
+
+def course(swarm: Swarm, make: Callable[[Any], Any] = plateau, local_steps: int = 1) -> Course:
+    """Each peer's own rows of each step. Returns weights, lineage, the rate after each step, the scheduler's state."""
+    net = toy.model()
+    inner = SGD(net.parameters(), lr=0.2)
+    optimizer = swarm.optimizer(
+        inner,
+        target_batch_size=10,
+        scheduler=make(inner),
+        matchmaking_timeout_s=20.0,
+        min_peers=2,
+        local_steps=local_steps,
+    )
+    rows = HALVES[swarm.name]
+    rates = {}
+    for step in range(optimizer.global_step, STEPS):
+        for _ in range(local_steps):
+            loss = toy.loss_of(net, step, rows)
+            loss.backward()
+            optimizer.step(samples=rows.stop - rows.start, loss=loss)
+        while optimizer.global_step == step:
+            optimizer.wait_step()
+        rates[optimizer.global_step] = inner.param_groups[0]["lr"]
+    return toy.parameters_of(net), optimizer.lineage, rates, optimizer.scheduler.state_dict()
+
+
+@pytest.mark.parametrize("make", LOSS_SCHEDULERS.values(), ids=LOSS_SCHEDULERS)
+def test_a_plateau_of_two_peers_is_that_of_one_process_with_the_joined_loss(make: Callable[..., Any]) -> None:
+    net = toy.model()
+    plain = SGD(net.parameters(), lr=0.2)
+    scheduler = make(plain)
+    expected = {}
+    for step in range(STEPS):
+        plain.zero_grad()
+        loss = toy.loss_of(net, step)
+        loss.backward()
+        plain.step()
+        scheduler.step(loss.item())
+        expected[step + 1] = plain.param_groups[0]["lr"]
+    assert len(set(expected.values())) > 1
+    with cs.simulate(2) as sim:
+        (parameters, lineage, rates, _), (others, theirs, their_rates, _) = sim.run(
+            lambda swarm: course(swarm, make)
+        ).values()
+    assert torch.equal(parameters, others) and lineage == theirs and rates == their_rates
+    assert rates == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(parameters, toy.parameters_of(net), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("local_steps", [1, 2])
+def test_a_late_joiner_has_the_plateaus_counters_with_the_state(local_steps: int) -> None:
+    def run(swarm: Swarm) -> Course:
+        if swarm.name != "carol":
+            return course(swarm, local_steps=local_steps)
+        inner = SGD(toy.model(9).parameters(), lr=0.2)
+        scheduler = ReduceLROnPlateau(inner, factor=0.1)
+        optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=scheduler, local_steps=local_steps)
+        rates = {optimizer.global_step: inner.param_groups[0]["lr"]}
+        optimizer.close()
+        return toy.parameters_of(toy.model()), optimizer.lineage, rates, scheduler.state_dict()
+
+    with cs.simulate(2, samples_per_s=10.0) as sim:
+        sim.join("carol", at=4.0)
+        results = sim.run(run)
+    _, lineage, rates, state = results["alice"]
+    _, _, joined, received = results["carol"]
+    assert results["bob"][1:] == (lineage, rates, state)
+    assert min(joined) > 0 and joined.items() <= rates.items()
+    assert received["patience"] == 0 and received["factor"] == 0.5
+    assert received["last_epoch"] == min(joined) and received["best"] < float("inf")
+
+
+def test_a_step_without_a_loss_is_refused_where_a_scheduler_goes_by_it() -> None:
+    def run(swarm: Swarm) -> list[float]:
+        inner = SGD((net := toy.model()).parameters(), lr=0.1)
+        optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=plateau(inner))
+        for wrong in ({"samples": 10}, {"samples": 5, "loss": None}):
+            toy.loss_of(net, 0).backward()
+            with pytest.raises(ValueError, match=r"pass loss=…"):
+                optimizer.step(**wrong)
+        rates = []
+        for loss in (1.0, float("nan"), torch.tensor(2.0)):
+            toy.loss_of(net, 0).backward()
+            optimizer.step(samples=10, loss=loss)
+            rates.append(inner.param_groups[0]["lr"])
+        return [optimizer.global_step, *rates]
+
+    assert toy.alone(run) == [3, 0.1, 0.1, 0.05]
+
+
+@pytest.mark.parametrize("rule", [{}, {"delayed": True}, {"local": True}], ids=str)
+def test_a_round_in_which_nobody_sent_a_loss_leaves_the_plateau_where_it_is(rule: dict[str, Any]) -> None:
+    inner = SGD(toy.model().parameters(), lr=0.1)
+    replica = Replica(UpdateRule(inner, scheduler := plateau(inner), **rule))
+    replica.apply(MEAN, loss=1.0)
+    replica.apply(MEAN)
+    assert (replica.step, scheduler.last_epoch, inner.param_groups[0]["lr"]) == (2, 1, 0.1)
+    replica.apply(MEAN, loss=1.5)
+    assert (scheduler.last_epoch, inner.param_groups[0]["lr"]) == (2, 0.05)

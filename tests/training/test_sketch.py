@@ -290,8 +290,8 @@ def test_other_rounding_stays_bounded(bounded: bool, monkeypatch: pytest.MonkeyP
     steps = 4 * SKETCH_STEPS
     apply = Replica.apply
 
-    def rounded(replica: Replica, mean: Floats, unused: bytes) -> bytes:
-        lineage = apply(replica, mean, unused)
+    def rounded(replica: Replica, mean: Floats, *rest: Any) -> bytes:
+        lineage = apply(replica, mean, *rest)
         if replica.rule is rules.get("bob"):
             with torch.no_grad():
                 for parameter in replica.model:

@@ -99,10 +99,10 @@ def test_an_interrupt_ends_a_wait_or_a_pause_and_samples_count_once(
 def test_an_interrupt_while_the_mean_is_applied_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     apply = Replica.apply
 
-    def interrupted(replica: Replica, mean: Floats, unused: bytes) -> bytes:
+    def interrupted(replica: Replica, mean: Floats, *rest: Any) -> bytes:
         signal.raise_signal(signal.SIGINT)
         time.sleep(2 * POLL_S)  # the trainer notices meanwhile
-        return apply(replica, mean, unused)
+        return apply(replica, mean, *rest)
 
     monkeypatch.setattr(Replica, "apply", interrupted)
     with cs.create("test-run") as swarm:
