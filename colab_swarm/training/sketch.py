@@ -115,6 +115,9 @@ class StateCheck:
     ) -> Deviation | None:
         """Compare the own sketch with the others' of its step, and say if the state must be loaded again.
 
+        Two questions: a loaded state needs more than half of the others' votes to be confirmed or given up, as it
+        is no witness itself, and waits at a tie. Among confirmed states one must win, so `Election.senior` breaks ties.
+
         ``senior``: a peer whose sketch counts most, this peer's own included; None: too few have one.
         ``corrects``: also if it only drifts.
         """
