@@ -105,6 +105,18 @@ None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataP
 `GradScaler` of its own: `scaler.step(optimizer, samples=…)`, then `scaler.update()`. A rank whose gradient overflows
 adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
 
+## Checkpoints
+
+`optimizer.save` writes one safetensors file, which `colab_swarm.training.state.load_checkpoint` reads:
+
+| key | content |
+|---|---|
+| `step`, `lineage` | of the swarm, which name the parameters |
+| `together` | the last step at which this peer's state was bit-equal with the swarm's, as far as it knows |
+| `parameters`, `buffers`, `optimizer`, `scheduler` | the swarm's state, as late joiners get it |
+| `local`, `feedback` | the optimizer of this peer's local steps; what compression cut off its last contribution |
+| `position` | of this peer in its data: passes, and batches of the present one |
+
 ## The paper and the modules
 
 | DeDLOC ([arXiv 2106.10207](https://arxiv.org/abs/2106.10207)) | module |

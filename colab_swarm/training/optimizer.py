@@ -314,6 +314,8 @@ class SwarmOptimizer(WrappedOptimizer):
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
 
+        Its ``together`` is the last step at which this peer's state was bit-equal with the swarm's, as far as it knows:
+        it began the run, or loaded another's state, as a late joiner does and a peer whose rounding differed too far.
         Raises `StateError` if it could not be written; an older file there is untouched.
         """
         with self._replica.lock:
@@ -336,7 +338,8 @@ class SwarmOptimizer(WrappedOptimizer):
             uninterrupted(lambda: self._restart(state))
 
     def _state(self) -> dict[str, Any]:
-        return {**self._replica.state(), **self._gathered.state(), "position": self.position}
+        more = {"position": self.position, "together": self._replica.together}
+        return {**self._replica.state(), **self._gathered.state(), **more}
 
     def _restart(self, state: Any) -> None:
         self._take_up(state)
@@ -345,6 +348,8 @@ class SwarmOptimizer(WrappedOptimizer):
     def _take_up(self, state: Any) -> None:
         feedback = self._gathered.feedback_of(state)
         self._replica.load(state)
+        # A backbone's checkpoint is a peer's state as it was downloaded.
+        self._replica.together = state.get("together", self._replica.step)
         self._gathered.feedback = feedback
         self._gathered.forget()
         self.position = state.get("position", (0, 0))

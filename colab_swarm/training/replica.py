@@ -113,6 +113,8 @@ class Replica:
         schedule: the settings of the wrapped optimizer, which change once per step.
         buffers: the model's, and the swarm's copies of them, which change with ``parameters``.
         step, lineage: of ``parameters``; they change together, in `apply` and in loading.
+        together: the last step at which the state was bit-equal with the swarm's, as far as this peer knows: it began
+            the run, or loaded another peer's state. Since then, processors may have rounded differently.
         lock: held during updates and copies.
     """
 
@@ -137,6 +139,7 @@ class Replica:
         layout = layout_of((*self.model, *self.buffers.shared))
         self.schema = hashlib.sha256(f"({layout}, {rule.local})".encode()).digest()[:16]
         self.step = 0
+        self.together = 0
         self.lineage = digest_of((*self.model, *self.buffers.shared))
         self.lock = threading.RLock()
         # Set by each step and each loaded state; other changes are not the swarm's (`changed`).
@@ -256,6 +259,7 @@ class Replica:
         with self.lock:
             mark = {
                 "step": self.step,
+                "together": self.together,
                 "lineage": self.lineage.hex(),
                 "digest": digest_with_optimizer(self.parameters, self.rule.optimizer),
                 "buffers": [buffer.clone() for buffer in self.buffers.shared],
@@ -285,10 +289,12 @@ class Replica:
                 copy.copy_(shown)
             if mark.get("digest") == digest_with_optimizer(self.parameters, optimizer):
                 self.step = mark["step"]
+                self.together = mark.get("together", self.step)
                 self.lineage = bytes.fromhex(mark["lineage"])
                 for buffer, saved in zip(self.buffers.shared, mark["buffers"], strict=True):
                     buffer.copy_(saved)
             else:
+                self.together = self.step
                 self.lineage = Snapshot.of(b"", self.step, *pack(self.state())).manifest.root[:LINEAGE_BYTES]
 
     # The state, as other peers and checkpoints have it.
@@ -349,6 +355,7 @@ class Replica:
     def load_snapshot(self, snapshot: Snapshot) -> None:
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))
         self.step = snapshot.manifest.step
+        self.together = self.step
         self.lineage = snapshot.manifest.subject
 
     # What other peers compare with theirs.

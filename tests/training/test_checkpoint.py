@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+import colab_swarm as cs
 from colab_swarm.errors import StateError
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 from tests.tensors.test_statedict import same
+from tests.training import toy
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -137,3 +140,36 @@ def test_a_folder_keeps_the_newest_and_skips_the_unreadable(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="at least one"):
         CheckpointFolder(tmp_path, keep=0)
     assert {*(tmp_path / "run").iterdir()} == {newest, older}
+
+
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}, {"overlap": True}], ids=str)
+def test_a_checkpoint_names_the_last_step_at_which_the_state_came_from_the_swarm(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def train(swarm: Swarm) -> tuple[int, list[int]]:
+        net = toy.model(seed=len(swarm.name))
+        optimizer = toy.join_training(swarm, net, target_batch_size=4, **settings)
+        joined = optimizer.global_step
+        path = tmp_path / swarm.name
+        optimizer.save(path)
+        named = [load_checkpoint(path)["together"]]
+        while optimizer.global_step < 12:
+            toy.take(optimizer, net, optimizer.global_step, slice(0, 2))
+        optimizer.save(path)
+        named.append(load_checkpoint(path)["together"])
+        again = toy.join_training(swarm, net, target_batch_size=4, **settings)  # resumes its own state
+        again.save(path)
+        named.append(load_checkpoint(path)["together"])
+        if swarm.name == "alice":
+            again.load(path)
+            again.load_state_dict(again.state_dict())
+            again.save(path)
+            named.append(load_checkpoint(path)["together"])
+        return joined, named
+
+    with cs.simulate(1, samples_per_s=2.0) as sim:
+        sim.join("bob", at=9.0)
+        results = sim.run(train)
+    joined, named = results["bob"]
+    assert joined > 0 and named == [joined] * 3
+    assert results["alice"] == (0, [0] * 4)

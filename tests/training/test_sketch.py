@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from colab_swarm.training import rounds
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.sketch import RELOAD_S, SKETCH_STEPS, TOLERANCE, Deviation, StateCheck, StateSketch
+from colab_swarm.training.state import load_checkpoint
 from tests.training import toy
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
@@ -284,8 +286,8 @@ def test_three_peers_are_equal_after_200_steps_though_one_changed_the_swarms_par
 
 
 @pytest.mark.parametrize("bounded", [True, False])
-def test_other_rounding_stays_bounded(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unbounded, as a control, it adds up."""
+def test_other_rounding_stays_bounded(bounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unbounded, as a control, it adds up. A checkpoint names the last step at which both were bit-equal."""
     monkeypatch.setattr(rounds, "_STATE_BYTES", 0 if bounded else math.inf)
     steps = 4 * SKETCH_STEPS
     apply = Replica.apply
@@ -306,6 +308,7 @@ def test_other_rounding_stays_bounded(bounded: bool, monkeypatch: pytest.MonkeyP
         while (step := optimizer.global_step) < steps:
             states[swarm.name, step] = toy.parameters_of(net)
             toy.take(optimizer, net, step, toy.ROWS[swarm.name])
+        optimizer.save(tmp_path / swarm.name)
 
     chance = torch.Generator().manual_seed(0)
     rules: dict[str, UpdateRule] = {}
@@ -324,3 +327,7 @@ def test_other_rounding_stays_bounded(bounded: bool, monkeypatch: pytest.MonkeyP
             gaps.append(float((one - other).norm() / one.norm()))
     assert len(gaps) > SKETCH_STEPS
     assert (max(gaps) < 5e-5) is bounded
+    together = load_checkpoint(tmp_path / "bob")["together"]
+    assert (together >= 2 * SKETCH_STEPS) is bounded
+    assert torch.equal(states["alice", together], states["bob", together])
+    assert load_checkpoint(tmp_path / "alice")["together"] == 0
