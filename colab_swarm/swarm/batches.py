@@ -67,14 +67,15 @@ class BatchReader:
 
     def _passes(self) -> Iterator[Any]:
         optimizer = self._optimizer
+        checkpoint = optimizer.checkpoint
         while True:
-            number, done = optimizer.position
+            number, done = checkpoint.position
             self._shuffle(number)
             for index, batch in enumerate(self._loader):
                 # an earlier session of this peer has read the first ones
                 if index < done:
                     continue
-                optimizer.position = number, index + 1
+                checkpoint.position = number, index + 1
                 size: float | None = samples_of(batch, self._loader, index)
                 if size == 0:
                     continue
@@ -84,10 +85,10 @@ class BatchReader:
                 optimizer.next_batch(samples=size)
                 yield _moved(batch, self._device)
             require(
-                optimizer.position != (number, 0),
+                checkpoint.position != (number, 0),
                 "the loader gave no batch: pass a DataLoader or a list, which can be read again and again",
             )
-            optimizer.position = number + 1, 0
+            checkpoint.position = number + 1, 0
 
     def _shuffle(self, number: int) -> None:
         """Give the loader's pass of this ``number`` an order of this peer's own; warn at the first if it has none."""

@@ -1,4 +1,7 @@
-"""What peers compare instead of tensors: digests, equal for equal bits, and projections, near for near values."""
+"""What peers compare instead of tensors: digests, equal for equal bits, and projections, near for near ones.
+
+`Evidence` has them for one replica.
+"""
 
 import math
 from collections import defaultdict
@@ -11,8 +14,8 @@ from torch.optim import Optimizer
 
 from colab_swarm.tensors.statedict import flatten
 from colab_swarm.training.flat import reals
-from colab_swarm.training.records import LINEAGE_BYTES
-from colab_swarm.training.sketch import PROJECTIONS
+from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates, StepTaken
+from colab_swarm.training.sketch import HALF_TOLERANCE, PROJECTIONS, SKETCH_STEPS, TOLERANCE, StateSketch
 
 _SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values
 
@@ -76,3 +79,73 @@ def _rows_of(values: torch.Tensor) -> list[torch.Tensor]:
     whole = len(values) // _SIGNS * _SIGNS
     rows = [values[:whole].view(-1, _SIGNS), values[whole:].view(1, -1)]
     return [blocks for blocks in rows if blocks.numel()]
+
+
+class Evidence:
+    """What other peers compare with theirs of a `Replica`: rates, sketches, and changes outside a step.
+
+    The ``optimizer`` is the wrapped one. ``stepping`` takes the swarm's steps on ``parameters``, and is
+    the same one where these are the ``model``'s.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        stepping: Optimizer,
+        model: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+    ) -> None:
+        self._optimizer = optimizer
+        self._stepping = stepping
+        self._model = model
+        self._parameters = parameters
+        self.on_loaded()
+
+    def on_step(self) -> None:
+        """Take the present parameters for the swarm's: it stepped."""
+        # How often torch counted a change of each parameter, and where its values are.
+        self._versions = self._present_versions()
+
+    def on_loaded(self) -> None:
+        """Take the present parameters for the swarm's, whatever changed them: a state was loaded."""
+        self.on_step()
+        self._changed = False
+
+    def _present_versions(self) -> list[tuple[int, int]]:
+        return [(parameter._version, parameter.data_ptr()) for parameter in self._model]
+
+    @property
+    def changed(self) -> bool:
+        """True if the parameters changed outside a step, as far as torch counts it, since a state was loaded."""
+        # A schedule-free optimizer changes them to evaluate.
+        if self._parameters is self._model and not hasattr(self._optimizer, "eval"):
+            self._changed |= self._versions != self._present_versions()
+        return self._changed
+
+    @property
+    def tolerance(self) -> float:
+        """By how much the sketches of equal states may differ."""
+        if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self._model):
+            return HALF_TOLERANCE
+        return TOLERANCE
+
+    @property
+    def rates(self) -> Rates:
+        """The learning rates of the next step, highest first."""
+        groups = self._optimizer.param_groups
+        rates = {float(group["lr"]) for group in groups if group.get("lr") is not None}
+        return tuple(sorted(rates, reverse=True)[:MAX_RATES])
+
+    def of_step(self, step: int, lineage: bytes) -> StepTaken:
+        """Describe the step that was just taken; a sketch follows every `SKETCH_STEPS`."""
+        # A schedule-free optimizer that evaluates shows other parameters than it trains.
+        evaluates = any(group.get("train_mode") is False for group in self._optimizer.param_groups)
+        sketch = None
+        if step % SKETCH_STEPS == 0 and not evaluates:
+            sketch = self.sketch(step, lineage)
+        return StepTaken(lineage, self.rates, sketch)
+
+    @torch.no_grad()
+    def sketch(self, step: int, lineage: bytes) -> StateSketch:
+        """Return a sketch of parameters and optimizer state; call it under the replica's lock."""
+        return StateSketch(step, lineage, projections_of(self._parameters, self._stepping, lineage))

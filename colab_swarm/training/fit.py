@@ -1,19 +1,35 @@
-"""Whether a peer's state fits this peer's model and optimizer. The state is not trusted."""
+"""Whether peers can step an optimizer together, and whether a peer's state fits it. No state is trusted."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError, require
+from colab_swarm.training.schedule import steps_with
 
 _MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
 _NAMED = 3  # tensors of other shapes that an error names
 
 Shape = tuple[int, ...]
+
+
+def check_steppable(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    """Raise ValueError if peers cannot step the optimizer together, or the scheduler neither."""
+    kind = type(optimizer).__name__
+    text = f"{kind} computes the loss again within its step, which peers take together: pass another, such as AdamW"
+    require(steps_with(optimizer), text)
+    text = "SparseAdam takes no dense gradients, and a mean is dense: pass torch.optim.Adam"
+    require(not isinstance(optimizer, SparseAdam), text)
+    if scheduler is not None:
+        name = f"scheduler={type(scheduler).__name__}"
+        text = f"{name}: its step() needs more than a loss: choose one that steps with the swarm's loss, or without"
+        require(steps_with(scheduler) or steps_with(scheduler, 0.0), text)
+        is_ours = getattr(scheduler, "optimizer", optimizer) is optimizer
+        require(is_ours, f"{name} is over another optimizer: make it over the {kind} that you pass here")
 
 
 def names_of(model: torch.nn.Module | None, parameters: Sequence[torch.Tensor]) -> list[str]:

@@ -15,6 +15,9 @@ from colab_swarm.training.layerwise import Lamb, Lars
 
 SMALL_VALUES = 1 << 16  # smaller tensors are at the front
 _READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
+# Of the swarm's steps after local ones (DiLoCo, section 3).
+_OUTER_LR = 0.7
+_OUTER_MOMENTUM = 0.9
 _NORM_SLACK = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
 
@@ -92,6 +95,13 @@ def _in_main_memory(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             state[key] = value.cpu()
     return state
+
+
+def outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:
+    """Return the optimizer that takes the swarm's steps between local ones."""
+    if sparse:
+        return SGD(parameters, lr=1.0, momentum=0.0, nesterov=False)
+    return SGD(parameters, lr=_OUTER_LR, momentum=_OUTER_MOMENTUM, nesterov=True)
 
 
 def set_gradients(

@@ -19,26 +19,25 @@ import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.errors import StateError, UnnamedValueError, require
+from colab_swarm.errors import UnnamedValueError, require
 from colab_swarm.runtime import Runner, uninterrupted
-from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.agreement import agreement_of
-from colab_swarm.training.collaboration import Collaboration, Due
+from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 from colab_swarm.training.rounds import Rounds, TrainedModel
-from colab_swarm.training.saving import ProgressSaver
+from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint, checkpoint_at
 from colab_swarm.training.schedule import HOW_TO_SCHEDULE, GlobalScheduler
 from colab_swarm.training.settings import PeerServices, TrainingSettings
-from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
+from colab_swarm.training.state import CheckpointFolder
 from colab_swarm.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 10.0  # how often a waiting trainer checks whether the session ends
+_PASS_LOSS = "the scheduler goes by the swarm's loss: pass loss=…, as in optimizer.step(samples=…, loss=loss)"
 
 RoundsFor = Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedModel], Rounds]
 
@@ -55,6 +54,8 @@ class SwarmOptimizer(WrappedOptimizer):
 
     made_by = "swarm.optimizer(…)"
     grad_scale: torch.Tensor | None  # set by a GradScaler
+    # Samples, weight and loss that the next bare step() counts.
+    _next: tuple[float | None, float | None, float | torch.Tensor | None]
 
     def __init__(
         self,
@@ -74,12 +75,10 @@ class SwarmOptimizer(WrappedOptimizer):
         text = "the optimizer has lr=None, which peers cannot compare: Adafactor(…, lr=1e-3, relative_step=False)"
         require(None not in [group.get("lr", 0.0) for group in rule.optimizer.param_groups], text)
         super().__init__(Replica(rule))
-        self._gathered = Gradients(
-            self._replica, services.averager.holds, error_feedback=settings.error_feedback
-        )
+        holds = services.averager.holds
+        self._gathered = Gradients(self._replica, holds, error_feedback=settings.error_feedback)
         self._agreement = agreement_of(self._replica, settings)
         _warn_of_frozen(rule)
-        self._next: tuple[float | None, float | None, float | torch.Tensor | None]
         self._next = settings.batch_size, None, None
         self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
         self.raises_at_end = True  # after the session's end; else `step` does nothing
@@ -87,11 +86,17 @@ class SwarmOptimizer(WrappedOptimizer):
         self.closed = threading.Event()
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
-        self.position = 0, 0  # of this peer in its data: passes, and batches of the present one
-        self._saver = ProgressSaver(services, folder, lambda: self._replica.step, self.save, runtime.time)
-        resumed = self._resume(folder, before)
+        self.checkpoint = TrainerCheckpoint(self._replica, self._gathered)
+        self._saver = ProgressSaver(services, folder, self.checkpoint, runtime.time)
+        if before is not None and before._agreement == self._agreement:
+            self.checkpoint.take_up(before.checkpoint.state())
+            resumed = True
+        else:
+            resumed = self.checkpoint.resume(folder)
         self.collaboration = runtime.call(self._start(rounds, name, syncing=not resumed))
-        self._trainer = Trainer(runtime, services, self._replica, self._gathered, self.collaboration)
+        self._trainer = Trainer(
+            runtime, services, self._replica, self._gathered, self.collaboration, lambda: self.over
+        )
         try:
             if not resumed or self.collaboration.rounds.behind:
                 self._trainer.synchronize(tries=3)
@@ -102,19 +107,6 @@ class SwarmOptimizer(WrappedOptimizer):
                 self.collaboration.kill()
                 raise
             raise
-
-    def _resume(self, folder: CheckpointFolder | None, before: "SwarmOptimizer | None") -> bool:
-        if before is not None and before._agreement == self._agreement:
-            self._take_up(before._state())
-            return True
-        if folder is None or (state := folder.latest()) is None:
-            return False
-        try:
-            self._take_up(state)
-        except StateError as error:
-            where = f"it is saved in {folder.path}: to start again, move that folder away"
-            raise StateError(f"{error}; {where}") from error
-        return True
 
     async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Collaboration:
         replica = self._replica
@@ -128,7 +120,7 @@ class SwarmOptimizer(WrappedOptimizer):
             reduces=False,
             name=name,
             agreement=self._agreement,
-            rates=replica.rates,
+            rates=replica.evidence.rates,
             min_peers=settings.min_peers or 0,
             joined_at=self._services.peers.time(),
         )
@@ -136,7 +128,7 @@ class SwarmOptimizer(WrappedOptimizer):
             replica.numel,
             blake3(replica.schema + repr(self._agreement).encode()).digest(LINEAGE_BYTES),
             replica.snapshot,
-            replica.tolerance,
+            replica.evidence.tolerance,
             lambda: self._gathered.loss.value,
         )
         collaboration = Collaboration(rounds(self._services, settings, own, model))
@@ -216,16 +208,14 @@ class SwarmOptimizer(WrappedOptimizer):
             MismatchError: most other peers train with other settings.
         """
         if closure is not None:
-            require(
-                callable(closure),
-                f"step({closure!r:.40}): name what you pass, as in optimizer.step(samples=…, loss=…)",
-                UnnamedValueError,
-            )
-            with torch.enable_grad():
-                computed = closure()
+            computed = _loss_of(closure)
             if self._next[-1] is None:
                 loss = computed
-        samples, weight, loss = self._counted(samples, weight, loss)
+        next_samples, next_weight, next_loss = self._next
+        self._next = (self.settings.batch_size, None, None)
+        samples, weight = self.settings.counted(_first(samples, next_samples), _first(weight, next_weight))
+        loss = next_loss if loss is None else loss
+        require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
         if self.closed.is_set() and not self.raises_at_end:
             return None
         with self._trainer_call():
@@ -236,20 +226,11 @@ class SwarmOptimizer(WrappedOptimizer):
             dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
             with self._replica.lock:
                 self._replica.schedule.check()
-            if not self._wait_for_peers():
+            if not self._trainer.wait_for_peers():
                 return landed
-            due = self._runtime.call(
-                self.collaboration.report(samples, dropped=dropped, changed=self._replica.changed)
-            )
+            changed = self._replica.evidence.changed
+            due = self._runtime.call(self.collaboration.report(samples, dropped=dropped, changed=changed))
             return self._trainer.act(due) or landed
-
-    def _wait_for_peers(self) -> bool:
-        """Wait before the first step until enough peers train; return False if the session ends before."""
-        collaboration = self.collaboration
-        while not self._runtime.call(collaboration.wait_for_peers(self._runtime.time() + LOOK_S)):
-            if self._hand_over_s is not None:
-                return False
-        return True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -269,23 +250,6 @@ class SwarmOptimizer(WrappedOptimizer):
         """Say what the next bare ``step()`` counts, for a framework that calls it itself."""
         self._next = samples, weight, loss
 
-    def _counted(
-        self, samples: float | None, weight: float | None, loss: float | torch.Tensor | None
-    ) -> tuple[float, float, float | torch.Tensor | None]:
-        next_samples, next_weight, next_loss = self._next
-        self._next = (self.settings.batch_size, None, None)
-        if samples is None:
-            samples = next_samples
-        if weight is None:
-            weight = next_weight
-        if loss is None:
-            loss = next_loss
-        text = (
-            "the scheduler goes by the swarm's loss: pass loss=…, as in optimizer.step(samples=…, loss=loss)"
-        )
-        require(loss is not None or not self._replica.schedule.needs_loss, text)
-        return *self.settings.counted(samples, weight), loss
-
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, and contribute the accumulated samples.
 
@@ -293,23 +257,7 @@ class SwarmOptimizer(WrappedOptimizer):
         ``timeout_s``, or if the swarm moved on without this peer: it has caught up then, and lost its samples.
         """
         with self._trainer_call():
-            return self._wait_step(timeout_s)
-
-    def _wait_step(self, timeout_s: float) -> RoundResult | None:
-        deadline = self._runtime.time() + timeout_s
-        landed = self._trainer.land(wait=True, timeout_s=timeout_s)
-        self._replica.refresh()
-        if landed is not None or self._trainer.in_flight:
-            return landed
-        self._trainer.recover()
-        while True:
-            until = min(deadline, self._runtime.time() + LOOK_S)
-            due = self._runtime.call(self.collaboration.wait_due(until))
-            result = self._trainer.act(due) or self._trainer.land(wait=True)
-            self._replica.refresh()
-            over = until == deadline or self._hand_over_s is not None
-            if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
-                return result
+            return self._trainer.wait_step(timeout_s)
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
@@ -318,12 +266,7 @@ class SwarmOptimizer(WrappedOptimizer):
         it began the run, or loaded another's state, as a late joiner does and a peer whose rounding differed too far.
         Raises `StateError` if it could not be written; an older file there is untouched.
         """
-        with self._replica.lock:
-            state = copied(self._state())
-        if isinstance(target, CheckpointFolder):
-            target.save(state["step"], state)
-        else:
-            save_checkpoint(target, state)
+        self.checkpoint.save(target)
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Continue from a checkpoint, or from the latest readable one of a folder.
@@ -333,26 +276,13 @@ class SwarmOptimizer(WrappedOptimizer):
         """
         with self._trainer_call():
             self._trainer.land(wait=True)
-            state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
-            require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
-            uninterrupted(lambda: self._restart(state))
+            state = checkpoint_at(source)
 
-    def _state(self) -> dict[str, Any]:
-        more = {"position": self.position, "together": self._replica.together}
-        return {**self._replica.state(), **self._gathered.state(), **more}
+            def restart() -> None:
+                self.checkpoint.take_up(state)
+                self._trainer.adopt()
 
-    def _restart(self, state: Any) -> None:
-        self._take_up(state)
-        self._trainer.adopt()
-
-    def _take_up(self, state: Any) -> None:
-        feedback = self._gathered.feedback_of(state)
-        self._replica.load(state)
-        # A backbone's checkpoint is a peer's state as it was downloaded.
-        self._replica.together = state.get("together", self._replica.step)
-        self._gathered.feedback = feedback
-        self._gathered.forget()
-        self.position = state.get("position", (0, 0))
+            uninterrupted(restart)
 
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
@@ -362,6 +292,12 @@ class SwarmOptimizer(WrappedOptimizer):
         with self._lock:
             if self.closed.is_set():
                 return
+
+            async def stop() -> None:
+                await self._trainer.stop()
+                self._saver.stop()
+                await self.collaboration.stop()
+
             try:
                 until = self._runtime.time() + hand_over_s
                 for _ in range(2):  # the first one may be a round that runs beside the trainer
@@ -371,17 +307,12 @@ class SwarmOptimizer(WrappedOptimizer):
                         and self._gathered.samples
                         and not self.collaboration.progress.known.own.paused
                     ):
-                        self._wait_step(left_s)
+                        self._trainer.wait_step(left_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
                 self.closed.set()
-                self._runtime.call(self._stop())
+                self._runtime.call(stop())
                 self._replica.show()
                 self._saver.save()
-
-    async def _stop(self) -> None:
-        await self._trainer.stop()
-        self._saver.stop()
-        await self.collaboration.stop()
 
     def end(self, why: str, *, hand_over_s: float) -> None:
         """Let the trainer's next call hand over, close and raise ``why``."""
@@ -399,10 +330,6 @@ class SwarmOptimizer(WrappedOptimizer):
                 self._replica.refresh()
 
         return switch_between_steps
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the last ``backward()``; accumulated ones stay."""
-        self._replica.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, marked with the swarm's step; `save` writes everything."""
@@ -459,6 +386,17 @@ class SwarmOptimizer(WrappedOptimizer):
         inner = type(self._replica.rule.optimizer).__name__
         here = f"{self._gathered.samples:g} of {self.settings.target_batch_size:g} samples here"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here})"
+
+
+def _loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tensor:
+    text = f"step({closure!r:.40}): name what you pass, as in optimizer.step(samples=…, loss=…)"
+    require(callable(closure), text, UnnamedValueError)
+    with torch.enable_grad():
+        return closure()
+
+
+def _first(passed: float | None, default: float | None) -> float | None:
+    return default if passed is None else passed
 
 
 def _warn_of_frozen(rule: UpdateRule) -> None:

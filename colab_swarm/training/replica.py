@@ -10,12 +10,12 @@ the swarm's, which its steps update. `Mode` says how they are related.
 import enum
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.group import flags_of
@@ -23,12 +23,21 @@ from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.buffers import Buffers
-from colab_swarm.training.digests import digest_of, digest_with_optimizer, projections_of
-from colab_swarm.training.fit import Shape, differing_shapes, load_optimizers, names_of, shapes_of, tensors_in
+from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
+from colab_swarm.training.fit import (
+    Shape,
+    check_steppable,
+    differing_shapes,
+    load_optimizers,
+    names_of,
+    shapes_of,
+    tensors_in,
+)
 from colab_swarm.training.flat import (
     copy_of,
     layout_of,
     move_to_copies,
+    outer_optimizer,
     parts,
     reals,
     small_values,
@@ -36,13 +45,9 @@ from colab_swarm.training.flat import (
     trained_by,
 )
 from colab_swarm.training.progress import next_lineage
-from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates, StepTaken
-from colab_swarm.training.schedule import Schedule, steps_with
-from colab_swarm.training.sketch import HALF_TOLERANCE, SKETCH_STEPS, TOLERANCE, StateSketch
+from colab_swarm.training.records import LINEAGE_BYTES
+from colab_swarm.training.schedule import Schedule
 
-# Of the swarm's steps after local ones (DiLoCo, section 3).
-_OUTER_LR = 0.7
-_OUTER_MOMENTUM = 0.9
 _MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 
 
@@ -79,16 +84,7 @@ class UpdateRule:
         is_plain = isinstance(optimizer, Optimizer) and not isinstance(optimizer, WrappedOptimizer)
         text = f"{kind} is no torch optimizer: pass one, such as torch.optim.AdamW(model.parameters())"
         require(is_plain, text, TypeError)
-        text = f"{kind} computes the loss again within its step, which peers take together: pass another, such as AdamW"
-        require(steps_with(optimizer), text)
-        text = "SparseAdam takes no dense gradients, and a mean is dense: pass torch.optim.Adam"
-        require(not isinstance(optimizer, SparseAdam), text)
-        if self.scheduler is not None:
-            name = f"scheduler={type(self.scheduler).__name__}"
-            text = f"{name}: its step() needs more than a loss: choose one that steps with the swarm's loss, or without"
-            require(steps_with(self.scheduler) or steps_with(self.scheduler, 0.0), text)
-            is_ours = getattr(self.scheduler, "optimizer", optimizer) is optimizer
-            require(is_ours, f"{name} is over another optimizer: make it over the {kind} that you pass here")
+        check_steppable(optimizer, self.scheduler)
 
     @property
     def mode(self) -> Mode:
@@ -115,6 +111,7 @@ class Replica:
         step, lineage: of ``parameters``; they change together, in `apply` and in loading.
         together: the last step at which the state was bit-equal with the swarm's, as far as this peer knows: it began
             the run, or loaded another peer's state. Since then, processors may have rounded differently.
+        evidence: what other peers compare with theirs.
         lock: held during updates and copies.
     """
 
@@ -125,7 +122,7 @@ class Replica:
         self._optimizer = rule.optimizer  # the one that takes the swarm's steps
         if rule.mode is Mode.LOCAL:
             self.parameters = [copy_of(parameter) for parameter in self.model]
-            self._optimizer = _outer_optimizer(self.parameters, sparse=rule.sparse)
+            self._optimizer = outer_optimizer(self.parameters, sparse=rule.sparse)
         elif rule.mode is Mode.DELAYED:
             self.parameters = move_to_copies(rule.optimizer)
         self.schedule = Schedule(rule.optimizer, rule.scheduler)
@@ -142,9 +139,7 @@ class Replica:
         self.together = 0
         self.lineage = digest_of((*self.model, *self.buffers.shared))
         self.lock = threading.RLock()
-        # Set by each step and each loaded state; other changes are not the swarm's (`changed`).
-        self._versions = _versions_of(self.model)
-        self._changed = False
+        self.evidence = Evidence(rule.optimizer, self._optimizer, self.model, self.parameters)
 
     # Steps of the swarm, and of this peer alone.
 
@@ -163,7 +158,7 @@ class Replica:
                 if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
                     self._update(mean, flags_of(unused, len(self.model)))
             self.step = self.step + 1
-            self._versions = _versions_of(self.model)
+            self.evidence.on_step()
             if self.rule.mode is Mode.DIRECT:
                 self.show()
             return lineage
@@ -279,8 +274,7 @@ class Replica:
         with self.lock:
             before = digest_with_optimizer(self.parameters, optimizer)
             optimizer.load_state_dict(inner)
-            self._versions = _versions_of(self.model)
-            self._changed = False
+            self.evidence.on_loaded()
             self.schedule.accept()
             fits = mark.get("digest", before) == before
             if fits and digest_with_optimizer(self.parameters, optimizer) == before:
@@ -340,8 +334,7 @@ class Replica:
             self.step = state["step"]
             self.lineage = state["lineage"]
             self.buffers.changed = True
-            self._versions = _versions_of(self.model)
-            self._changed = False
+            self.evidence.on_loaded()
         self.show()
 
     def snapshot(self) -> Snapshot:
@@ -357,62 +350,6 @@ class Replica:
         self.step = snapshot.manifest.step
         self.together = self.step
         self.lineage = snapshot.manifest.subject
-
-    # What other peers compare with theirs.
-
-    @property
-    def tolerance(self) -> float:
-        """By how much the sketches of equal states may differ."""
-        if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self.model):
-            return HALF_TOLERANCE
-        return TOLERANCE
-
-    @property
-    def rates(self) -> Rates:
-        """The learning rates of the next step, highest first."""
-        rates = {
-            float(group["lr"]) for group in self.rule.optimizer.param_groups if group.get("lr") is not None
-        }
-        return tuple(sorted(rates, reverse=True)[:MAX_RATES])
-
-    @property
-    def changed(self) -> bool:
-        """True if the parameters changed outside a step, as far as torch counts it, since a state was loaded."""
-        # A schedule-free optimizer changes them to evaluate.
-        if self.rule.mode is Mode.DIRECT and not hasattr(self.rule.optimizer, "eval"):
-            self._changed |= self._versions != _versions_of(self.model)
-        return self._changed
-
-    def step_taken(self) -> StepTaken:
-        """Describe the step that was just taken."""
-        sketch = None
-        if self.step % SKETCH_STEPS == 0 and not self._evaluates:
-            sketch = self.sketch()
-        return StepTaken(self.lineage, self.rates, sketch)
-
-    @property
-    def _evaluates(self) -> bool:
-        """True while a schedule-free optimizer shows other parameters than it trains."""
-        return any(group.get("train_mode") is False for group in self.rule.optimizer.param_groups)
-
-    @torch.no_grad()
-    def sketch(self) -> StateSketch:
-        """Return a sketch of parameters and optimizer state."""
-        with self.lock:
-            projections = projections_of(self.parameters, self._optimizer, self.lineage)
-            return StateSketch(self.step, self.lineage, projections)
-
-
-def _versions_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return how often torch counted a change of each parameter, and where its values are."""
-    return [(parameter._version, parameter.data_ptr()) for parameter in parameters]
-
-
-def _outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:
-    """Return the optimizer that takes the swarm's steps between local ones."""
-    if sparse:
-        return SGD(parameters, lr=1.0, momentum=0.0, nesterov=False)
-    return SGD(parameters, lr=_OUTER_LR, momentum=_OUTER_MOMENTUM, nesterov=True)
 
 
 class WrappedOptimizer(Optimizer):
@@ -449,6 +386,10 @@ class WrappedOptimizer(Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self._replica.rule.optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the last ``backward()``; accumulated ones stay."""
+        self._replica.zero_grad(set_to_none)
 
     # Of a schedule-free optimizer; others have neither.
     train = property(lambda self: self._mode("train"))

@@ -1,15 +1,20 @@
-"""A trainer's progress in a folder: saved in the background, and once more at the end."""
+"""A trainer's checkpoints, and their folder: saved in the background, and once more at the end."""
 
 import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import StateError
+from colab_swarm.errors import StateError, require
 from colab_swarm.events import Fault
+from colab_swarm.tensors.statedict import copied
+from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.state import CheckpointFolder
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -17,23 +22,77 @@ SAVE_S = 120.0
 _MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
 
-class ProgressSaver:
-    """Saves the checkpoints of a trainer in ``folder``, each step once; without a folder it does nothing.
+class TrainerCheckpoint:
+    """A trainer's progress: the replica's state, the error feedback, and the position in the data.
 
-    ``step()`` is the trainer's step, and ``save(folder)`` writes its checkpoint.
+    Attributes:
+        position: passes that this peer has read, and batches of the present one.
     """
+
+    def __init__(self, replica: Replica, gathered: Gradients) -> None:
+        self.position = 0, 0
+        self._replica = replica
+        self._gathered = gathered
+
+    @property
+    def step(self) -> int:
+        return self._replica.step
+
+    def state(self) -> dict[str, Any]:
+        """Return it as a file has it; its tensors share memory with the live ones."""
+        more = {"position": self.position, "together": self._replica.together}
+        return {**self._replica.state(), **self._gathered.state(), **more}
+
+    def take_up(self, state: Any) -> None:
+        """Continue from a state; raises `StateError`, with nothing changed, if it does not fit."""
+        feedback = self._gathered.feedback_of(state)
+        self._replica.load(state)
+        # A backbone's checkpoint is a peer's state as it was downloaded.
+        self._replica.together = state.get("together", self._replica.step)
+        self._gathered.feedback = feedback
+        self._gathered.forget()
+        self.position = state.get("position", (0, 0))
+
+    def resume(self, folder: CheckpointFolder | None) -> bool:
+        """Continue from the folder's latest readable checkpoint; return whether there is one."""
+        if folder is None or (state := folder.latest()) is None:
+            return False
+        try:
+            self.take_up(state)
+        except StateError as error:
+            where = f"it is saved in {folder.path}: to start again, move that folder away"
+            raise StateError(f"{error}; {where}") from error
+        return True
+
+    def save(self, target: str | Path | CheckpointFolder) -> None:
+        """Write a checkpoint to a file, or into a folder: see `SwarmOptimizer.save`."""
+        with self._replica.lock:
+            state = copied(self.state())
+        if isinstance(target, CheckpointFolder):
+            target.save(state["step"], state)
+        else:
+            save_checkpoint(target, state)
+
+
+def checkpoint_at(source: str | Path | CheckpointFolder) -> Any:
+    """Read a checkpoint, or a folder's latest readable one; raises `StateError` without any."""
+    state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
+    require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
+    return state
+
+
+class ProgressSaver:
+    """Saves a trainer's checkpoint in ``folder``, each step once; without one it does nothing."""
 
     def __init__(
         self,
         services: PeerServices,
         folder: CheckpointFolder | None,
-        step: Callable[[], int],
-        save: Callable[[CheckpointFolder], None],
+        checkpoint: TrainerCheckpoint,
         time: Callable[[], float],
     ) -> None:
         self._folder = folder
-        self._step = step
-        self._save = save
+        self._checkpoint = checkpoint
         self._time = time
         self._events = services.events
         self._tasks = BackgroundTasks("saving progress", services.events, services.rng)
@@ -55,13 +114,13 @@ class ProgressSaver:
         """Save the present step, if it is not saved yet. Thread-safe; a failure is a `Fault`."""
         with self._saving:
             folder = self._folder
-            step = self._step()
+            step = self._checkpoint.step
             if folder is None or step == self._saved_step:
                 return
             try:
-                self._save(folder)
+                self._checkpoint.save(folder)
                 for path in folder.paths():
-                    if path > folder.file_of(self._step()):
+                    if path > folder.file_of(self._checkpoint.step):
                         path.unlink(missing_ok=True)  # of a branch that the swarm has left
             except (StateError, OSError) as error:
                 logger.warning("progress was not saved: %s", error)

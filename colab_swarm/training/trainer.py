@@ -6,7 +6,7 @@ event loop, it contributes there, and the pool takes the step with the mean.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from colab_swarm.training.state import shapes_at
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 10.0  # how often a waiting trainer checks whether this peer is to leave
 _MOST_TIMES_USUAL = 10.0
 _END_S = 60.0  # for a round that was interrupted
 
@@ -35,6 +36,7 @@ class Trainer:
     """Takes local steps, rounds and the swarm's state, as its ``collaboration`` says, with a ``replica`` of the model.
 
     One thread at a time calls it. ``gathered`` are the gradients since the last round.
+    ``over()``: this peer is to leave, and waits no more.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Trainer:
         replica: Replica,
         gathered: Gradients,
         collaboration: Collaboration,
+        over: Callable[[], bool],
     ) -> None:
         self._runtime = runtime
         self._services = services
         self._replica = replica
         self._gathered = gathered
         self._collaboration = collaboration
+        self._over = over
         # A round that runs while the trainer computes, and its contribution.
         self._flight: tuple[asyncio.Task[RoundResult | None], RoundInput] | None = None
         self._averaging: asyncio.Task[Any] | None = None  # the last round for which the trainer waited
@@ -68,6 +72,31 @@ class Trainer:
             task.cancel()
             await asyncio.wait([task])
         await self.averaged()
+
+    def wait_for_peers(self) -> bool:
+        """Wait before the first step until enough peers train; return False if this one leaves."""
+        collaboration = self._collaboration
+        while not self._runtime.call(collaboration.wait_for_peers(self._runtime.time() + LOOK_S)):
+            if self._over():
+                return False
+        return True
+
+    def wait_step(self, timeout_s: float) -> RoundResult | None:
+        """Wait until the swarm takes a step, and contribute: see `SwarmOptimizer.wait_step`."""
+        deadline = self._runtime.time() + timeout_s
+        landed = self.land(wait=True, timeout_s=timeout_s)
+        self._replica.refresh()
+        if landed is not None or self.in_flight:
+            return landed
+        self.recover()
+        while True:
+            until = min(deadline, self._runtime.time() + LOOK_S)
+            due = self._runtime.call(self._collaboration.wait_due(until))
+            result = self.act(due) or self.land(wait=True)
+            self._replica.refresh()
+            over = until == deadline or self._over()
+            if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
+                return result
 
     def act(self, due: Due) -> RoundResult | None:
         """Do what is due; return the result of a round whose mean was applied."""
@@ -121,7 +150,7 @@ class Trainer:
             self._replica.apply(outcome.mean.values, outcome.mean.unused, outcome.mean.loss)
             if outcome.counted:
                 self._gathered.on_delivered(contribution)
-            taken = self._replica.step_taken()
+            taken = self._replica.evidence.of_step(self._replica.step, self._replica.lineage)
         if outcome.over and not aside:
             self._gathered.forget()
         return taken

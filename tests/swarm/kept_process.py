@@ -9,12 +9,12 @@ from itertools import count
 
 import colab_swarm as cs
 from colab_swarm.swarm.joining import resume
-from colab_swarm.training import optimizer as optimizer_module
+from colab_swarm.training import saving as saving_module
 from tests.training.toy import join_training, loss_of, model
 
 
 def main(folder: str, invitation: str = "") -> None:
-    optimizer_module.SAVE_S = 0.2
+    saving_module.SAVE_S = 0.2
     swarm = cs.join(invitation, peer_name="bob", state_dir=folder) if invitation else resume(folder)
     print("id", swarm.id.hex(), flush=True)
     optimizer = join_training(swarm, net := model())

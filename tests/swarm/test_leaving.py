@@ -13,7 +13,7 @@ from colab_swarm.dht.records import FindNear
 from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock
 from colab_swarm.swarm.saved import PeerStore
-from colab_swarm.training import optimizer as optimizer_module
+from colab_swarm.training import trainer as trainer_module
 from colab_swarm.trust.authority import IssuedMembership, ShareRevoked
 from colab_swarm.trust.contributions import Contributions
 from tests.swarm import leave_in, network_of
@@ -66,7 +66,7 @@ def test_a_paused_cell_ends_when_its_peer_leaves() -> None:
 
 
 def test_a_cell_that_waits_for_the_others_ends_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(trainer_module, "LOOK_S", 0.1)
     with cs.create("test-run") as alice:
         optimizer = join_training(alice, model())
         leave_in(alice, 2.0)
@@ -93,7 +93,7 @@ def test_a_part_that_fails_leaves_no_other_open(tmp_path: Path, monkeypatch: pyt
     second, first = join_training(alice, model(), name="second"), join_training(alice, net := model())
     loss_of(net, 0).backward()
     first.step(samples=1)
-    monkeypatch.setattr(first, "_wait_step", lambda timeout_s: fail())
+    monkeypatch.setattr(first._trainer, "wait_step", lambda timeout_s: fail())
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave(hand_over_s=1.0)
     assert first.closed.is_set() and second.closed.is_set()

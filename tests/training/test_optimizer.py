@@ -259,7 +259,7 @@ def test_an_update_waits_until_a_save_by_another_thread_is_done(
         saver.join()
         assert load_checkpoint(tmp_path / "saved")["step"] == 0 and optimizer.global_step == 1
 
-    monkeypatch.setattr("colab_swarm.training.optimizer.save_checkpoint", slow_save)
+    monkeypatch.setattr("colab_swarm.training.saving.save_checkpoint", slow_save)
     toy.alone(train)
 
 
