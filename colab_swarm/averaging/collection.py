@@ -3,8 +3,7 @@
 import asyncio
 import logging
 
-from colab_swarm.averaging.member import RoundMember
-from colab_swarm.averaging.messages import Chunk, ReduceSpan
+from colab_swarm.averaging.member import Chunk, ReduceSpan, RoundMember
 from colab_swarm.averaging.reducer import root_mean_square
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require

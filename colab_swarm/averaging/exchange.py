@@ -9,8 +9,7 @@ import math
 from colab_swarm.averaging.collection import Collection
 from colab_swarm.averaging.group import Span
 from colab_swarm.averaging.lateness import SHORTEST_S, TICK_S, Lateness
-from colab_swarm.averaging.member import RoundMember
-from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.member import RoundMember, UploadEncoding
 from colab_swarm.averaging.recovery import Recovery
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.span_server import SpanServer

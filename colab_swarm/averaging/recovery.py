@@ -19,8 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from colab_swarm.averaging.lateness import Lateness
-from colab_swarm.averaging.member import RoundMember
-from colab_swarm.averaging.messages import Chunk, RecallSpan
+from colab_swarm.averaging.member import Chunk, RecallSpan, RoundMember
 from colab_swarm.averaging.reducer import average_chunk
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import PeerError, require

@@ -12,8 +12,14 @@ import numpy as np
 
 from colab_swarm.averaging.exchange import AllReduce
 from colab_swarm.averaging.group import Group, RoundRefused
-from colab_swarm.averaging.member import RoundMember
-from colab_swarm.averaging.messages import AveragingSettings, RecallSpan, ReduceSpan, UploadEncoding, Usual
+from colab_swarm.averaging.member import (
+    AveragingSettings,
+    RecallSpan,
+    ReduceSpan,
+    RoundMember,
+    UploadEncoding,
+    Usual,
+)
 from colab_swarm.averaging.reducer import OUTLIER
 from colab_swarm.averaging.result import GroupResult, RoundResult
 from colab_swarm.averaging.standing import BURST_S, PART, Standing

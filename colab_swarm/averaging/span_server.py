@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from colab_swarm.averaging.member import RoundMember
-from colab_swarm.averaging.messages import Chunk
+from colab_swarm.averaging.member import Chunk, RoundMember
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, Stream, StreamEnded, short

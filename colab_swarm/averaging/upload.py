@@ -5,8 +5,7 @@ import logging
 from collections.abc import Mapping
 
 from colab_swarm.averaging.group import Span
-from colab_swarm.averaging.member import RoundMember
-from colab_swarm.averaging.messages import Chunk, UploadEncoding
+from colab_swarm.averaging.member import Chunk, RoundMember, UploadEncoding
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Stream
 from colab_swarm.runtime import loop_now, wake

@@ -41,7 +41,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
-from colab_swarm.averaging.messages import AveragingSettings, Chunk, UploadEncoding
+from colab_swarm.averaging.member import AveragingSettings, Chunk, UploadEncoding
 from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitResult, RoundMeter
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from colab_swarm.averaging.group import bits_of, flags_of
-from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.tensors.vector import HostVector

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import GroupResult, contributed
 from colab_swarm.errors import MismatchError, PeerError, StateError
 from colab_swarm.events import Fault, PeerLeft, StateReceived

@@ -7,6 +7,7 @@ from colab_swarm.averaging.standing import Standing
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
+from colab_swarm.training.forecast import ThroughputEstimator
 from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import (
@@ -17,7 +18,6 @@ from colab_swarm.training.settings import (
     RoundInput,
     TrainingSettings,
 )
-from colab_swarm.training.throughput import ThroughputEstimator
 
 
 class Meetings(SwarmView):

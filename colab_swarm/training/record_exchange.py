@@ -8,12 +8,12 @@ from colab_swarm.errors import PeerError
 from colab_swarm.events import Fault
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.comparison import Comparison
+from colab_swarm.training.forecast import MAX_REPORT_S, ThroughputEstimator
 from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import progress_key
 from colab_swarm.training.rounds import TrainedModel
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.throughput import MAX_REPORT_S, ThroughputEstimator
 
 logger = logging.getLogger(__name__)
 

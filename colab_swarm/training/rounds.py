@@ -23,10 +23,10 @@ from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.comparison import Comparison
+from colab_swarm.training.forecast import ThroughputEstimator
 from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import ProgressRecord, StepTaken
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
-from colab_swarm.training.throughput import ThroughputEstimator
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices

@@ -39,8 +39,7 @@ from colab_swarm.workunits.job import Job, lay_out
 from colab_swarm.workunits.messages import JobCard, RequestGate, Subset, Token, waited
 from colab_swarm.workunits.servers import ParameterServer, ServerPool, ServerProcess
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Unit, UnitState, VolunteerState
-from colab_swarm.workunits.store import ParameterStore
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
 from colab_swarm.workunits.weights import Schema
 

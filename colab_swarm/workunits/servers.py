@@ -25,8 +25,7 @@ from colab_swarm.errors import StoreError
 from colab_swarm.net.patience import backoff
 from colab_swarm.workunits.job import Job, Rows, measure
 from colab_swarm.workunits.state import Accepted, Measured
-from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats, Schema, assimilate
 
 logger = logging.getLogger(__name__)

@@ -1,26 +1,35 @@
-"""What a store of a job's state promises: log, parameters, results that wait. It outlives the coordinator.
+"""What a store of a job's state promises: log, parameters, results that wait; and from an address to the store.
 
-Every method is atomic and durable where the store is. A process killed at any moment leaves all of
-a call or nothing. The coordinator and the parameter servers use a store at once, from several
-threads and processes. A call that raises `StoreError` because the connection broke may have taken
-effect or not: read the log again.
+It outlives the coordinator. Every method is atomic and durable where the store is. A process killed
+at any moment leaves all of a call or nothing. The coordinator and the parameter servers use a store
+at once, from several threads and processes. A call that raises `StoreError` because the connection
+broke may have taken effect or not: read the log again.
 
-`colab_swarm.workunits.stores` opens the store of an address.
+`open_store` opens the store of an address. The libraries of a store are loaded only then.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from importlib import import_module
+from pathlib import Path
+from typing import TypeAlias, cast
 
 from colab_swarm.errors import StoreError
+from colab_swarm.project import install
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated
 from colab_swarm.workunits.weights import Floats
 
 Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
 """Returns new parameters. Its argument, the current ones, is read-only and lent for the call."""
+FORMS = (
+    "memory, a file such as job.db or sqlite:////absolute/path, redis://HOST:6379/0, unix:///path/of/redis.sock, "
+    "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
+)
+REDIS = {"redis", "rediss", "unix"}
+SQL = {"postgresql+psycopg", "mysql+pymysql"}
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Environment of servers: glibc reuses the memory of vectors, which halves the time of an update."""
 
@@ -107,3 +116,30 @@ def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:
     """Cut ``data`` into pieces of ``size`` bytes, one at least, without a copy."""
     view = memoryview(data)
     return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
+
+
+def open_store(url: str, job: str) -> ParameterStore:
+    """Open the state of ``job`` at ``url``; raise StoreError if that fails.
+
+    Raises ValueError if the address has none of the forms in `FORMS`.
+    """
+    scheme, _, place = url.rpartition("://")
+    if scheme in REDIS:
+        return _open("redis_store", "RedisStore", url, job, extra="workunits")
+    if scheme in SQL:
+        return _open("sql_store", "SqlStore", url, job, extra="workunits")
+    if scheme == "sqlite" and place.startswith("/"):
+        return _open("sql_store", "SqlStore", str(Path(place[1:]).absolute()), job, extra="train")
+    # a word such as "redis" is a mistake, not a file
+    is_file = not scheme and (Path(url).suffix or Path(url).name != url)
+    if is_file or url == "memory":
+        return _open("sql_store", "SqlStore", url, job, extra="train")
+    raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
+
+
+def _open(module: str, kind: str, url: str, job: str, *, extra: str) -> ParameterStore:
+    try:
+        library = import_module(f"colab_swarm.workunits.{module}")
+        return cast(ParameterStore, getattr(library, kind)(url, job))
+    except ImportError as error:
+        raise StoreError(f"{error}: {install(extra)}") from error

@@ -12,7 +12,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinRound, RoundRefused, RoundTerms
 from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.messages import RecallSpan, ReduceSpan
+from colab_swarm.averaging.member import RecallSpan, ReduceSpan
 from colab_swarm.averaging.span_server import SpanServer
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.events import StepFinished, Waited

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span
-from colab_swarm.averaging.messages import AveragingSettings, Chunk, UploadEncoding
+from colab_swarm.averaging.member import AveragingSettings, Chunk, UploadEncoding
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.net.peers import Message

@@ -5,7 +5,7 @@ import pytest
 
 from colab_swarm.averaging import span_server as module
 from colab_swarm.averaging.group import Span, chunk_values, cut_chunks
-from colab_swarm.averaging.messages import Chunk, UploadEncoding
+from colab_swarm.averaging.member import Chunk, UploadEncoding
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.net.peers import Buffer
 from colab_swarm.tensors import codecs

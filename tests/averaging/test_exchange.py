@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.averaging.member import LEFT_OUT, Trace
-from colab_swarm.averaging.messages import ReduceSpan
+from colab_swarm.averaging.member import LEFT_OUT, ReduceSpan, Trace
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.standing import BURST_S, PART
 from colab_swarm.averaging.upload import LEAD, STALL_S, Pace

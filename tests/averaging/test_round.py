@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import RoundRefused
-from colab_swarm.averaging.messages import AveragingSettings, Chunk, RecallSpan, ReduceSpan
+from colab_swarm.averaging.member import AveragingSettings, Chunk, RecallSpan, ReduceSpan
 from colab_swarm.averaging.round import DRAIN_S, PREDICTED, Averager
 from colab_swarm.averaging.span_server import SpanServer
 from colab_swarm.averaging.strategy import forecast_s

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.moshpit import MoshpitAverager
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import RoundFinished

@@ -37,8 +37,7 @@ from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.state import Accepted, Assigned, Assimilated, EpochEnded, Finished, Unit
-from colab_swarm.workunits.store import KEEP_MEMORY
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import assimilate
 from tests.benchmarks.harness import Channel, Crew
 from tests.workunits.servers import mariadb_server, postgresql_server, redis_server

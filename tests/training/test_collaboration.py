@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import colab_swarm as cs
-from colab_swarm.averaging.messages import UploadEncoding
+from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from colab_swarm.dht.service import Found
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.training.election import DISTRUST_S, FEW_STEPS, RECENT_S, Branch
+from colab_swarm.training.forecast import ThroughputEstimator
 from colab_swarm.training.known import LAST_RECORD_S
 from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import PLAUSIBLE, AssistantRecord, ProgressRecord
-from colab_swarm.training.throughput import ThroughputEstimator
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from colab_swarm.workunits.state import Accepted, Assimilated, Unit
-from colab_swarm.workunits.store import ParameterStore
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 
 START_S, STOP_S = 60.0, 30.0

@@ -6,7 +6,7 @@ It reports its first claim, waits for input, and continues until no result waits
 import sys
 import threading
 
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import open_store
 from colab_swarm.workunits.weights import Floats
 
 

@@ -16,7 +16,7 @@ from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import open_store
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.local import CODE, Stranger, coordinating, tiny_job, until
 from tests.workunits.servers import accepted

@@ -8,8 +8,7 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import AnyEntry, Assimilated, Rejected
-from colab_swarm.workunits.store import ParameterStore
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import KINDS, accepted, begun, new_job, plus_one
 

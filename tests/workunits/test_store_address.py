@@ -11,7 +11,7 @@ import pytest
 from colab_swarm.errors import StoreError
 from colab_swarm.project import install
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
-from colab_swarm.workunits.stores import open_store
+from colab_swarm.workunits.store import open_store
 
 UNREACHABLE = (
     "redis://:topsecret@127.0.0.1:1/0",
