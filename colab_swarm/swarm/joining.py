@@ -55,14 +55,12 @@ def create(
     invitation; with ``state_dir`` the same run continues, by this call or by `resume`.
 
     Args:
-        name: of the run, for people.
-        access: who may join: everyone who knows an address (``open``), everyone with an invitation
-            (``invite``), or those of them whose account is on a list (``allowlist``).
-        allow: the list, for ``allowlist``.
-        mailbox: address of a bucket or a shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
+        name, peer_name: of the run and of this peer, for people.
+        access, allow: who may join: everyone who knows an address (``open``), everyone with an invitation
+            (``invite``), or those of them whose account is on the list ``allow`` (``allowlist``).
+        mailbox: a bucket or shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
             ``az://…`` or ``file:///mnt/folder``. Then nobody needs to be online with another: see
             `colab_swarm.mailbox`. Members have its keys as secrets or in the environment.
-        peer_name: the name that others see.
         options: how this peer takes part in the network.
         state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
         accept_terms: confirm that the platform's terms allow this; required on Colab.
@@ -84,14 +82,12 @@ def create(
         if saved is not None:
             _check_saves_creator(saved, state_dir, name, access, mailbox)
         elif not options.identity:
-            swarm = find_open(run=name, name=peer_name)
+            swarm = _open_same(name, peer_name, store, options, access=access, allow=allow, mailbox=mailbox)
             if swarm is not None:
-                _check_same(swarm, store, options, access=access, allow=allow, mailbox=mailbox)
                 return swarm
         if mailbox and saved is None:
             prepare(mailbox)
-        options = _with_key_file(options, store)
-        identity = _identity_of(options)
+        options, identity = _with_identity(options, store)
         run_access = RunAccess.found(
             name, identity, access=access, allow=allow, mailbox=mailbox, key_file=options.identity
         )
@@ -153,16 +149,10 @@ def join(
             swarm = find_open(invitation.run_id, name=peer_name)
             if swarm is not None:
                 return swarm
-        if invitation.mailbox:
-            mailbox = confirmed_address(invitation.mailbox, mailbox)
-            require_rights(mailbox)
-        else:
-            problem = f"mailbox={mailbox!r}: the rounds of this run are in no mailbox; leave it out"
-            require(not mailbox, problem)
+        mailbox = _mailbox_of(invitation, mailbox)
         # viewers compute nothing
         platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
-        options = _with_key_file(options, store)
-        identity = _identity_of(options)
+        options, identity = _with_identity(options, store)
         token = ""
         if invitation.access == "allowlist":
             token = str(find_secret("HF_TOKEN") or "")
@@ -244,24 +234,27 @@ def find_open(run_id: str = "", *, run: str = "", id: PeerId | None = None, name
     return None
 
 
-def _check_same(
-    swarm: Swarm,
+def _open_same(
+    run: str,
+    peer_name: str,
     store: PeerStore | None,
     options: NetworkOptions,
     *,
     access: Access,
     allow: Allowlist | None,
     mailbox: str,
-) -> None:
-    """Raise unless the open swarm is what `create` would make."""
+) -> Swarm | None:
+    """Return the open swarm that `create` made by these names; raise unless it would make the same again."""
+    swarm = find_open(run=run, name=peer_name)
+    if swarm is None:
+        return None
     assert swarm.network is not None
     if store is not None:
         raise _open_unsaved(store, swarm)
     own = swarm.network.access
-    present = {"access": own.access, "allow": own.allow, "mailbox": own.mailbox}
-    present |= swarm.network.options.to_saved()
-    wanted = {"access": access, "allow": allow, "mailbox": mailbox}
-    wanted |= options.to_saved()
+    saved = swarm.network.options.to_saved()
+    present = {"access": own.access, "allow": own.allow, "mailbox": own.mailbox, **saved}
+    wanted = {"access": access, "allow": allow, "mailbox": mailbox, **options.to_saved()}
     differences = [f"{name}={present[name]!r}" for name in wanted if present[name] != wanted[name]]
     require(
         not differences,
@@ -269,6 +262,7 @@ def _check_same(
         "swarm.leave(). Unless a state_dir saves it, invited peers then need a new invitation. "
         "Another peer_name= makes another run",
     )
+    return swarm
 
 
 def _open_unsaved(store: PeerStore, swarm: Swarm) -> StateError:
@@ -307,18 +301,25 @@ def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
     )
 
 
-def _with_key_file(options: NetworkOptions, store: PeerStore | None) -> NetworkOptions:
-    if store is None:
-        return options
-    problem = "a folder given as state_dir= has its own key: leave identity= out of the options"
-    require(options.identity is None, problem)
-    return replace(options, identity=store.key_file)
+def _mailbox_of(invitation: Invite, mailbox: str) -> str:
+    """Return the address of the run's rounds, as the user confirmed it; empty if they go over links."""
+    if not invitation.mailbox:
+        problem = f"mailbox={mailbox!r}: the rounds of this run are in no mailbox; leave it out"
+        require(not mailbox, problem)
+        return ""
+    mailbox = confirmed_address(invitation.mailbox, mailbox)
+    require_rights(mailbox)
+    return mailbox
 
 
-def _identity_of(options: NetworkOptions) -> Identity:
+def _with_identity(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:
+    if store is not None:
+        problem = "a folder given as state_dir= has its own key: leave identity= out of the options"
+        require(options.identity is None, problem)
+        options = replace(options, identity=store.key_file)
     if options.identity is None:
-        return Identity()
-    return Identity.load_or_create(options.identity)
+        return options, Identity()
+    return options, Identity.load_or_create(options.identity)
 
 
 def _open(

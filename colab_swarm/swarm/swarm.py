@@ -194,14 +194,13 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
 
         A second call with the same ``name`` replaces the first optimizer and resumes its state.
-        It sees the optimizer's parameters only: without ``model`` no buffer is averaged and no frozen parameter
-        compared. Models that were initialised differently take the state of the peer that began.
+        Models that were initialised differently take the state of the peer that began.
 
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
             target_batch_size: samples of all peers together for one global step.
             model: whose parameters these are: its buffers (BatchNorm's statistics) are averaged by the same
-                weights, and a peer whose frozen parameters differ from the others' is refused.
+                weights, and a peer whose frozen parameters differ from the others' is refused. None: neither.
             scheduler: of ``optimizer``, stepped once per global step, a plateau with the swarm's loss; by nothing else.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
@@ -230,9 +229,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         previous = self.optimizers.pop(name, None)
         if previous is not None:
             previous.close()
-        folder = None
-        if self.network is not None and self.network.store is not None:
-            folder = CheckpointFolder(self.network.store.checkpoints(name), keep=2)
+        store = None if self.network is None else self.network.store
+        folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
         rounds = rounds_for(self.services, settings)
         trained = SwarmOptimizer(
             self.runtime, self.services, settings, rule, self.name, folder, previous, rounds
@@ -283,12 +281,13 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             line_prefix = f"{self.name}: "
         elif has_frontend():
             panel = self.panel()
-        reader = BatchReader(loader, optimizer, peer=self.id, warn=self._warn)
-        return reader.read(max_steps, panel=panel, line_prefix=line_prefix)
 
-    def _warn(self, sentence: str) -> None:
-        self.events.emit(Notice(self.runtime.time(), sentence))
-        print(sentence)
+        def warn(sentence: str) -> None:
+            self.events.emit(Notice(self.runtime.time(), sentence))
+            print(sentence)
+
+        reader = BatchReader(loader, optimizer, peer=self.id, warn=warn)
+        return reader.read(max_steps, panel=panel, line_prefix=line_prefix)
 
     def elastic_optimizer(
         self, optimizer: "Optimizer", *, peers: int, name: str = "model", **options: Any
@@ -452,17 +451,18 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def panel(self) -> "Panel[SwarmSnapshot]":
         """Return the live view: widgets in a notebook, text elsewhere; always the same object."""
         live = has_frontend()
+
+        def set_paused(paused: bool) -> None:
+            if paused:
+                self.pause()
+            else:
+                self.unpause()
+
         if self._panel is None:
-            self._panel = Panel(self.snapshot, self.leave, pause=self._set_paused, live=live)
+            self._panel = Panel(self.snapshot, self.leave, pause=set_paused, live=live)
         if live:
             self.runtime.while_waiting(self._panel.tick)
         return self._panel
-
-    def _set_paused(self, paused: bool) -> None:
-        if paused:
-            self.pause()
-        else:
-            self.unpause()
 
     def watch(self, seconds: float | None = None) -> None:
         """Show the swarm for ``seconds`` (None: until interrupted); the peer continues."""
@@ -520,28 +520,20 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         """
         try:
             with self.services.gate.block():
-                self._on_gate()
+                self.runtime.call(_on_gate(self.optimizers))
                 yield
         finally:
-            self._on_gate()
+            self.runtime.call(_on_gate(self.optimizers))
 
     def pause(self) -> None:
         """Pause this peer until `unpause`; training cells wait meanwhile. Idempotent."""
         self.services.gate.hold()
-        self._on_gate()
+        self.runtime.call(_on_gate(self.optimizers))
 
     def unpause(self) -> None:
         """Continue after `pause`; an active ``with swarm.paused():`` lasts to its end. Idempotent."""
         self.services.gate.release()
-        self._on_gate()
-
-    def _on_gate(self) -> None:
-        async def on_gate() -> None:
-            # other threads may add an optimizer meanwhile
-            for optimizer in list(self.optimizers.values()):
-                optimizer.collaboration.on_gate()
-
-        self.runtime.call(on_gate())
+        self.runtime.call(_on_gate(self.optimizers))
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the run and close all links, raising at the end what failed to close. Idempotent.
@@ -598,3 +590,10 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+
+async def _on_gate(optimizers: "Mapping[str, SwarmOptimizer]") -> None:
+    """Let the others know at once that this peer was paused or continues."""
+    # other threads may add an optimizer meanwhile
+    for optimizer in list(optimizers.values()):
+        optimizer.collaboration.on_gate()
