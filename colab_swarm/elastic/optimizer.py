@@ -23,10 +23,11 @@ from colab_swarm.elastic.steps import (
     Piece,
     PieceExchange,
 )
-from colab_swarm.errors import StateError, require
+from colab_swarm.errors import NoGradientError, StateError, require
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
+from colab_swarm.training.flat import reals
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 
 EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
@@ -50,7 +51,7 @@ class Buckets:
     ) -> None:
         self._on_full = on_full
         self._lock = threading.Lock()  # gradients of several devices come on several threads
-        ends = list(accumulate(parameter.numel() for parameter in reversed(parameters)))
+        ends = list(accumulate(reals(parameter).numel() for parameter in reversed(parameters)))
         numel = ends.pop()
         self._starts = dict(zip(reversed(parameters), [0, *ends], strict=True))
         self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
@@ -67,10 +68,15 @@ class Buckets:
         self._absent = dict.fromkeys(self._starts)  # in order
         self._open_parts = Counter(chain.from_iterable(map(self._overlapping, self._starts)))
 
-    def flush(self) -> None:
-        """End backward: parameters without a gradient get a zero one."""
-        for parameter in list(self._absent):
-            self._take(parameter, None)
+    def check(self) -> None:
+        """Raise `NoGradientError` if parameters got no gradient: an optimizer would still decay and move them."""
+        shapes = [tuple(parameter.shape) for parameter in self._absent]
+        require(
+            not shapes,
+            f"{len(shapes)} of {len(self._starts)} parameters got no gradient, such as one of shape {shapes[:1]}: call "
+            "loss.backward() before each step(), and freeze what the loss does not use, or use swarm.optimizer(…)",
+            NoGradientError,
+        )
 
     def span(self, bucket: int) -> slice:
         return slice(bucket * self._size, bucket * self._size + self.sizes[bucket])
@@ -79,7 +85,9 @@ class Buckets:
     def to_gradients(self, gradients: Sequence[Floats]) -> None:
         flat = torch.from_numpy(gradients[0] if len(gradients) == 1 else np.concatenate(gradients))
         for parameter, start in self._starts.items():
-            parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape).to(parameter)
+            values = reals(parameter)
+            parameter.grad = torch.empty_like(parameter)
+            reals(parameter.grad).copy_(flat[start : start + values.numel()].view(values.shape))
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -87,7 +95,7 @@ class Buckets:
 
     def _overlapping(self, parameter: torch.Tensor) -> range:
         start = self._starts[parameter]
-        return range(start // self._size, -(-(start + parameter.numel()) // self._size))
+        return range(start // self._size, -(-(start + reals(parameter).numel()) // self._size))
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
@@ -96,16 +104,13 @@ class Buckets:
                 "the gradients of this step are already being sent: call optimizer.step() after each backward()",
                 RuntimeError,
             )
-            self._take(parameter, parameter.grad)
+            assert parameter.grad is not None
+            self._take(parameter, reals(parameter.grad.detach().to_dense()))
 
-    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         del self._absent[parameter]
         start = self._starts[parameter]
-        part = self._tensor[start : start + parameter.numel()].view(parameter.shape)
-        if gradient is None:
-            part.zero_()
-        else:
-            part.copy_(gradient.detach().to_dense())
+        self._tensor[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
         for bucket in self._overlapping(parameter):
             self._open_parts[bucket] -= 1
             if not self._open_parts[bucket]:
@@ -205,7 +210,7 @@ class ElasticOptimizer(WrappedOptimizer):
             RuntimeError,
         )
         if self._steps.finished is None:
-            uninterrupted(self._buckets.flush)
+            self._buckets.check()
             self._runtime.call(self._steps.finish(self._pace(samples) if self._pace else 0.0))
         return uninterrupted(self._apply)
 

@@ -47,6 +47,11 @@ class ElasticSettings:
     def __post_init__(self) -> None:
         require(2 <= self.peers <= MAX_PEERS, f"peers={self.peers}: an elastic group has 2 to {MAX_PEERS}")
         require(self.wait_s > 0, f"wait_s={self.wait_s}: pass seconds, such as 300")
+        text = (
+            f"scheduler={type(self.scheduler).__name__}: here it says when a member goes on, such as "
+            "colab_swarm.elastic.NormBounded(0.8). Step a scheduler of learning rates yourself, after each step()"
+        )
+        require(isinstance(self.scheduler, Scheduler), text)
         codec_of(self.compression)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from colab_swarm.elastic.optimizer import FEWEST, Buckets
+from colab_swarm.errors import NoGradientError
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats
 
 MOST = 2 * BLOCK_VALUES
@@ -47,12 +48,16 @@ def test_a_parameter_larger_than_a_bucket_reaches_into_several() -> None:
     assert buckets == list(range(1, len(full.buckets.sizes)))  # the bias has none
 
 
-def test_a_parameter_without_a_gradient_gets_a_zero_one_after_backward() -> None:
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_parameter_without_a_gradient_is_named(backward: bool) -> None:
     full = Full(nn.Linear(8, 4))
-    full.parameters[0].sum().backward()
-    full.buckets.flush()
-    (_, values), *rest = full.full_ones
-    assert not rest and values.tolist() == [0.0] * 4 + [1.0] * 32
+    if backward:
+        full.parameters[0].sum().backward()
+    with pytest.raises(NoGradientError, match=r"[12] of 2 parameters got no gradient, such as one of shape"):
+        full.buckets.check()
+    full.parameters[1].sum().backward()
+    if backward:
+        full.buckets.check()
 
 
 def test_a_second_backward_in_a_step_says_to_call_step_first() -> None:

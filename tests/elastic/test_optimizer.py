@@ -10,7 +10,7 @@ from colab_swarm.elastic import BoundedStaleness, CrashTolerant, NormBounded, Sy
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.schedulers import Scheduler
 from colab_swarm.elastic.steps import ElasticStep
-from colab_swarm.errors import StateError
+from colab_swarm.errors import NoGradientError, StateError
 from colab_swarm.events import BatchDropped, PeerLeft
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -201,3 +201,101 @@ def test_a_learning_rate_schedule_works_on_it_as_on_the_wrapped_one() -> None:
 
     with simulation() as sim:
         assert list(sim.run(schedule).values()) == [[0.0125], [0.0125]]
+
+
+class Mixed(torch.nn.Module):
+    """A complex layer between real ones; one more that the loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.turn = torch.nn.Parameter(torch.randn(8, 16, dtype=torch.complex64, generator=generator))
+        self.bias = torch.nn.Parameter(torch.randn(16, generator=generator))
+        self.spare = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x_BI: torch.Tensor) -> torch.Tensor:
+        z_BO = x_BI.to(torch.complex64) @ self.turn
+        return (z_BO.imag + z_BO.real.square() + self.bias)[:, :2]
+
+
+@pytest.mark.parametrize("compression", ["float32", "int8"])
+def test_complex_parameters_train_as_in_one_process(compression: str) -> None:
+    def made() -> tuple[Mixed, torch.optim.Optimizer]:
+        net = Mixed()
+        net.spare.requires_grad_(False)
+        return net, torch.optim.Adam([net.turn, net.bias], lr=0.01, weight_decay=0.1)
+
+    def run(swarm: Swarm) -> Mixed:
+        net, adam = made()
+        optimizer = swarm.elastic_optimizer(adam, peers=2, compression=compression)
+        for step in range(5):
+            take(optimizer, net, step)
+        optimizer.close()
+        return net
+
+    expected, adam = made()
+    for step in range(5):
+        adam.zero_grad()
+        loss_of(expected, step).backward()
+        adam.step()
+    with simulation() as sim:
+        alice, bob = sim.run(run).values()
+    assert torch.equal(alice.turn, bob.turn) and torch.equal(alice.bias, bob.bias)
+    error = 1e-5 if compression == "float32" else 0.05
+    torch.testing.assert_close(alice.turn, expected.turn, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=str)
+def test_a_parameter_that_the_loss_does_not_use_is_refused_before_it_moves(options: dict[str, Any]) -> None:
+    def run(swarm: Swarm) -> torch.Tensor:
+        net = Mixed()
+        adam = torch.optim.AdamW(net.parameters(), lr=0.01, **options)
+        optimizer = swarm.elastic_optimizer(adam, peers=2)
+        with pytest.raises(NoGradientError, match=r"1 of 3 parameters got no gradient, such as .*3.*freeze"):
+            take(optimizer, net, 0)
+        optimizer.close()
+        return net.spare.detach()
+
+    with simulation() as sim:
+        results = sim.run(run)
+    assert all(torch.equal(spare, torch.ones(3)) for spare in results.values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1),
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+        lambda _: NormBounded,
+    ],
+)
+def test_another_kind_of_scheduler_is_refused_at_once(make: Any) -> None:
+    def run(swarm: Swarm) -> None:
+        inner = torch.optim.SGD(model().parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"says when a member goes on, such as .*NormBounded\(0.8\)"):
+            swarm.elastic_optimizer(inner, peers=2, scheduler=make(inner))
+
+    with simulation(1) as sim:
+        sim.run(run)
+
+
+def test_a_scheduler_of_learning_rates_is_stepped_by_each_member_itself() -> None:
+    def run(swarm: Swarm) -> torch.Tensor:
+        inner = torch.optim.SGD((net := model()).parameters(), lr=0.1)
+        rates = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        optimizer = swarm.elastic_optimizer(inner, peers=2)
+        for step in range(4):
+            take(optimizer, net, step)
+            rates.step()
+        optimizer.close()
+        return parameters_of(net)
+
+    plain = torch.optim.SGD((net := model()).parameters(), lr=0.1)
+    for step in range(4):
+        plain.zero_grad()
+        loss_of(net, step).backward()
+        plain.step()
+        plain.param_groups[0]["lr"] *= 0.5
+    with simulation() as sim:
+        for parameters in sim.run(run).values():
+            torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
