@@ -29,8 +29,8 @@ applies the means since then.
 The creator of a run writes ``runs/RUN/created/first``. Where that is missing, the run is not: a peer that joins or
 resumes is refused, so no history begins anew in a folder that is not mounted. All other objects are below
 ``runs/RUN/MODEL/``. Each but a check is a signed statement with its writer's membership, as
-msgpack after its length in 4 bytes. Values follow it; the statement has their BLAKE3 digest. They are not
-encrypted.
+msgpack after ``colab_swarm``, the protocol's version in a byte, and its length in 4 bytes. Values follow it; the
+statement has their BLAKE3 digest. They are not encrypted.
 
 | path | type | content |
 |---|---|---|

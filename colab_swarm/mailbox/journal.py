@@ -140,8 +140,8 @@ class Journal:
             except (PeerError, StateError, ValueError) as error:
                 remember(self._faulty_states, place, str(error), MAX_REMEMBERED)
                 self.reader.tell_fault(place, str(error))
-        none_readable = "no state in the bucket can be read: its writers may run another version"
-        require(after >= 0 or not places, none_readable, StateError)
+        newest_fault = next(iter(self._faulty_states.values()), "")
+        require(after >= 0 or not places, f"no state in the bucket can be read: {newest_fault}", StateError)
         return None
 
     async def _read_state_at(self, place: StoredObject, round: int) -> tuple[RoundChain, Snapshot]:

@@ -20,6 +20,7 @@ from blake3 import blake3
 from colab_swarm.averaging.group import MAX_STEP, swarm_loss
 from colab_swarm.errors import ProtocolError, require
 from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, Signed
 from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
@@ -46,6 +47,8 @@ PLACE: Final = re.compile(
     r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
 )
 CARD = "card/first"
+_MARK: Final = b"colab_swarm"
+_HEAD: Final = len(_MARK) + 1 + 4  # bytes of an object before its statement
 LEFT = "-left"
 MANIFEST = "manifest-"
 STATE_PLACE: Final = re.compile(r"states/([0-9]{8})")
@@ -89,8 +92,6 @@ class Card(Statement, frozen=True, kw_only=True):
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)] = (
         1  # whose contributions the first round needs
     )
-    # of the rules by which rounds close; peers of another version do not find the card's signature right
-    version: int = 2
 
 
 class PseudoGradient(Statement, frozen=True, kw_only=True):
@@ -306,9 +307,9 @@ class StateHead(Statement, frozen=True, kw_only=True):
 
 
 def seal(statement: Statement, content: Buffer = b"") -> bytes:
-    """Return an object: the statement's length in 4 bytes, the statement, and the content that it names."""
+    """Return an object: mark and version, the statement's length in 4 bytes, the statement, the content it names."""
     head = statement.encode()
-    return b"".join((len(head).to_bytes(4, "big"), head, content))
+    return b"".join((_MARK, bytes([VERSION]), len(head).to_bytes(4, "big"), head, content))
 
 
 def content_digest(content: Buffer) -> bytes:
@@ -317,15 +318,29 @@ def content_digest(content: Buffer) -> bytes:
 
 def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
     """Return a statement that its own key signed, and the content; raises `ProtocolError`."""
-    length = int.from_bytes(data[:4], "big")
-    require(4 + length <= len(data), f"an object of {len(data)} bytes is cut off", ProtocolError)
-    head = data[4 : 4 + length]
-    content = memoryview(data)[4 + length :]
+    version = _version_of(data)
+    text = (
+        f"the run was written by protocol {version}, this package speaks {VERSION}: update the older of both"
+    )
+    require(version in (0, VERSION), text, ProtocolError)
+    length = int.from_bytes(data[_HEAD - 4 : _HEAD], "big")
+    whole = bool(version) and _HEAD + length <= len(data)
+    require(whole, f"an object of {len(data)} bytes is cut off", ProtocolError)
+    head = data[_HEAD : _HEAD + length]
+    content = memoryview(data)[_HEAD + length :]
     statement = decoded(head, kind, f"no readable {kind.__name__}", ProtocolError)
     require(statement.is_signed_by(statement.key), "its signature is wrong", ProtocolError)
     named = statement.content or content_digest(b"")
     require(content_digest(content) == named, "it is cut off or changed", ProtocolError)
     return statement, content
+
+
+def _version_of(data: bytes) -> int:
+    """Return the version of the protocol that an object was written by; 0 if it is no object of a run."""
+    if data.startswith(_MARK):
+        return int.from_bytes(data[len(_MARK) : len(_MARK) + 1], "big")
+    # Protocol 2 began with the length of a statement, which fits three bytes.
+    return 2 if data.startswith(bytes(1)) else 0
 
 
 def encode(codec: Codec, values: Floats) -> bytes:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import colab_swarm as cs
+from colab_swarm.errors import SwarmError
 from colab_swarm.events import StateReceived
 from colab_swarm.mailbox.branches import Step, Unsettled
 from colab_swarm.mailbox.bucket import Bucket
@@ -26,6 +27,7 @@ from colab_swarm.mailbox.rounds import (
     unseal,
 )
 from colab_swarm.mailbox.view import RoundView
+from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -282,3 +284,26 @@ def test_of_two_manifests_at_once_one_stands(monkeypatch: pytest.MonkeyPatch) ->
     with cs.simulate(3, mailbox=True) as sim:
         agree(sim.run(train, seconds=900), "alice", "bob", "carol")
         assert False in written and written.count(True) == len(manifests(sim)) >= ROUNDS
+
+
+@pytest.mark.parametrize("kind", ["card", "state"])
+def test_a_run_of_an_older_version_is_refused_in_a_sentence(kind: str) -> None:
+    """The older package wrote the card, or a state since."""
+    older = (5).to_bytes(4, "big") + b"\x95what comes of it"
+
+    def life(swarm: Swarm) -> tuple[str, str]:
+        swarm.runtime.call(sim.bucket.create(f"{root}/{path}", older))
+        with pytest.raises(SwarmError) as caught:
+            train(swarm, rounds=1)
+        return str(caught.value), faults(sim, swarm.name)
+
+    path = {"card": "card/first", "state": "states/00000000"}[kind]
+    with cs.simulate(1, mailbox=True) as sim:
+        root = f"runs/{sim.swarms['alice'].run_id}/model"
+        text, said = sim.run(life)["alice"]
+    sentence = f"the run was written by protocol 2, this package speaks {VERSION}: update the older of both"
+    if kind == "card":
+        assert text == sentence
+    else:
+        assert text == f"no state in the bucket can be read: {sentence}"
+        assert said == f"states/00000000 does not count: {sentence}"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import ProtocolError
 from colab_swarm.mailbox import rounds
 from colab_swarm.mailbox.view import LEAST_PAUSE_S
+from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -66,6 +67,34 @@ def test_an_object_is_read_as_written_and_any_damage_is_found() -> None:
     for other in others:
         with pytest.raises(ProtocolError):
             rounds.unseal(other, rounds.PseudoGradient)
+
+
+def object_of(version: int, statement: rounds.Statement, content: bytes = b"") -> bytes:
+    """As another version of the package writes it, with fields that this one does not know."""
+    head = msgspec.msgpack.encode([*msgspec.structs.astuple(statement), "a field of then"])
+    size = len(head).to_bytes(4, "big")
+    if version == 2:
+        return size + head + content
+    return b"colab_swarm" + bytes([version]) + size + head + content
+
+
+@pytest.mark.parametrize("version", [2, VERSION + 1, 255])
+@pytest.mark.parametrize("kind", ["card", "manifest", "contribution", "state"])
+def test_an_object_of_another_version_is_told_by_both_versions_and_no_signature(
+    kind: str, version: int
+) -> None:
+    who = {"prefix": "model", "key": ALICE.public_key, "membership": b"", "signature": bytes(64)}
+    statements: dict[str, rounds.Statement] = {
+        "card": rounds.Card(schema=b"", agreement=(), **who),
+        "manifest": manifest(CHAIN, [(ALICE.id, 1)]),
+        "contribution": offer(ALICE, np.ones(3, np.float32)).head,
+        "state": rounds.StateHead(chain=CHAIN, manifest=b"", **who),
+    }
+    text = (
+        f"the run was written by protocol {version}, this package speaks {VERSION}: update the older of both"
+    )
+    with pytest.raises(ProtocolError, match=f"^{text}$"):
+        rounds.unseal(object_of(version, statements[kind]), type(statements[kind]))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
+from colab_swarm.net import handshake, linker
 from colab_swarm.net.carrier import LinkType, Path
+from colab_swarm.net.handshake import VERSION, Introduction
 from colab_swarm.net.link import LinkTable
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
@@ -22,6 +24,30 @@ async def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> Non
     async with peers("alice", run_id="red") as (alice,), peers("bob", run_id="blue") as (bob,):
         alice.learn(bob.contact)
         with pytest.raises(PeerUnreachable, match=r"to run 'blue'.*we belong to run 'red'"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+async def test_a_peer_that_speaks_another_version_is_told_both(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(Introduction):
+        """That of the peer that dials is of another version."""
+
+        def __init__(self, *args: Any, expected: PeerId | None, **options: Any) -> None:
+            with monkeypatch.context() as patch:
+                if expected is not None:
+                    patch.setattr(handshake, "VERSION", version)
+                super().__init__(*args, expected=expected, **options)
+
+    monkeypatch.setattr(linker, "Introduction", Other)
+    monkeypatch.setattr(linker, "describe_run", lambda run_id: f"run '{run_id}', protocol {version}")
+    text = (
+        rf"this peer belongs to run 'red', protocol {VERSION} \(we belong to run 'red', protocol {version}\)"
+    )
+    async with peers("alice", run_id="red") as (alice,), peers("bob", run_id="red") as (bob,):
+        alice.learn(bob.contact)
+        with pytest.raises(PeerUnreachable, match=text):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
