@@ -107,15 +107,9 @@ adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
 
 ## Checkpoints
 
-`optimizer.save` writes one safetensors file, which `colab_swarm.training.state.load_checkpoint` reads:
-
-| key | content |
-|---|---|
-| `step`, `lineage` | of the swarm, which name the parameters |
-| `together` | the last step at which this peer's state was bit-equal with the swarm's, as far as it knows |
-| `parameters`, `buffers`, `optimizer`, `scheduler` | the swarm's state, as late joiners get it |
-| `local`, `feedback` | the optimizer of this peer's local steps; what compression cut off its last contribution |
-| `position` | of this peer in its data: passes, and batches of the present one |
+`optimizer.save` writes one safetensors file, which `colab_swarm.training.state.load_checkpoint` reads: what late
+joiners get, this peer's `feedback` and `position` in its data, and `together`. That is the last step at which this
+peer's state was bit-equal with the swarm's, as far as it knows.
 
 ## The paper and the modules
 

@@ -1,5 +1,6 @@
 """A trainer's accumulated gradients for the next round, with their weight, samples and loss."""
 
+import logging
 import math
 import statistics
 from collections import deque
@@ -14,12 +15,16 @@ from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.tensors.vector import HostVector
+from colab_swarm.training.fit import names_of
 from colab_swarm.training.flat import parts, reals
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
 
+logger = logging.getLogger(__name__)
+
 _FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
 _USUAL_ROUNDS = 5  # whose pseudo-gradients say what is usual
+_LOOK_STEPS = 10  # in which another optimizer has taken a step
 
 
 class MeanLoss:
@@ -61,12 +66,24 @@ def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
     )
 
 
+def _parameters(replica: Replica) -> Iterable[torch.Tensor]:
+    """Return the model's parameters, as far as they are known."""
+    if replica.rule.model is None:
+        return replica.model
+    return replica.rule.model.parameters()
+
+
 def _trainable(replica: Replica) -> list[bool]:
     """Return which parameters take gradients now."""
-    parameters: Iterable[torch.Tensor] = replica.model
-    if replica.rule.model is not None:
-        parameters = replica.rule.model.parameters()
-    return [parameter.requires_grad for parameter in parameters]
+    return [parameter.requires_grad for parameter in _parameters(replica)]
+
+
+def _bystanders(replica: Replica) -> list[tuple[torch.Tensor, int]]:
+    """Return the parameters that take gradients, but are not this optimizer's, and how often each was changed."""
+    trained = set(map(id, replica.model))
+    return [
+        (one, one._version) for one in _parameters(replica) if one.requires_grad and id(one) not in trained
+    ]
 
 
 class Gradients:
@@ -89,6 +106,8 @@ class Gradients:
     ) -> None:
         self._replica = replica
         self._trainable = _trainable(replica)
+        # When to look whether another optimizer trains them, and which; none: it is done.
+        self._bystanders = replica.step + _LOOK_STEPS, _bystanders(replica)
         self._held = held
         self._vectors: list[HostVector] = []
         self._sum: HostVector | None = None  # of gradients; None: it is 0, or given
@@ -117,6 +136,15 @@ class Gradients:
             RuntimeError,
         )
         require_gradient(self._replica.model)
+        look_step, bystanders = self._bystanders
+        if bystanders and self._replica.step >= look_step:
+            self._bystanders = look_step, []
+            left = [one for one, version in bystanders if one.grad is not None and one._version == version]
+            text = (
+                "no optimizer trains %s of model=… (%d in all), nor are they compared: train or freeze them"
+            )
+            if left:
+                logger.warning(text, names_of(self._replica.rule.model, left)[0], len(left))
 
     def add(
         self,

@@ -1,6 +1,8 @@
 """The whole model trains together: bare steps, closures, buffers, frozen bases."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +385,48 @@ def test_layers_that_swap_being_frozen_are_an_error() -> None:
             optimizer.step(samples=4)
 
     alone(train)
+
+
+def alone_with_head(swarm: Swarm, net: torch.nn.Sequential) -> list[Any]:
+    return [swarm.optimizer(torch.optim.SGD(net[0].parameters(), lr=0.1), target_batch_size=10, model=net)]
+
+
+def frozen_head(swarm: Swarm, net: torch.nn.Sequential) -> list[Any]:
+    net[2].requires_grad_(False)
+    return alone_with_head(swarm, net)
+
+
+def muon_and_adamw(swarm: Swarm, net: torch.nn.Sequential) -> list[Any]:
+    matrices = [parameter for parameter in net.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in net.parameters() if parameter.ndim == 1]
+    pair = torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)
+    return [swarm.optimizer(one, target_batch_size=10, model=net, name=type(one).__name__) for one in pair]
+
+
+def own_head(swarm: Swarm, net: torch.nn.Sequential) -> list[Any]:
+    """A head of this peer's own, which the swarm does not train."""
+    private = torch.optim.SGD(net[2].parameters(), lr=0.1)
+    private.step = partial(lambda step, samples: step(), private.step)  # type: ignore[method-assign, assignment]
+    return [*alone_with_head(swarm, net), private]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [(alone_with_head, 1), (frozen_head, 0), (muon_and_adamw, 0), (own_head, 0)],
+)
+def test_parameters_that_get_gradients_but_are_in_no_optimizer_are_named_once(
+    make: Callable[..., list[Any]], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(swarm: Swarm) -> None:
+        net: Any = toy.model()
+        optimizers = make(swarm, net)
+        for step in range(13):
+            toy.loss_of(net, step).backward()
+            for optimizer in optimizers:
+                optimizer.step(samples=10)
+        assert optimizers[0].global_step == 13
+
+    toy.alone(train)
+    texts = [record.getMessage() for record in caplog.records if "no optimizer trains" in record.getMessage()]
+    assert len(texts) == told
+    assert not told or texts[0].startswith("no optimizer trains 2.weight of model=… (2 in all)")
