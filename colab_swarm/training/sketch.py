@@ -23,6 +23,9 @@ PROJECTIONS = 4
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 2e-2
 _DRIFT = 1 / 200  # of the tolerance: by more, rounding has moved a state away, and it is brought back
+_URGENT = (
+    1 / 2
+)  # of the tolerance: by more, it is brought back whatever that costs, before it passes for another one
 _LEAST_NORM = 1e-30
 RELOAD_S = 600.0  # between two states that this peer gives up
 
@@ -38,7 +41,10 @@ class StateSketch(Message, frozen=True):
         return (self.step, self.lineage) == (other.step, other.lineage)
 
     def distance(self, other: "StateSketch") -> float:
-        """Return by how much two sketches of one step differ, in norms; infinite if they are not comparable."""
+        """Return by how much two sketches of one step differ, in norms; infinite if they are not comparable.
+
+        The mean square of the projections' differences is that of the states (Johnson and Lindenstrauss).
+        """
         if len(self.values) != len(other.values):
             return math.inf
         mine = np.array(self.values).reshape(-1, 1 + PROJECTIONS)
@@ -50,7 +56,8 @@ class StateSketch(Message, frozen=True):
         difference[np.isclose(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)] = 0.0
         if not np.isfinite(difference).all():
             return math.inf
-        return float(difference.max(initial=0.0))
+        projected = np.sqrt(np.square(difference[:, 1:]).mean(axis=1))
+        return float(np.maximum(difference[:, 0], projected).max(initial=0.0))
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class StateCheck:
         is no witness itself, and waits at a tie. Among confirmed states one must win, so `Election.senior` breaks ties.
 
         ``senior``: a peer whose sketch counts most, this peer's own included; None: too few have one.
-        ``corrects``: also if it only drifts.
+        ``corrects``: also if it drifts by little.
         """
         own = self.own
         if own is None:
@@ -151,7 +158,7 @@ class StateCheck:
         if gap > self._tolerance:
             deviation = Deviation(gap, again=self._deviated)
             self._deviated = True
-        elif gap > _DRIFT * self._tolerance and corrects:
+        elif gap > _DRIFT * self._tolerance and (corrects or gap > _URGENT * self._tolerance):
             deviation = Deviation(gap, drifts=True)
         else:
             return None

@@ -80,6 +80,14 @@ def test_a_state_that_left_the_swarms_is_given_up_for_the_seniors(senior: PeerId
         assert deviation is None and check.published == FALSE
 
 
+def test_a_state_near_the_tolerance_is_brought_back_whatever_that_costs() -> None:
+    """Stochastic rounding of bfloat16 moves it there within some twenty steps."""
+    near = sketch(3.0 * (1 + 0.6 * TOLERANCE))
+    check = own_state(near)
+    deviation = check.judge({ALICE: sketch(3.0)}, {ALICE: 1.0}, ALICE, 0.0, corrects=False)
+    assert deviation is not None and deviation.drifts and not deviation.again
+
+
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize(("norm", "drifts"), [(3.0 * (1 + 1e-6), False), (3.0 * (1 + 1e-4), True)])
 def test_a_state_that_drifts_by_rounding_is_brought_back_where_traffic_allows(
@@ -125,12 +133,12 @@ def test_a_state_counts_if_nobody_else_has_a_sketch_until_the_next() -> None:
     ("values", "distance"),
     [
         ((3.0, 0.5), 0.0),
-        ((3.0, 0.5 + 9e-4), 9e-4),
+        ((3.0, 0.5 + 1.8e-3), 9e-4),  # one of four projections
         ((3.0 * (1 + 9e-4), 0.5), 9e-4),
         ((3.0, float("nan")), math.inf),
         ((3.0, float("inf")), math.inf),
         ((3.1, 0.5), 0.1 / 3),
-        ((3.0, 0.47), 0.03),
+        ((3.0, 0.44), 0.03),
     ],
 )
 def test_sketches_differ_by_norms(values: tuple[float, float], distance: float, scale: float) -> None:
