@@ -3,7 +3,8 @@
 import torch
 
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.flat import parts
+from colab_swarm.tensors.device import copy_in, host_copy, to_host
+from colab_swarm.training.flat import FlatValues
 
 
 class Buffers:
@@ -20,7 +21,7 @@ class Buffers:
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._model = model
         self.names = buffer_names(model)
-        self.shared = [buffer.detach().to("cpu", copy=True) for buffer in self.live]
+        self.shared = [host_copy(buffer.detach()) for buffer in self.live]
         self.changed = False
         self.numel = sum(buffer.numel() for buffer in self.shared)
 
@@ -32,12 +33,13 @@ class Buffers:
     @torch.no_grad()
     def write_change(self, out: Floats) -> None:
         """Write the model's buffers minus the shared ones to ``out``; 0 where they are not finite."""
-        for live, (shared, part) in zip(self.live, parts(self.shared, out), strict=True):
-            torch.nan_to_num((live.to(shared) - shared).to(part), 0.0, 0.0, 0.0, out=part)
+        parts = FlatValues(self.shared, out).parts
+        for live, shared, part in zip(self.live, self.shared, parts, strict=True):
+            torch.nan_to_num((to_host(live).to(shared.dtype) - shared).to(part), 0.0, 0.0, 0.0, out=part)
 
     def add(self, mean: Floats) -> None:
         """Add the mean of all peers' changes to the shared buffers."""
-        for shared, part in parts(self.shared, mean):
+        for shared, part in zip(self.shared, FlatValues(self.shared, mean).parts, strict=True):
             if shared.is_floating_point():
                 shared.add_(part)
             else:
@@ -49,7 +51,7 @@ class Buffers:
         """Copy the shared buffers to the model, if they have changed."""
         if self.changed:
             for live, shared in zip(self.live, self.shared, strict=True):
-                live.copy_(shared)
+                copy_in(shared, live)
         self.changed = False
 
 

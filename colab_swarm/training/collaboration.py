@@ -98,10 +98,11 @@ class Collaboration:
             self.rounds.throughput.active_at = loop_now()
         return False
 
-    async def report(self, samples: float, *, dropped: str | None = None, changed: bool = False) -> Due:
-        """Count a micro-batch and return what to do next; ``dropped``: why it does not count.
+    async def report(self, samples: float, *, dropped: float = 0.0, changed: bool = False) -> Due:
+        """Count a micro-batch and return what to do next.
 
-        ``changed``: the parameters were changed outside a step.
+        ``dropped``: samples, of this one or counted before, whose gradient was not finite. ``changed``: the parameters
+        were changed outside a step.
 
         Raises `MismatchError` if most others train with other settings.
         """
@@ -112,19 +113,30 @@ class Collaboration:
         self.on_gate()
         self._enter(TrainerEvent.REPORTED)
         self.rounds.until = float("inf")
-        throughput = self.rounds.throughput
-        throughput.on_batch(samples, loop_now())
+        self.rounds.throughput.on_batch(samples, loop_now())
         await self._end_idle()
-        if dropped is not None:
-            self._services.events.emit(BatchDropped(loop_now(), dropped))
-        else:
-            self.progress.known.update(
-                samples=self.progress.known.own.samples + samples,
-                samples_per_s=throughput.samples_per_s,
-                batch_s=throughput.batch_s,
-            )
-            self.rounds.on_batch(samples)
+        self._count(samples, dropped)
         return self._take_due()
+
+    async def retract(self, dropped: float, due: Due) -> Due:
+        """Take back samples that were counted before ``due`` was known; return what to do now."""
+        if due is Due.LOCAL_STEP:
+            self._steps_alone -= 1
+        self._count(0.0, dropped)
+        return self._take_due()
+
+    def _count(self, samples: float, dropped: float) -> None:
+        if dropped:
+            text = f"a gradient of {dropped:g} samples was not finite (NaN or Inf)"
+            self._services.events.emit(BatchDropped(loop_now(), text))
+        known = self.progress.known
+        throughput = self.rounds.throughput
+        known.update(
+            samples=max(known.own.samples + samples - dropped, 0.0),
+            samples_per_s=throughput.samples_per_s,
+            batch_s=throughput.batch_s,
+        )
+        self.rounds.on_batch(samples - dropped)
 
     async def wait_due(self, deadline: float) -> Due:
         """Wait until there is something to do, or the ``deadline`` (loop time)."""

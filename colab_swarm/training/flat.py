@@ -3,6 +3,7 @@
 Small tensors, such as biases, are at the front, where a codec may encode them finer. A complex value is two.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from colab_swarm.errors import require
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.device import copy_in, copy_out, host_copy, in_main_memory
 from colab_swarm.training.layerwise import Lamb, Lars
 
 SMALL_VALUES = 1 << 16  # smaller tensors are at the front
@@ -18,19 +20,8 @@ _READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
 # Of the swarm's steps after local ones (DiLoCo, section 3).
 _OUTER_LR = 0.7
 _OUTER_MOMENTUM = 0.9
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _NORM_SLACK = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
-
-
-def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter with its part of the flat vector, a view shaped as its `reals`; small ones come first."""
-    ordered = sorted(parameters, key=_is_large)
-    sizes = [reals(parameter).numel() for parameter in ordered]
-    if values.shape != (sum(sizes),):
-        raise ValueError(f"expected a flat vector of {sum(sizes)} values, got shape {values.shape}")
-    flat = torch.split(torch.from_numpy(values), sizes)
-    return [
-        (parameter, part.view(reals(parameter).shape)) for parameter, part in zip(ordered, flat, strict=True)
-    ]
 
 
 def reals(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,6 +33,19 @@ def reals(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return reals(tensor).numel() >= SMALL_VALUES
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    return tensor.device
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient itself, or a copy where it is sparse, or where several values share memory."""
+    if gradient.layout is not torch.strided:
+        return gradient.to_dense()
+    if 0 in gradient.stride():
+        return gradient.contiguous()
+    return gradient
 
 
 def small_values(tensors: Iterable[torch.Tensor]) -> int:
@@ -73,7 +77,7 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def copy_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return a trainable copy in main memory."""
-    return parameter.detach().to("cpu", copy=True).requires_grad_()
+    return host_copy(parameter.detach()).requires_grad_()
 
 
 def move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -93,7 +97,7 @@ def _in_main_memory(state: dict[str, Any]) -> dict[str, Any]:
     """Move a parameter's state; ``load_state_dict`` would also cast it to the parameter's type."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            state[key] = value.cpu()
+            state[key] = host_copy(value)
     return state
 
 
@@ -104,16 +108,102 @@ def outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimize
     return SGD(parameters, lr=_OUTER_LR, momentum=_OUTER_MOMENTUM, nesterov=True)
 
 
+class FlatValues:
+    """A float32 value for each one of some tensors, and where they are, such as a sum of gradients on a GPU.
+
+    Attributes:
+        segments: the flat values, small tensors first. Neighbours on one device share a segment.
+        parts: of each tensor, a view shaped as its `reals`.
+        borrowed: the values are the given ones.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], values: Floats | None = None) -> None:
+        """Be these ``values`` if the tensors are in main memory too; else begin with zeros of its own."""
+        ordered = sorted(tensors, key=_is_large)
+        numel = sum(reals(tensor).numel() for tensor in ordered)
+        if values is not None and values.shape != (numel,):
+            raise ValueError(f"expected a flat vector of {numel} values, got shape {values.shape}")
+        self.borrowed = values is not None and all(in_main_memory(tensor.device) for tensor in ordered)
+        self.segments: list[torch.Tensor] = []
+        parts = {}
+        for device, neighbours in itertools.groupby(ordered, key=_device_of):
+            run = list(neighbours)
+            sizes = [reals(tensor).numel() for tensor in run]
+            if values is not None and self.borrowed:
+                segment = torch.from_numpy(values)
+            else:
+                segment = torch.zeros(sum(sizes), device=device)
+            self.segments.append(segment)
+            for tensor, part in zip(run, torch.split(segment, sizes), strict=True):
+                parts[id(tensor)] = part.view(reals(tensor).shape)
+        self.parts = [parts[id(tensor)] for tensor in tensors]
+
+    def add_gradients(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        weight: float,
+        scale: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> None:
+        """Add ``weight / scale`` times each parameter's gradient, which is set to 0 unless the bool ``counts``."""
+        pairs: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for parameter, part in zip(parameters, self.parts, strict=True):
+            if parameter.grad is not None:
+                gradient = reals(_dense(parameter.grad.detach()))
+                parts, gradients = pairs.setdefault((gradient.device, gradient.dtype), ([], []))
+                parts.append(part)
+                gradients.append(gradient)
+        for (device, dtype), (parts, gradients) in pairs.items():
+            if counts is not None:
+                # As integers: times 0.0, a NaN would stay.
+                kind = _INTEGERS[dtype.itemsize]
+                torch._foreach_mul_([gradient.view(kind) for gradient in gradients], counts.to(device, kind))
+            if scale is None:
+                torch._foreach_add_(parts, gradients, alpha=weight)
+            else:
+                factor = scale.to(device).reciprocal()
+                torch._foreach_addcmul_(parts, gradients, [factor] * len(parts), value=weight)
+
+    def add(self, other: "FlatValues", factor: float) -> None:
+        for segment, addend in zip(self.segments, other.segments, strict=True):
+            segment.add_(addend, alpha=factor)
+
+    def multiply(self, factor: float) -> None:
+        for segment in self.segments:
+            segment.mul_(factor)
+
+    def write_to(self, values: Floats) -> None:
+        """Copy all values to main memory, unless they are these."""
+        for segment, piece in self._pieces(values):
+            copy_out(segment, piece)
+
+    def read_from(self, values: Floats) -> None:
+        """Copy all values from main memory, unless they are these."""
+        for segment, piece in self._pieces(values):
+            copy_in(piece, segment)
+
+    def _pieces(self, values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if self.borrowed:
+            return []
+        pieces = torch.split(torch.from_numpy(values), [len(segment) for segment in self.segments])
+        return list(zip(self.segments, pieces, strict=True))
+
+
 def set_gradients(
-    parameters: Sequence[torch.Tensor], values: Floats, unused: Sequence[bool] = (), *, shared: bool = False
+    parameters: Sequence[torch.Tensor],
+    gradient: FlatValues,
+    unused: Sequence[bool] = (),
+    *,
+    shared: bool = False,
 ) -> None:
-    """Set the parameters' gradients to copies of ``values``; ``shared``: to views, where the type is the same.
+    """Set the parameters' gradients to copies of these; ``shared``: to views, where the type is the same.
 
     ``unused`` ones, by a flag for each parameter, get none.
     """
-    skipped = {id(parameter) for parameter, flag in zip(parameters, unused, strict=False) if flag}
-    for parameter, part in parts(parameters, values):
-        if id(parameter) in skipped:
+    flags = itertools.chain(unused, itertools.repeat(False))
+    for parameter, part, skipped in zip(parameters, gradient.parts, flags, strict=False):
+        if skipped:
             continue
         if shared and (parameter.dtype, parameter.device) == (part.dtype, part.device):
             parameter.grad = part
@@ -125,7 +215,7 @@ def set_gradients(
 def take_step(
     optimizer: Optimizer,
     parameters: list[torch.Tensor],
-    gradient: Floats,
+    gradient: FlatValues,
     unused: Sequence[bool] = (),
     *,
     max_grad_norm: float | None,
@@ -139,7 +229,8 @@ def take_step(
         set_gradients(parameters, gradient, unused, shared=ours or only_reads(optimizer))
         if max_grad_norm is not None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            if norm + _NORM_SLACK > max_grad_norm:
+            # What is ours is multiplied by 1 rather than read: a device would be waited for.
+            if ours or norm + _NORM_SLACK > max_grad_norm:
                 set_gradients(parameters, gradient, unused, shared=ours)
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         optimizer.step()

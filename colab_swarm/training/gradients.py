@@ -5,6 +5,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from colab_swarm.averaging.group import bits_of, flags_of
 from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
+from colab_swarm.tensors.device import Flag, all_finite, host_values, in_main_memory
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.fit import names_of
-from colab_swarm.training.flat import parts, reals
+from colab_swarm.training.flat import FlatValues
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
 
@@ -33,9 +35,10 @@ class MeanLoss:
     def __init__(self) -> None:
         self._state: tuple[float | torch.Tensor, float | torch.Tensor] = 0.0, 0.0  # sum by weight, weight
 
-    def add(self, loss: float | torch.Tensor, weight: float) -> None:
+    def add(self, loss: float | torch.Tensor, weight: float, counts: torch.Tensor | bool = True) -> None:
+        """Add a loss if it is finite, and ``counts``, a bool that may be on a device."""
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
-        finite = value.isfinite()
+        finite = value.isfinite() & counts
         total, counted = self._state
         # One assignment: another thread may read both.
         self._state = total + torch.where(finite, value, 0.0) * weight, counted + finite * weight
@@ -49,12 +52,9 @@ class MeanLoss:
         return total / weight
 
 
-def finite_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+def finite_gradients(parameters: Iterable[torch.Tensor]) -> Flag:
     """Return whether no gradient has a NaN or Inf."""
-    gradients = [p.grad.to_dense() for p in parameters if p.grad is not None and p.grad.numel()]
-    # The norm of squares is twenty times faster, but overflows; then the other one decides.
-    norms = (torch.nn.utils.get_total_norm(gradients, order) for order in (2.0, math.inf))
-    return any(norm.isfinite() for norm in norms)
+    return all_finite([p.grad.to_dense() for p in parameters if p.grad is not None and p.grad.numel()])
 
 
 def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
@@ -86,6 +86,16 @@ def _bystanders(replica: Replica) -> list[tuple[torch.Tensor, int]]:
     ]
 
 
+@dataclass(frozen=True)
+class GradientCheck:
+    """Whether a gradient is ``finite``, with its samples and weight, and which parameters it is of."""
+
+    finite: Flag
+    samples: float
+    weight: float
+    used: list[int]
+
+
 class Gradients:
     """A sum of gradients, each times its weight. *Samples* fill the batch, *weight* weighs the mean.
 
@@ -110,7 +120,9 @@ class Gradients:
         self._bystanders = replica.step + _LOOK_STEPS, _bystanders(replica)
         self._held = held
         self._vectors: list[HostVector] = []
-        self._sum: HostVector | None = None  # of gradients; None: it is 0, or given
+        self._sum: FlatValues | None = None  # of gradients; None: it is 0, or given
+        self._vector: HostVector | None = None  # whose values the sum is, in main memory
+        self._checks: list[GradientCheck] = []  # of gradients in the sum
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
         self._aside: HostVector | None = None  # the contribution of a delayed update
         self.feedback: ErrorFeedback | None = None
@@ -123,6 +135,10 @@ class Gradients:
         self._unused = self._all_unused()
         self.loss = MeanLoss()
         self._norms: deque[float] = deque(maxlen=_USUAL_ROUNDS)  # of the last pseudo-gradients
+
+    @property
+    def _in_main_memory(self) -> bool:
+        return all(in_main_memory(parameter.device) for parameter in self._replica.model)
 
     def _all_unused(self) -> list[bool]:
         return [True] * len(self._replica.model)
@@ -153,70 +169,80 @@ class Gradients:
         loss: float | torch.Tensor | None,
         *,
         scale: torch.Tensor | None = None,
-    ) -> str | None:
-        """Add the model's gradient, a mean by ``weight`` times ``scale``; return the reason if it is dropped."""
-        finite = finite_gradients(self._replica.model)
-        divisor = 1.0
-        if scale is not None:
-            divisor = float(scale)
+    ) -> float:
+        """Add the model's gradient, a mean by ``weight`` times ``scale``.
+
+        Returns the samples of gradients that were not finite, and are taken out again: of this one, or on a device of
+        the last one, so that nothing waits for it.
+        """
+        model = self._replica.model
+        finite = finite_gradients(model)
+        used = [index for index, parameter in enumerate(model) if weight and parameter.grad is not None]
+        checks = [*self._checks, GradientCheck(finite, samples, weight, used)]
         self._take_back(self._given)
-        if finite and weight:
-            for parameter, part in parts(self._replica.model, self._total()[self._replica.front :]):
-                if parameter.grad is not None:
-                    part.add_(reals(parameter.grad.detach()).to(part), alpha=weight / divisor)
-            for index, parameter in enumerate(self._replica.model):
-                if parameter.grad is not None:
-                    self._unused[index] = False
+        if weight and not (self._in_main_memory and not finite.read()):
+            counts = None if self._in_main_memory else finite.value
+            self._total().add_gradients(model, weight=weight, scale=scale, counts=counts)
         self._replica.zero_grad()
-        if not finite:
-            return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"
         self.samples += samples
         self.weight += weight
         self._since += weight
         if loss is not None:
-            self.loss.add(loss, weight)
-        return None
+            self.loss.add(loss, weight, finite.value)
+        self._checks = checks
+        return self.read_checks(newest=self._in_main_memory)
 
-    def _total(self) -> Floats:
-        """Return the sum; a new one takes a vector that no round reads."""
+    def read_checks(self, *, newest: bool = True) -> float:
+        """Read whether the gradients, the ``newest`` too, were finite; return the samples of those that were not."""
+        dropped = 0.0
+        while len(self._checks) > (not newest):
+            check = self._checks.pop(0)
+            if check.finite.read():
+                for index in check.used:
+                    self._unused[index] = False
+            else:
+                dropped += check.samples
+                self.samples -= check.samples
+                self.weight -= check.weight
+                self._since -= check.weight
+        return dropped
+
+    def _total(self) -> FlatValues:
+        """Return the sum; a new one takes a vector that no round reads, or memory of the device."""
         if self._sum is None:
-            self._sum = self._free_vector()
-            self._sum.values.fill(0.0)
-        return self._sum.values
+            values = None
+            if self._in_main_memory:
+                self._vector = self._free_vector()
+                self._vector.values.fill(0.0)
+                values = self._vector.values[self._replica.front :]
+            self._sum = FlatValues(self._replica.model, values)
+        return self._sum
 
     def _free_vector(self) -> HostVector:
         for vector in self._vectors:
             if vector is not self._aside and not self._held(vector):
                 return vector
-        vector = HostVector(np.empty(self._replica.numel, np.float32))
+        vector = HostVector(host_values(self._replica.numel, self._replica.model[0].device))
         self._vectors.append(vector)
         return vector
 
     def step(self) -> None:
         if self._since:
-            gradient = self._total()[self._replica.front :]
-            gradient *= np.float32(1 / self._since)
-            self._replica.step_alone(gradient, self._unused)
+            total = self._total()
+            total.multiply(1 / self._since)
+            self._replica.step_alone(total, self._unused)
             self._sum = None
             self._since = 0.0
             self._unused = self._all_unused()
 
     def contribution(self) -> RoundInput:
-        """Return what to average."""
+        """Return what to average; all gradients are settled."""
         self._take_back(self._given)
-        front = self._replica.front
-        if self._replica.rule.local:
-            self.step()
-            self._replica.pseudo_gradient(self._total()[front:])
-        values = self._total()
-        times_usual = self._times_usual(values[front:])
-        vector = self._sum
-        assert vector is not None
-        self._sum = None
-        if self.weight and not self._replica.rule.local:
-            values[front:] *= np.float32(1 / self.weight)
+        vector = self._pseudo_gradient() if self._replica.rule.local else self._mean_gradient()
+        values = vector.values
+        times_usual = self._times_usual(values[self._replica.front :])
         with self._replica.lock:
-            self._replica.buffers.write_change(values[:front])
+            self._replica.buffers.write_change(values[: self._replica.front])
         if self.feedback is not None:
             if self.weight:
                 values += self.feedback.residual
@@ -230,6 +256,25 @@ class Gradients:
             vector, self.weight, self.samples, encoding, self.loss.value, unused, times_usual
         )
         return self._given
+
+    def _pseudo_gradient(self) -> HostVector:
+        self.step()
+        vector = self._free_vector()
+        self._replica.pseudo_gradient(vector.values[self._replica.front :])
+        return vector
+
+    def _mean_gradient(self) -> HostVector:
+        total = self._total()
+        if self.weight:
+            total.multiply(1 / self.weight)
+        if self._vector is None:
+            self._vector = self._free_vector()
+            total.write_to(self._vector.values[self._replica.front :])
+        vector = self._vector
+        assert vector is not None
+        self._vector = None
+        self._sum = None
+        return vector
 
     def _times_usual(self, pseudo_gradient: Floats) -> float:
         """Return how many times as long it is as those of the last rounds; 1 for gradients, and at the beginning."""
@@ -257,6 +302,7 @@ class Gradients:
             self._aside = self._given.vector
         self._sum = None
         self._given = None
+        self._checks = []
         self.samples = 0.0
         self.weight = 0.0
         self._since = 0.0
@@ -289,12 +335,21 @@ class Gradients:
         flags = flags_of(given.unused, len(self._unused))
         for index, flag in enumerate(flags):
             self._unused[index] = self._unused[index] and flag
-        values = torch.from_numpy(given.vector.values)
+        model = self._replica.model
+        values = given.vector.values[self._replica.front :]
         if self._sum is None and not self._held(given.vector):
-            self._sum = given.vector
-            values.mul_(given.weight)
+            self._vector = given.vector
+            self._sum = FlatValues(model, values)
+            self._sum.read_from(values)
+            self._sum.multiply(given.weight)
         else:
-            torch.from_numpy(self._total()).add_(values, alpha=given.weight)
+            self._add(values, given.weight)
         if self.feedback is not None:
             # The next contribution adds it again.
-            torch.from_numpy(self._total()).sub_(torch.from_numpy(self.feedback.residual), alpha=given.weight)
+            residual = self.feedback.residual[self._replica.front :]
+            self._add(residual, -given.weight)
+
+    def _add(self, values: Floats, factor: float) -> None:
+        addend = FlatValues(self._replica.model, values)
+        addend.read_from(values)
+        self._total().add(addend, factor)

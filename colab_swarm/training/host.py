@@ -144,7 +144,7 @@ class HostOptimizer:
 
     def _gather(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> None:
         total = self._sum.zero_()
-        if samples and finite_gradients(self._parameters):
+        if samples and finite_gradients(self._parameters).read():
             for parameter, part in self._parts:
                 if parameter.grad is not None:
                     part.add_(parameter.grad, alpha=weight)

@@ -22,6 +22,7 @@ from colab_swarm.averaging.group import flags_of
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.device import copy_in, to_host
 from colab_swarm.training.buffers import Buffers
 from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
 from colab_swarm.training.fit import (
@@ -34,11 +35,11 @@ from colab_swarm.training.fit import (
     tensors_in,
 )
 from colab_swarm.training.flat import (
+    FlatValues,
     copy_of,
     layout_of,
     move_to_copies,
     outer_optimizer,
-    parts,
     reals,
     small_values,
     take_step,
@@ -169,11 +170,19 @@ class Replica:
         if self.rule.mode is Mode.LOCAL:
             # The local steps were clipped already.
             max_grad_norm = None
-        gradient = mean[self.front :]
-        take_step(self._optimizer, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
+        gradient = FlatValues(self.parameters, mean[self.front :])
+        gradient.read_from(mean[self.front :])
+        take_step(
+            self._optimizer,
+            self.parameters,
+            gradient,
+            unused,
+            max_grad_norm=max_grad_norm,
+            ours=not gradient.borrowed,
+        )
         self.buffers.add(mean[: self.front])
 
-    def step_alone(self, gradient: Floats, unused: Sequence[bool]) -> None:
+    def step_alone(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Take this peer's own step; ``gradient`` may be changed by it."""
         with self.lock:
             max_grad_norm = self.rule.max_grad_norm
@@ -186,10 +195,11 @@ class Replica:
     def pseudo_gradient(self, out: Floats) -> None:
         """Write the swarm's parameters minus the model's to ``out``."""
         with self.lock:
-            for parameter, part in parts(self.parameters, out):
-                part.copy_(reals(parameter))
-            for parameter, part in parts(self.model, out):
-                part.sub_(reals(parameter).to(part))
+            difference = FlatValues(self.parameters, out)
+            for part, swarms, mine in zip(difference.parts, self.parameters, self.model, strict=True):
+                part.copy_(reals(swarms))
+                part.sub_(reals(to_host(mine)).to(part))
+            difference.write_to(out)
 
     # The swarm's parameters come to the model.
 
@@ -199,7 +209,7 @@ class Replica:
         with self.lock:
             if self.rule.mode is not Mode.DIRECT:
                 for mine, updated in zip(self.model, self.parameters, strict=True):
-                    mine.copy_(updated)
+                    copy_in(updated, mine)
             self._departed = []
             self.buffers.show()
 
@@ -210,7 +220,7 @@ class Replica:
 
     def depart(self) -> None:
         """Remember where a delayed round leaves the model, which takes local steps on from there."""
-        self._departed = [copy_of(parameter).detach() for parameter in self.model]
+        self._departed = [parameter.detach().clone() for parameter in self.model]
 
     def stay(self) -> None:
         """Forget that: there was no mean, and all local steps count for the next round."""
@@ -224,7 +234,9 @@ class Replica:
         """
         with self.lock:
             for mine, left, updated in zip(self.model, self._departed, self.parameters, strict=False):
-                mine.add_((updated.to(left) - left).to(mine))
+                newest = torch.empty_like(left)
+                copy_in(updated, newest)
+                mine.add_(newest - left)
             self._departed = []
             self.buffers.show()
 

@@ -28,7 +28,7 @@ class Trainer:
 
     def add(self, *values: float, weight: float = 1.0) -> None:
         self.weight.grad = torch.tensor(values)
-        assert self.gradients.add(weight, weight, None) is None
+        assert not self.gradients.add(weight, weight, None)
 
     def give(self) -> RoundInput:
         given = self.gradients.contribution()

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.fit import check_options
-from colab_swarm.training.flat import SMALL_VALUES, only_reads, set_gradients
+from colab_swarm.training.flat import SMALL_VALUES, FlatValues, only_reads, set_gradients
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.replica import Replica, UpdateRule
@@ -138,10 +138,10 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both), lambda values: False)
     first.grad = torch.arange(6.0).view(2, 3)
-    assert gathered.add(8.0, 2.0, 1.0) is None and first.grad is None
+    assert not gathered.add(8.0, 2.0, 1.0) and first.grad is None
     first.grad, second.grad = torch.arange(6.0).view(2, 3), torch.full((4,), 0.5, dtype=torch.bfloat16)
-    assert gathered.add(8.0, 3.0, float("nan")) is None and gathered.loss.value == 1.0
-    assert gathered.add(8.0, 6.0, torch.tensor(5.0)) is None and gathered.loss.value == 4.0
+    assert not gathered.add(8.0, 3.0, float("nan")) and gathered.loss.value == 1.0
+    assert not gathered.add(8.0, 6.0, torch.tensor(5.0)) and gathered.loss.value == 4.0
     given = gathered.contribution()
     assert (given.samples, given.weight, given.loss) == (24.0, 11.0, 4.0)
     np.testing.assert_allclose(
@@ -151,17 +151,17 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
 
 def test_a_flat_vector_becomes_gradients_in_the_parameters_own_dtype() -> None:
     first, second = both = parameters()
-    set_gradients(both, np.arange(10, dtype=np.float32))
+    set_gradients(both, FlatValues(both, np.arange(10, dtype=np.float32)))
     assert first.grad is not None and first.grad.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert second.grad is not None and second.grad.dtype == torch.bfloat16
     assert second.grad.tolist() == [6, 7, 8, 9]
     with pytest.raises(ValueError, match="flat vector of 10 values"):
-        set_gradients(both, np.zeros(9, np.float32))
+        set_gradients(both, FlatValues(both, np.zeros(9, np.float32)))
 
 
 def test_small_tensors_are_at_the_front_of_a_flat_vector() -> None:
     large, small = both = [torch.nn.Parameter(torch.zeros(SMALL_VALUES)), torch.nn.Parameter(torch.zeros(2))]
-    set_gradients(both, np.arange(SMALL_VALUES + 2, dtype=np.float32))
+    set_gradients(both, FlatValues(both, np.arange(SMALL_VALUES + 2, dtype=np.float32)))
     assert small.grad is not None and small.grad.tolist() == [0, 1]
     assert large.grad is not None and large.grad[0] == 2
     assert (sgd(both).fine, sgd(both).numel) == (2, SMALL_VALUES + 2)
@@ -202,7 +202,7 @@ def test_a_delayed_round_keeps_the_local_steps_unless_a_state_was_loaded_meanwhi
     before = parameters_of(net)
     replica.depart()
     gradient = np.ones(replica.numel, np.float32)
-    replica.step_alone(gradient.copy(), ())
+    replica.step_alone(FlatValues(replica.model, gradient.copy()), ())
     replica.apply(gradient)
     if caught_up:
         replica.load(replica.state())
@@ -218,7 +218,7 @@ def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both), lambda values: False)
     first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
-    assert "not finite" in str(gathered.add(1.0, 1.0, None)) and second.grad is None
+    assert gathered.add(3.0, 1.0, None) == 3.0 and second.grad is None
     assert not gathered.samples and not gathered.contribution().vector.values.any()
 
 
@@ -241,7 +241,7 @@ def after_two_steps(make: Callable[..., Any], *, copies: bool = False, **rule: A
     replica = Replica(UpdateRule(make(both), **rule))
     for _ in range(2):
         if copies:
-            set_gradients(both, mean)
+            set_gradients(both, FlatValues(both, mean))
             if (limit := rule.get("max_grad_norm")) is not None:
                 torch.nn.utils.clip_grad_norm_(both, limit)
             replica.rule.optimizer.step()

@@ -1,0 +1,193 @@
+"""Gradients stay where the model is: on torch's meta device, which has no values to copy, and on one that counts.
+
+The CPU plays the counting device: its tensors pass for those of a device, and all that is copied out or in is counted.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colab_swarm as cs
+import colab_swarm.training as room
+from colab_swarm.events import BatchDropped
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors import device
+from colab_swarm.tensors.device import Flag, copied
+from colab_swarm.training.flat import FlatValues
+from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.layerwise import Lamb, Lars
+from colab_swarm.training.replica import Replica, UpdateRule
+from tests.training import toy
+
+# What a gradient passes on its way.
+ON_THE_WAY = ("gradients.py", "flat.py", "buffers.py", "replica.py", "trainer.py")
+OUT_OF_A_DEVICE = ("cpu", "numpy", "item", "tolist")
+
+
+@pytest.fixture
+def meta_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flag, "read", lambda flag: True)
+
+
+def moved_to_meta(net: torch.nn.Module) -> None:
+    for parameter in net.parameters():
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.empty_like(parameter, device="meta")))
+
+
+def backward(net: torch.nn.Module) -> None:
+    net(torch.empty(4, 8, device="meta")).square().mean().backward()
+
+
+@pytest.mark.usefixtures("meta_flags")
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, Lamb, Lars])
+@pytest.mark.parametrize("scale", [None, torch.empty((), device="meta")])
+def test_sums_and_local_steps_copy_nothing(make: Any, scale: torch.Tensor | None) -> None:
+    net = toy.model()
+    rule = UpdateRule(make(net.parameters(), lr=0.1), local=True, max_grad_norm=1.0)
+    gathered = Gradients(Replica(rule), lambda vector: False)
+    moved_to_meta(net)
+    before = copied.out_bytes, copied.in_bytes
+    for _ in range(3):
+        for _ in range(2):
+            backward(net)
+            assert not gathered.add(4.0, 4.0, torch.empty((), device="meta"), scale=scale)
+        assert not gathered.read_checks()
+        gathered.step()
+    assert (copied.out_bytes, copied.in_bytes) == before
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(parameter.device.type == "meta" for parameter in net.parameters())
+
+
+@pytest.mark.usefixtures("meta_flags")
+def test_a_copied_gradient_is_seen_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_gradients = FlatValues.add_gradients
+
+    def copying(total: FlatValues, parameters: list[torch.Tensor], **how: Any) -> None:
+        parameters[0].grad = parameters[0].grad.cpu()
+        add_gradients(total, parameters, **how)
+
+    monkeypatch.setattr(FlatValues, "add_gradients", copying)
+    net = toy.model()
+    gathered = Gradients(Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1))), lambda vector: False)
+    moved_to_meta(net)
+    backward(net)
+    with pytest.raises(NotImplementedError, match="meta"):
+        gathered.add(4.0, 4.0, None)
+
+
+@pytest.fixture
+def counting_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(device, "_MAIN_MEMORY", ())
+    monkeypatch.setattr(device, "copied", device.Copied())
+    yield
+
+
+@pytest.mark.usefixtures("counting_device")
+@pytest.mark.parametrize("nan_at", [None, 0, 1, 2])
+def test_a_sum_on_a_device_leaves_out_what_is_not_finite(nan_at: int | None) -> None:
+    net = toy.model()
+    gathered = Gradients(Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1))), lambda vector: False)
+    dropped = 0.0
+    total = torch.zeros(gathered._replica.numel)
+    for index in range(3):
+        toy.loss_of(net, index).backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad[0] = torch.nan if index == nan_at else parameter.grad[0]
+        if index != nan_at:
+            total += (index + 1.0) * torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+        dropped += gathered.add(10.0, index + 1.0, None)
+        # The newest is not read yet.
+        assert dropped == 10.0 * (nan_at is not None and nan_at < index)
+        assert device.copied.out_bytes == 0
+    dropped += gathered.read_checks()
+    contribution = gathered.contribution()
+    counted = 3 - (nan_at is not None)
+    assert (dropped, contribution.samples) == (10.0 * (nan_at is not None), 10.0 * counted)
+    assert contribution.weight == 6.0 - (0 if nan_at is None else nan_at + 1.0)
+    torch.testing.assert_close(torch.from_numpy(contribution.vector.values) * contribution.weight, total)
+
+
+@pytest.mark.usefixtures("counting_device")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_grad_norm": 0.5}, {"overlap": True}, {"local_steps": 2}, {"local_steps": 2, "overlap": True}],
+)
+def test_peers_on_a_device_train_as_on_the_cpu(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, **settings)
+        while optimizer.global_step < 8:
+            toy.take(optimizer, net, optimizer.global_step, toy.ROWS[swarm.name])
+        return toy.parameters_of(net)
+
+    def run() -> dict[str, torch.Tensor]:
+        with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0) as sim:
+            return dict(sim.run(train))
+
+    on_device = run()
+    rounds_bytes = device.copied.out_bytes, device.copied.in_bytes
+    assert min(rounds_bytes) > 0
+    monkeypatch.setattr(device, "_MAIN_MEMORY", ("cpu",))
+    for name, parameters in run().items():
+        torch.testing.assert_close(on_device[name], parameters, rtol=1e-5, atol=1e-6)
+    assert (device.copied.out_bytes, device.copied.in_bytes) == rounds_bytes
+
+
+@pytest.mark.usefixtures("counting_device")
+def test_a_local_step_copies_nothing_and_a_round_one_vector_each_way() -> None:
+    def train(swarm: Swarm) -> None:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, local_steps=5)
+        numel_bytes = 4 * optimizer._replica.numel
+        for index in range(30):
+            toy.loss_of(net, index).backward()
+            step = optimizer.global_step
+            device.copied.out_bytes = device.copied.in_bytes = 0
+            optimizer.step(samples=10)
+            rounds = optimizer.global_step - step
+            # Out: the model's parameters, and what they differ by from the swarm's, which pass for a device's too.
+            assert device.copied.out_bytes == rounds * 2 * numel_bytes
+            assert device.copied.in_bytes == rounds * 2 * numel_bytes
+        assert optimizer.global_step == 6
+
+    toy.alone(train)
+
+
+@pytest.mark.usefixtures("counting_device")
+def test_a_gradient_that_is_not_finite_is_told_of_one_call_later() -> None:
+    def train(swarm: Swarm) -> list[float]:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=40)
+        counts = []
+        for index in range(4):
+            toy.loss_of(net, index).backward()
+            if index == 1:
+                next(net.parameters()).grad.fill_(torch.inf)
+            optimizer.step(samples=10)
+            counts.append(optimizer.collaboration.progress.known.own.samples)
+            dropped.append(len(swarm.events.recent(BatchDropped)))
+        return counts
+
+    dropped: list[int] = []
+    assert toy.alone(train) == [10, 20, 20, 30]
+    assert dropped == [0, 0, 1, 1]
+
+
+def test_no_module_on_the_way_of_a_gradient_reads_it_from_a_device() -> None:
+    """Such a read waits for the device, and copies: `tensors.device` does it, and counts."""
+    found = []
+    for name in ON_THE_WAY:
+        path = Path(room.__path__[0]) / name
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in OUT_OF_A_DEVICE:
+                found.append(f"{name}:{node.lineno} {node.attr}")
+            if isinstance(node, ast.Constant) and node.value == "cpu":
+                found.append(f"{name}:{node.lineno} cpu")
+    assert not found
