@@ -87,7 +87,7 @@ __all__ = list(PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a relay or backbone starts in a second because it never imports torch."""
+    """Import on first use: a relay or backbone starts in a second, as it never imports torch."""
     if name not in PUBLIC and name not in ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

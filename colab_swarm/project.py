@@ -17,7 +17,7 @@ _PLATFORMS = {
 
 
 def repository() -> str | None:
-    """Return the URL of the repository that pip can install from; None if no public one is known."""
+    """Return the URL of a repository for pip to install from; None if no public one is known."""
     try:
         installed = distribution("colab-swarm")
     except PackageNotFoundError:  # it runs from its source

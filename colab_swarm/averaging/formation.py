@@ -74,7 +74,7 @@ class GroupFormation:
         self._awaited.pop(peer, None)
 
     def on_gave_up(self, peer: PeerId, ticket: Ticket) -> None:
-        """Drop a peer that joined with this ticket and gave up, unless it has joined again since."""
+        """Drop a peer that joined with this ticket and gave up, unless it joined again since."""
         entry = self._joined.get(peer)
         if entry is None or entry[0] is ticket:
             self._awaited.pop(peer, None)

@@ -1,4 +1,4 @@
-"""This peer as a member of a round: what it knows, what members send each other, and when they did."""
+"""This peer as a member of a round: what it knows, and what members send each other when."""
 
 import asyncio
 import math

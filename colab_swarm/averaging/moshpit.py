@@ -225,10 +225,8 @@ class MoshpitAverager(SwarmView):
         already. Failures of peers are never raised: the result shows them.
         """
         require(all_finite(values), "values must be finite: there is a NaN, or a value beyond float32")
-        require(
-            weight == 0 or _MIN_WEIGHT <= weight <= _MAX_WEIGHT,
-            f"weight={weight}: give 0 (only receive) or {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}",
-        )
+        text = f"weight={weight}: give 0 (only receive) or {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
+        require(weight == 0 or _MIN_WEIGHT <= weight <= _MAX_WEIGHT, text)
         require(group_size is None or group_size >= 2, f"group_size={group_size}: give 2 or more")
         require(not self._busy, "already averaging these values: wait for that", RuntimeError)
         begun = loop_now()

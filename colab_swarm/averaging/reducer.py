@@ -197,7 +197,7 @@ class SpanReducer:
         return tuple(sorted(self._everyone - self._delivered[chunk]))
 
     def has_all_of(self, member: int) -> bool:
-        """Return True if its whole contribution to this span has come; False if the span is empty."""
+        """Return True if its whole contribution to this span came; False if the span is empty."""
         return bool(self._delivered) and all(member in delivered for delivered in self._delivered)
 
     def awaited(self) -> list[int]:

@@ -69,10 +69,8 @@ class PrefixRouter:
         if self.assistant is not None and prefix in self._handlers.get(kind, {}):
             self.assistant[1](prefix)
         handlers = self._handlers.setdefault(kind, {})
-        require(
-            len(prefix) <= MAX_TEXT,
-            f"prefix {prefix[:40]!r}… is over {MAX_TEXT} characters: take a shorter one",
-        )
+        text = f"prefix {prefix[:40]!r}… is over {MAX_TEXT} characters: take a shorter one"
+        require(len(prefix) <= MAX_TEXT, text)
         require(prefix not in handlers, f"this peer takes part in {prefix!r} already: close that first")
         handlers[prefix] = handler
         return len(handlers) == 1

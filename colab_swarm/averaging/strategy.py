@@ -291,7 +291,7 @@ def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> l
 
 
 def encoded_bytes(precision: str, numel: int) -> int:
-    """Return the size of an encoded vector, neglecting small tensors, which may be encoded finer."""
+    """Return the size of an encoded vector; small tensors, which may be finer, are neglected."""
     return Precision(precision, fine=0).at(0).encoded_bytes(numel)
 
 

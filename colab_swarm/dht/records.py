@@ -39,7 +39,7 @@ class Record(Message, frozen=True):
 
     @property
     def rank(self) -> tuple[int, bytes]:
-        """Of two records the one of higher rank stays, at every peer and in any order of arrival."""
+        """Of two records the one of higher rank stays, at each peer, in any order of arrival."""
         return self.version, self.value
 
     @property

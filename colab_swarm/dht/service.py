@@ -327,7 +327,7 @@ class DHT:
     async def _ask(
         self, target: bytes, merged: Storage | None, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        """Query a peer for contacts and, to put them into ``merged``, records; ``first`` sent some."""
+        """Query a peer for contacts, and records to put into ``merged``; ``first`` sent some."""
         records = tuple[Record, ...]()
         contacts = tuple[Contact, ...]()
         if contact.id != self._peers.id:

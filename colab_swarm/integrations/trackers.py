@@ -24,11 +24,8 @@ def track(swarm: Swarm, tracker: Any, *, name: str = "model") -> Callable[[], No
         TypeError: the tracker has neither.
     """
     writes = hasattr(tracker, "add_scalar")
-    require(
-        writes or hasattr(tracker, "log"),
-        f"{tracker!r} has neither add_scalar nor log: pass a writer or a run",
-        TypeError,
-    )
+    text = f"{tracker!r} has neither add_scalar nor log: pass a writer or a run"
+    require(writes or hasattr(tracker, "log"), text, TypeError)
 
     def on_event(event: Event) -> None:
         if not isinstance(event, StepFinished) or name not in swarm.optimizers:

@@ -391,11 +391,8 @@ class ExpertServer:
                 except StreamEnded as error:
                     raise PeerLost(f"{short(stream.peer)} cancelled its call") from error
                 expected = call.codec.encoded_bytes(span.stop - span.start)
-                require(
-                    len(payload) == expected,
-                    f"received a part of {len(payload)} bytes, expected {expected}",
-                    Refusal,
-                )
+                text = f"received a part of {len(payload)} bytes, expected {expected}"
+                require(len(payload) == expected, text, Refusal)
                 with self._lock:
                     retry_s = self._batching.hold(call, len(payload))
                 if retry_s is not None:

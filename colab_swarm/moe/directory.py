@@ -343,10 +343,8 @@ class Directory:
         indices. Raises `NoExpertsError` if none is live, `ValueError` for scores of other shapes.
         """
         shapes = [s.shape for s in scores]
-        require(
-            shapes and shapes == [(shapes[0][0], side) for side in grid.sides],
-            f"scores of shapes {shapes} do not fit {grid}: (samples, side) each",
-        )
+        text = f"scores of shapes {shapes} do not fit {grid}: (samples, side) each"
+        require(shapes and shapes == [(shapes[0][0], side) for side in grid.sides], text)
         best, listings = await self._search(grid, scores, k)
         if not any(best):  # the first, quick reads may have missed them
             await self._cache.get(listings, fresh=True)

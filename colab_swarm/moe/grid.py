@@ -56,10 +56,8 @@ class Grid:
     sides: tuple[int, ...]  # number of indices along each dimension
 
     def __post_init__(self) -> None:
-        require(
-            len(self.prefix) <= MAX_NAME_CHARS and _PREFIX.fullmatch(self.prefix),
-            f"{self.prefix!r} names no experts: use letters, digits, _ and -, such as 'ffn'",
-        )
+        text = f"{self.prefix!r} names no experts: use letters, digits, _ and -, such as 'ffn'"
+        require(len(self.prefix) <= MAX_NAME_CHARS and _PREFIX.fullmatch(self.prefix), text)
         require(
             1 <= len(self.sides) <= MAX_DIMENSIONS and all(1 <= side <= MAX_SIDE for side in self.sides),
             f"a grid has 1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices, got {self.sides}",

@@ -10,10 +10,11 @@ import logging
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -60,7 +61,7 @@ class HostResources:
             await asyncio.to_thread(self._temporary.cleanup)
 
 
-class ExpertHost:
+class ExpertHost(AbstractContextManager["ExpertHost"]):
     """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
 
     def __init__(
@@ -113,9 +114,6 @@ class ExpertHost:
         self.stopped = True
         self._saves.kill()
         return self._tasks.cancel()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

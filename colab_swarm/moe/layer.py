@@ -144,10 +144,8 @@ class RemoteExpert(nn.Module):
         if fits:
             sides = zip(info.shape, sample, strict=True)
             fits = all(expected in (-1, side) for expected, side in sides)
-        require(
-            fits,
-            f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}",
-        )
+        text = f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}"
+        require(fits, text)
         if not inputs.numel():
             return inputs
         with torch.autocast(inputs.device.type, enabled=False):
@@ -191,10 +189,8 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         require(1 <= k_min <= k, f"k={k}, k_min={k_min}: call at least one expert, wait for at most k")
         require(grace_s >= 0, f"grace_s={grace_s}: give seconds, 0 or more")
-        require(
-            reject_outliers is None or reject_outliers > 1,
-            f"reject_outliers={reject_outliers}: must be over 1; try 5",
-        )
+        text = f"reject_outliers={reject_outliers}: must be over 1; try 5"
+        require(reject_outliers is None or reject_outliers > 1, text)
         super().__init__()
         self.gating = Gating(dim, grid.sides)
         self.grid = grid

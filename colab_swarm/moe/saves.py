@@ -152,11 +152,8 @@ class ReplicaStore:
             size_bytes = 0
         else:
             size_bytes = save.size_bytes
-        require(
-            size_bytes <= self.room_bytes,
-            f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed",
-            StateError,
-        )
+        text = f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed"
+        require(size_bytes <= self.room_bytes, text, StateError)
         coming = save, size_bytes
         self._coming.append(coming)
         try:
@@ -414,11 +411,8 @@ class ExpertSaves:
             raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
         manifest = Manifest.decode(head)
         is_claimed = (manifest.subject, manifest.step) == (uid.encode(), place.step)
-        require(
-            is_claimed and manifest.size_bytes <= limit_bytes,
-            f"a save of {uid} is of another expert or step, or larger than the expert",
-            StateError,
-        )
+        text = f"a save of {uid} is of another expert or step, or larger than the expert"
+        require(is_claimed and manifest.size_bytes <= limit_bytes, text, StateError)
         download = ChunkDownload(self._peers, manifest, FetchSave)
         await asyncio.to_thread(download.fill, self.store.get)
         await download.run(peer for peer, answer in zip(holders, answers, strict=True) if answer)

@@ -103,10 +103,8 @@ class NodeSettings:
         for address in announce:
             require(is_address(address), f"{address!r} is not an address: ws://HOST:PORT is expected")
         iroh_is_valid = self.iroh in (None, "direct", "public") or str(self.iroh).startswith("https://")
-        require(
-            iroh_is_valid,
-            f"iroh={self.iroh!r} is not 'direct', 'public' or an https address of an iroh relay",
-        )
+        text = f"iroh={self.iroh!r} is not 'direct', 'public' or an https address of an iroh relay"
+        require(iroh_is_valid, text)
         require(len(announce) <= MAX_ADDRESSES, f"{len(announce)} addresses are over {MAX_ADDRESSES}")
 
 

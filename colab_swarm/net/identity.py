@@ -40,7 +40,7 @@ class Identity:
         return self._key.sign(data)
 
     def derive(self, purpose: bytes) -> bytes:
-        """Return a secret of 32 bytes for this purpose, the same after each restart with this key."""
+        """Return a secret of 32 bytes for this purpose, the same each time with this key."""
         return hashlib.sha256(b"colab_swarm " + purpose + self._key.private_bytes_raw()).digest()
 
     @classmethod

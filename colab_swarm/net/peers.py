@@ -275,7 +275,7 @@ class Peers(Protocol):
         """Return the peer's contact, without addresses if none is known."""
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Send ``message`` and return the peer's reply of type ``reply``, or raise a `PeerError`."""
+        """Send ``message``; return the peer's reply of type ``reply``, or raise a `PeerError`."""
 
     async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
         """Open a stream; ``opening`` selects the peer's handler. ``timeout_s`` bounds the dialling only.

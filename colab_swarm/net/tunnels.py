@@ -208,11 +208,8 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
     from pyngrok.exception import PyngrokError
 
     require(settings.auth_token, explain("ERR_NGROK_4018"), TunnelError)
-    require(
-        settings.agent is None or os.path.exists(settings.agent),
-        f"there is no ngrok agent at {settings.agent}: leave it out to download one",
-        TunnelError,
-    )
+    text = f"there is no ngrok agent at {settings.agent}: leave it out to download one"
+    require(settings.agent is None or os.path.exists(settings.agent), text, TunnelError)
     config = conf.PyngrokConfig(ngrok_path=settings.agent)
     try:
         async with asyncio.timeout(_DOWNLOAD_TIMEOUT_S):

@@ -82,10 +82,8 @@ class Connection:
         update_button(self._button, disabled=True)
         self._stages.clear()
         try:
-            require(
-                self._agreed.value or not self._must_agree,
-                "read the terms, and tick the box if they allow this",
-            )
+            text = "read the terms, and tick the box if they allow this"
+            require(self._agreed.value or not self._must_agree, text)
             name = self._name.value.strip()
             self._swarm = self._connect(self._invitation.value, name, self._agreed.value, self._say)
         except (SwarmError, ValueError, OSError) as error:

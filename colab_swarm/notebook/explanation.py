@@ -170,7 +170,7 @@ def extra_of(module: str) -> str | None:
 
 
 def _advice_by_place(error: object) -> _Advice:
-    """Return advice by the modules that the error passed through, as nothing else is known of it."""
+    """Return advice by the modules that the error passed through: nothing else is known of it."""
     trace = error.__traceback__ if isinstance(error, BaseException) else None
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
     # without a traceback, such as of a class, the error is taken for one of ours

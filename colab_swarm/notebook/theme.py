@@ -166,7 +166,6 @@ class Document:
         *,
         what: str,
         numbers: Sequence[int] = (),
-        title: str = "",
     ) -> None:
         """Add a table of the first `MAX_ROWS` items, if any, and how many more ``what`` there are."""
         plain_rows: list[list[str]] = []
@@ -176,12 +175,8 @@ class Document:
             plain_rows.append([markup.plain(text) for text, _ in pairs])
             html_rows.append([html for _, html in pairs])
         if plain_rows:
-            head = ""
             lines = markup.aligned([columns, *plain_rows])
-            if title:
-                head = f"<h4>{title}</h4>"
-                lines.insert(0, f"{title}:")
-            self.draw(head + table(columns, html_rows, numbers=numbers, label=what), *lines)
+            self.draw(table(columns, html_rows, numbers=numbers, label=what), *lines)
         if len(items) > MAX_ROWS:
             self.note(f"… and {len(items) - MAX_ROWS:,} more {what}")
 

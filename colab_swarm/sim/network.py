@@ -176,11 +176,8 @@ class SimLink(Link):
 
     def decode(self, kind: type[M], data: memoryview) -> M:
         message = super().decode(kind, data)
-        require(
-            not self._network.traps or not self._breaks_at(message),
-            f"the link to {short(self.peer)} broke just before a {kind.__name__}",
-            PeerLost,
-        )
+        text = f"the link to {short(self.peer)} broke just before a {kind.__name__}"
+        require(not self._network.traps or not self._breaks_at(message), text, PeerLost)
         return message
 
     def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:

@@ -108,7 +108,7 @@ def _measure(passes: Iterator[int], seconds: float, min_passes: int) -> float:
 
 
 def fitting_batch(free_bytes: float, subject: Subject) -> int:
-    """Return the largest power of two, at most 512, that fits into ``free_bytes``; 0 if none does."""
+    """Return the largest power of two up to 512 that fits into ``free_bytes``; 0 if none does."""
     room_bytes = USABLE * free_bytes - PARAMETER_BYTES * subject.parameters
     fitting = min(int(room_bytes / subject.sample_bytes), _MAX_MICRO_BATCH)
     if fitting <= 0:

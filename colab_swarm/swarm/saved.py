@@ -105,11 +105,8 @@ def read_saved(folder: Path) -> SavedPeer | None:
         raise _unusable(folder, error) from error
     except (*UNDECODABLE, TypeError) as error:
         raise damaged(folder) from error
-    require(
-        (folder / "identity.key").exists(),
-        f"{folder} has lost its identity.key: join again with an invitation",
-        StateError,
-    )
+    text = f"{folder} has lost its identity.key: join again with an invitation"
+    require((folder / "identity.key").exists(), text, StateError)
     return saved
 
 

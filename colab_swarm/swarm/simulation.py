@@ -92,10 +92,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         The ``name`` of a crashed peer starts a new process of that peer. ``samples_per_s`` is its
         training speed, that of the others if None. ``listen=False``: it cannot be dialled.
         """
-        require(
-            at > self.time or (name not in self.swarms and name not in self._arriving),
-            f"{name} is already online: use another name, or crash it first",
-        )
+        text = f"{name} is already online: use another name, or crash it first"
+        require(at > self.time or (name not in self.swarms and name not in self._arriving), text)
         if samples_per_s is not None:
             self._speeds[name] = samples_per_s
         if at <= self.time:
@@ -198,10 +196,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         ``speed`` is in virtual seconds per second; ``train`` and ``seconds`` are as for `run`.
         Without a front-end, or with ``live=False``, it runs to its end and prints the story.
         """
-        require(
-            speed > 0 and (seconds is None or seconds > 0),
-            f"speed={speed}, seconds={seconds}: both must be above 0",
-        )
+        text = f"speed={speed}, seconds={seconds}: both must be above 0"
+        require(speed > 0 and (seconds is None or seconds > 0), text)
         if InteractiveRun.running is not None:
             InteractiveRun.running.stop()
         lesson = InteractiveRun(self, math.inf if seconds is None else self.time + seconds, speed)

@@ -229,8 +229,9 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         previous = self.optimizers.pop(name, None)
         if previous is not None:
             previous.close()
-        store = None if self.network is None else self.network.store
-        folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
+        folder = None
+        if self.network is not None and self.network.store is not None:
+            folder = CheckpointFolder(self.network.store.checkpoints(name), keep=2)
         rounds = rounds_for(self.services, settings)
         trained = SwarmOptimizer(
             self.runtime, self.services, settings, rule, self.name, folder, previous, rounds
@@ -396,11 +397,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         """
         from colab_swarm.moe.trainer import AsyncTrainer
 
-        require(
-            self.network is not None,
-            "a simulated peer has one thread: there, write the training loop yourself",
-            RuntimeError,
-        )
+        text = "a simulated peer has one thread: there, write the training loop yourself"
+        require(self.network is not None, text, RuntimeError)
         return AsyncTrainer(model, loss, optimizer, **settings)
 
     def _use_experts(self) -> "SwarmExperts":
@@ -572,11 +570,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.services.dht.kill()
 
     def _check(self, *, worker: bool = False) -> None:
-        require(
-            not self.left,
-            "this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back",
-            RuntimeError,
-        )
+        text = "this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back"
+        require(not self.left, text, RuntimeError)
         require(
             not worker or self._role >= Role.WORKER,
             f"you joined as a {self._role.name.lower()}: to train, ask for an invitation as worker",

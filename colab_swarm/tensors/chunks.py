@@ -136,7 +136,7 @@ class Manifest(Message, frozen=True):
 
     @classmethod
     def decode(cls, data: Buffer) -> "Manifest":
-        """Decode a stranger's manifest; raises StateError unless it is valid, in its one spelling."""
+        """Decode a stranger's manifest; raise StateError unless it is valid, in its one spelling."""
         manifest = decoded(data, cls, "the manifest of a state cannot be read", StateError)
         if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
             raise StateError("the manifest of a state is not encoded as we do")
@@ -178,20 +178,14 @@ class Snapshot:
     @classmethod
     def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> "Snapshot":
         """Hash a packed state (some GB/s: not on the event loop); raises StateError if it is too large."""
-        require(
-            blob.nbytes <= MAX_STATE_BYTES,
-            f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share",
-            StateError,
-        )
+        text = f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
+        require(blob.nbytes <= MAX_STATE_BYTES, text, StateError)
         view = memoryview(blob.data)
         size_bytes = chunk_bytes(blob.nbytes)
         digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
         snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
-        require(
-            len(snapshot.head) <= MAX_PAYLOAD_BYTES,
-            f"a state has too many parts: their names take {len(layout):,} bytes",
-            StateError,
-        )
+        text = f"a state has too many parts: their names take {len(layout):,} bytes"
+        require(len(snapshot.head) <= MAX_PAYLOAD_BYTES, text, StateError)
         return snapshot
 
     @cached_property

@@ -248,10 +248,8 @@ class _Int8:
         blocks = block_count(numel)
         checked(buffer, self.encoded_bytes(numel))
         scales = np.frombuffer(buffer, np.float32, count=blocks)
-        require(
-            bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()),
-            "an int8 block has a scale that is negative, infinite or not a number",
-        )
+        text = "an int8 block has a scale that is negative, infinite or not a number"
+        require(bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()), text)
         if numel:
             levels = np.frombuffer(buffer, np.int8, offset=4 * blocks)
         else:
@@ -288,10 +286,8 @@ class _OneBit:
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
         means = encoded[: 8 * block_count(numel)].view(np.float32).reshape(-1, 2)
-        require(
-            all_finite(means) and (means[:, 0] >= 0).all() and (means[:, 1] <= 0).all(),
-            "a onebit block has means that are not finite, or of the wrong sign",
-        )
+        text = "a onebit block has means that are not finite, or of the wrong sign"
+        require(all_finite(means) and (means[:, 0] >= 0).all() and (means[:, 1] <= 0).all(), text)
         over = np.unpackbits(encoded[means.nbytes :], count=numel)
         out = target(numel, scratch)
         for (here, rows), (_, bits) in zip(block_rows(out), block_rows(over), strict=True):

@@ -205,10 +205,8 @@ def sparse16_bytes(kept: int, numel: int, bits: float = 16.0) -> int:
 
 
 def _scattered(values: npt.NDArray[T], indices: Indices, out: npt.NDArray[T]) -> npt.NDArray[T]:
-    require(
-        not len(indices) or ((np.diff(indices) > 0).all() and indices[-1] < len(out)),
-        "the indices of a sparse vector are not ascending, or beyond its end",
-    )
+    text = "the indices of a sparse vector are not ascending, or beyond its end"
+    require(not len(indices) or ((np.diff(indices) > 0).all() and indices[-1] < len(out)), text)
     out.fill(0)
     out[indices] = values
     return out

@@ -76,11 +76,8 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
 
     Raises StateError if the skeleton is too large or invalid, or names other tensors.
     """
-    require(
-        len(skeleton) <= MAX_SKELETON_BYTES,
-        f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed",
-        StateError,
-    )
+    text = f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed"
+    require(len(skeleton) <= MAX_SKELETON_BYTES, text, StateError)
     walk = _Walk(dict(tensors))
     try:
         state = walk.join(json.loads(skeleton.decode()), 0)  # bytes could be UTF-16, too
@@ -101,10 +98,8 @@ class _Walk:
 
     def _count(self, depth: int) -> None:
         self._parts += 1
-        require(
-            depth <= MAX_DEPTH and self._parts <= MAX_NODES,
-            f"state is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts",
-        )
+        text = f"state is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts"
+        require(depth <= MAX_DEPTH and self._parts <= MAX_NODES, text)
 
     def split(self, state: Any, path: str, depth: int) -> Any:
         import torch
@@ -174,10 +169,8 @@ class _Walk:
         for pair in pairs:
             require(isinstance(pair, list) and len(pair) == 2, "it has a dictionary entry that is not a pair")
             key = self.join(pair[0], depth)
-            require(
-                isinstance(key, PLAIN) and key not in found,
-                "it has a dictionary key that is repeated or not a plain value",
-            )
+            text = "it has a dictionary key that is repeated or not a plain value"
+            require(isinstance(key, PLAIN) and key not in found, text)
             found[key] = self.join(pair[1], depth)
         return found
 
@@ -248,11 +241,8 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
         require(size <= min(len(data) - 8, MAX_HEAD_BYTES), "its head is longer than the file")
         head = json.loads(bytes(data[8 : 8 + size]))
         metadata = head.pop("__metadata__", {})
-        require(
-            metadata.get("colab_swarm") == VERSION,
-            f"{path} is not a checkpoint of this version of colab_swarm",
-            StateError,
-        )
+        text = f"{path} is not a checkpoint of this version of colab_swarm"
+        require(metadata.get("colab_swarm") == VERSION, text, StateError)
         tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
         skeleton = metadata["skeleton"].encode()
         expected = metadata["sha256"]

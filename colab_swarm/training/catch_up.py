@@ -124,11 +124,8 @@ class CatchUp:
         await self._rounds.refresh()
         branch = self._rounds.progress.election.branch()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)
-        require(
-            not missed and (branch.step != step or branch.lineage == lineage),
-            "the swarm moved on during the download",
-            StateError,
-        )
+        text = "the swarm moved on during the download"
+        require(not missed and (branch.step != step or branch.lineage == lineage), text, StateError)
         self._rounds.adopt(step, lineage)
         return snapshot, means
 

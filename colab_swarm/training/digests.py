@@ -107,7 +107,7 @@ class Evidence:
         self._versions = self._present_versions()
 
     def on_loaded(self) -> None:
-        """Take the present parameters for the swarm's, whatever changed them: a state was loaded."""
+        """Take the parameters for the swarm's, whatever changed them: a state was loaded."""
         self.on_step()
         self._changed = False
 

@@ -30,7 +30,7 @@ _LOOK_STEPS = 10  # in which another optimizer has taken a step
 
 
 class MeanLoss:
-    """The weighted mean of losses that are finite; tensors stay where they are until it is shown."""
+    """The weighted mean of the finite losses; tensors stay where they are until it is shown."""
 
     def __init__(self) -> None:
         self._state: tuple[float | torch.Tensor, float | torch.Tensor] = 0.0, 0.0  # sum by weight, weight

@@ -118,10 +118,8 @@ class HostOptimizer:
         return self._follow_lead(self._step)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
-        require(
-            timeout_s < self._timeout.total_seconds(),
-            f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less",
-        )
+        text = f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less"
+        require(timeout_s < self._timeout.total_seconds(), text)
         return self._follow_lead(lambda: self._leading().wait_step(timeout_s))
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
@@ -278,15 +276,10 @@ def host_optimizer(
     Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or
     another rank has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises.
     """
-    require(
-        dist.is_initialized(),
-        "call torch.distributed.init_process_group(…) first; torchrun sets its environment",
-        RuntimeError,
-    )
-    require(
-        (swarm is None) is not (dist.get_rank() == _LEAD),
-        "only rank 0 talks to the swarm: give it the swarm, and None to all other ranks",
-    )
+    text = "call torch.distributed.init_process_group(…) first; torchrun sets its environment"
+    require(dist.is_initialized(), text, RuntimeError)
+    text = "only rank 0 talks to the swarm: give it the swarm, and None to all other ranks"
+    require((swarm is None) is not (dist.get_rank() == _LEAD), text)
     chosen = {"target_batch_size": target_batch_size, "model": model, **settings}
     begin = None
     if swarm is not None:

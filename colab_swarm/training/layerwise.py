@@ -72,10 +72,8 @@ class Lamb(_Layerwise):
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("clamp", clamp)):
             require(value >= 0 and (not math.isinf(value)), f"{name}={value} must be a finite number >= 0")
-        require(
-            len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-            f"betas={betas} must be two numbers in [0, 1)",
-        )
+        text = f"betas={betas} must be two numbers in [0, 1)"
+        require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), text)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clamp": clamp}
         super().__init__(params, defaults)
 

@@ -353,11 +353,8 @@ class SwarmOptimizer(WrappedOptimizer):
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
         gate = self._services.gate
-        require(
-            not gate.closed_by_this_thread,
-            "this peer is paused by the `with` block around this line: train outside of it",
-            RuntimeError,
-        )
+        text = "this peer is paused by the `with` block around this line: train outside of it"
+        require(not gate.closed_by_this_thread, text, RuntimeError)
         try:
             if gate.closed:
                 print(
@@ -396,7 +393,9 @@ def _loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tenso
 
 
 def _first(passed: float | None, default: float | None) -> float | None:
-    return default if passed is None else passed
+    if passed is None:
+        return default
+    return passed
 
 
 def _warn_of_frozen(rule: UpdateRule) -> None:

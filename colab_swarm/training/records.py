@@ -64,7 +64,7 @@ class ProgressRecord(Message, frozen=True):
 
     @property
     def computes(self) -> bool:
-        """True if the peer has the state and computes: its samples count, and rounds wait for it."""
+        """True if the peer has the state and computes: its samples count, rounds wait for it."""
         return not (self.syncing or self.absent)
 
 

@@ -165,7 +165,7 @@ class Replica:
             return lineage
 
     def _update(self, mean: Floats, unused: Sequence[bool]) -> None:
-        """Change the swarm's parameters and buffers by ``mean``, which other peers may be reading."""
+        """Change the swarm's parameters and buffers by ``mean``, which other peers may read."""
         max_grad_norm = self.rule.max_grad_norm
         if self.rule.mode is Mode.LOCAL:
             # The local steps were clipped already.
@@ -332,11 +332,8 @@ class Replica:
         differing = self.differing(shapes_of(tensors))
         text = "build the model with the same settings as the swarm"
         require(not differing, f"the state belongs to another model: {differing}; {text}", StateError)
-        require(
-            ("local" in state) == self.rule.local,
-            "in this swarm either all peers take local_steps, or none does",
-            StateError,
-        )
+        problem = "in this swarm either all peers take local_steps, or none does"
+        require(("local" in state) == self.rule.local, problem, StateError)
         with self.lock:
             load_optimizers(state, self._optimizer, self.rule.optimizer, self.rule.scheduler)
             self.schedule.accept()

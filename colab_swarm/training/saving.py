@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,7 @@ class ProgressSaver:
     async def start(self) -> None:
         """Save now and then, in a thread of the pool."""
         if self._folder is not None:
-            self._tasks.every(SAVE_S, self._save_aside, rest=1 / _MOST_OF_TIME)
-
-    async def _save_aside(self) -> None:
-        await asyncio.to_thread(self.save)
+            self._tasks.every(SAVE_S, partial(asyncio.to_thread, self.save), rest=1 / _MOST_OF_TIME)
 
     def stop(self) -> None:
         self._tasks.cancel()

@@ -155,10 +155,8 @@ class TrainingSettings:
         for codec in (self.compression, self.mean_compression):
             # Raises ValueError for an unknown codec.
             Precision(codec)
-        require(
-            isinstance(steps, int) and 1 <= steps <= _MAX_LOCAL_STEPS,
-            f"local_steps={steps!r}: pass 1 to {_MAX_LOCAL_STEPS}",
-        )
+        text = f"local_steps={steps!r}: pass 1 to {_MAX_LOCAL_STEPS}"
+        require(isinstance(steps, int) and 1 <= steps <= _MAX_LOCAL_STEPS, text)
         least = self.min_peers
         require(
             least is None or (isinstance(least, int) and 1 <= least <= MOST_MIN_PEERS),

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from colab_swarm.averaging.result import RoundResult
+from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import MismatchError, StateError
 from colab_swarm.events import Fault, Notice
-from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.collaboration import Collaboration, Due
@@ -226,15 +226,13 @@ class Trainer:
             for mean in means:
                 self._replica.apply(mean.values, mean.unused, mean.loss)
             self._gathered.forget()
-            self._runtime.call(self._loaded(snapshot.donors))
+            loaded = self._collaboration.on_loaded(self._replica.step, self._replica.lineage, snapshot.donors)
+            self._runtime.call(loaded)
         except StateError:
             self._runtime.call(self._collaboration.rounds.distrust(snapshot.donors))
             raise
         finally:
             self.recover()  # `CatchUp` moved the record before the state was loaded
-
-    async def _loaded(self, donors: tuple[PeerId, ...]) -> None:
-        await self._collaboration.on_loaded(self._replica.step, self._replica.lineage, donors)
 
     def recover(self) -> None:
         """Make the record say what the replica is, if they differ: this peer catches up then."""
@@ -244,10 +242,8 @@ class Trainer:
 
     def adopt(self, *, syncing: bool = False) -> None:
         """Move this peer's record to the replica's step and lineage; ``syncing``: it still needs the swarm's state."""
-        self._runtime.call(self._adopt(syncing=syncing))
-
-    async def _adopt(self, *, syncing: bool) -> None:
-        self._collaboration.adopt(self._replica.step, self._replica.lineage, syncing=syncing)
+        adopt = partial(self._collaboration.adopt, self._replica.step, self._replica.lineage, syncing=syncing)
+        self._runtime.call(on_loop(adopt))
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

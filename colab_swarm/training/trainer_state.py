@@ -87,9 +87,6 @@ TRANSITIONS: Final = _transitions()
 
 def next_state(state: TrainerState, event: TrainerEvent) -> TrainerState:
     """Return the state after an event; raises RuntimeError if it cannot happen in this one."""
-    require(
-        (state, event) in TRANSITIONS,
-        f"a trainer that is {state.value} cannot take the event: {event.value}",
-        RuntimeError,
-    )
+    text = f"a trainer that is {state.value} cannot take the event: {event.value}"
+    require((state, event) in TRANSITIONS, text, RuntimeError)
     return TRANSITIONS[state, event]

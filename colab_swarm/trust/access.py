@@ -106,7 +106,7 @@ class RunMember:
         peers.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
-        """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
+        """Get the first membership; raise `JoinError` if the authority refuses or is silent."""
         invitation = self._access.invitation
         saved = self._access.membership
         if invitation is None or invitation.grant is None:
@@ -501,11 +501,8 @@ class RunAccess:
         """
         limited = role is not None or uses is not None
         closed = self.admission is not None
-        require(
-            closed or not limited,
-            "an open run has no roles and no counted invitations: create it with access='invite'",
-            PermissionError,
-        )
+        text = "an open run has no roles and no counted invitations: create it with access='invite'"
+        require(closed or not limited, text, PermissionError)
         require(
             authority is not None or not closed or not (limited or hours is not None),
             "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on",

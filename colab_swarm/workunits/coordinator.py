@@ -151,14 +151,12 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     @servers.setter
     def servers(self, servers: int | Literal["auto"]) -> None:
-        require(
-            servers == "auto" or (isinstance(servers, int) and servers >= 1),
-            f"servers={servers!r}: it must be a whole number, 1 at least, or 'auto'",
-        )
+        text = f"servers={servers!r}: it must be a whole number, 1 at least, or 'auto'"
+        require(servers == "auto" or (isinstance(servers, int) and servers >= 1), text)
         self._servers = servers
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
-        """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
+        """Return a link that lets volunteers in for ``hours``; who used it may stay a week longer.
 
         With an allowlist they join the swarm first. A peer that joined passes its own invitation on.
         """

@@ -248,10 +248,8 @@ class WorkPlan:
         alpha = self.alpha(epoch) if callable(self.alpha) else self.alpha
         if alpha == "e/(e+1)":
             alpha = epoch / (epoch + 1)
-        require(
-            not isinstance(alpha, str) and 0 <= alpha < 1,
-            f"alpha is {alpha} in epoch {epoch}: 'e/(e+1)', or at least 0 and below 1",
-        )
+        text = f"alpha is {alpha} in epoch {epoch}: 'e/(e+1)', or at least 0 and below 1"
+        require(not isinstance(alpha, str) and 0 <= alpha < 1, text)
         return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
@@ -320,10 +318,8 @@ class Job:
     @classmethod
     def from_code(cls, code: str, origin: str) -> "Job":
         """Run Python ``code`` of the file ``origin`` and return its ``job``; raise ValueError if there is none."""
-        require(
-            len(code) <= MAX_CODE_CHARACTERS,
-            f"{origin}: {len(code):,} characters, {MAX_CODE_CHARACTERS:,} at most",
-        )
+        text = f"{origin}: {len(code):,} characters, {MAX_CODE_CHARACTERS:,} at most"
+        require(len(code) <= MAX_CODE_CHARACTERS, text)
         digest = hashlib.sha256(code.encode()).hexdigest()
         module = ModuleType(f"colab_swarm_job_{digest[:12]}")
         module.__file__ = origin

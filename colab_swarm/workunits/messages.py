@@ -178,7 +178,7 @@ class Token:
         self.membership = membership
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
-        """Return the header's value; ``now``: seconds since the epoch, by the coordinator's clock."""
+        """Return the header's value; ``now``: seconds since the epoch on the coordinator's clock."""
         request = SignedRequest(
             self.identity.public_key,
             self.membership(),
@@ -204,11 +204,8 @@ class RequestGate:
         """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
         request = _decoded(header)
         require(request.is_signed_by(request.key), "the request's signature is wrong", NotAdmitted)
-        require(
-            (request.method, request.target) == (method, target),
-            "the request was signed for another path or method",
-            NotAdmitted,
-        )
+        text = "the request was signed for another path or method"
+        require((request.method, request.target) == (method, target), text, NotAdmitted)
         off_s = abs(now - request.at)
         if off_s > FRESH_S:
             raise NotAdmitted(f"your clock is {off_s:.0f} s off: set your clock")
@@ -240,11 +237,8 @@ def _decoded(header: str) -> SignedRequest:
     version = re.fullmatch("Swarm([0-9]{0,3})", scheme)
     if version is not None:
         _require_version(int(version[1] or 1))
-    require(
-        scheme == SCHEME and len(header) <= 4 * MAX_MEMBERSHIP_BYTES,
-        "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)",
-        NotAdmitted,
-    )
+    text = "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)"
+    require(scheme == SCHEME and len(header) <= 4 * MAX_MEMBERSHIP_BYTES, text, NotAdmitted)
     try:
         encoded = base64.b64decode(token, altchars=b"-_", validate=True)
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
@@ -262,11 +256,8 @@ def _require_version(version: int) -> None:
 def parse_link(text: str) -> tuple[str, Invite]:
     """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
     url = text.strip().strip("'\"").partition("#")[0]
-    require(
-        not url.startswith("swarm://") and not url.endswith("/join"),
-        "this invites to a swarm: swarm = cs.join(link), then swarm.volunteer()",
-        InviteError,
-    )
+    problem = "this invites to a swarm: swarm = cs.join(link), then swarm.volunteer()"
+    require(not url.startswith("swarm://") and not url.endswith("/join"), problem, InviteError)
     if not url.startswith(("http://", "https://")) or "#" not in text:
         raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
     return url, Invite.parse(text)
@@ -277,10 +268,7 @@ def token_by(invite: Invite, identity: Identity) -> Token:
     grant = invite.grant
     if grant is None:
         return Token(identity)
-    require(
-        grant.offline,
-        "the organizer admits each peer: cs.join(invitation), then swarm.volunteer()",
-        InviteError,
-    )
+    text = "the organizer admits each peer: cs.join(invitation), then swarm.volunteer()"
+    require(grant.offline, text, InviteError)
     membership = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
     return Token(identity, membership.encode)

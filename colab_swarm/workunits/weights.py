@@ -79,10 +79,8 @@ class Schema:
         head = self.head()
         if bytes(data[: len(head)]) != head:
             raise ValueError(self.difference(data))
-        require(
-            len(data) == self.size_bytes,
-            f"{len(data):,} bytes, {self.size_bytes:,} expected: cut off or too long",
-        )
+        text = f"{len(data):,} bytes, {self.size_bytes:,} expected: cut off or too long"
+        require(len(data) == self.size_bytes, text)
         return np.frombuffer(data, dtype="<f4", offset=len(head))
 
     def difference(self, data: bytes | memoryview) -> str:
