@@ -22,7 +22,7 @@ from colab_swarm.averaging.group import flags_of
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.tensors.device import copy_in, to_host
+from colab_swarm.tensors.device import copy_in, copy_out, to_host
 from colab_swarm.training.buffers import Buffers
 from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
 from colab_swarm.training.fit import (
@@ -292,7 +292,8 @@ class Replica:
             if fits and digest_with_optimizer(self.parameters, optimizer) == before:
                 return
             for copy, shown in zip(self.parameters, self.model, strict=True):
-                copy.copy_(shown)
+                if copy is not shown:
+                    copy_out(shown, copy)
             if mark.get("digest") == digest_with_optimizer(self.parameters, optimizer):
                 self.step = mark["step"]
                 self.together = mark.get("together", self.step)

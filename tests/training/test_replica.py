@@ -36,6 +36,21 @@ def test_cleared_gradients_are_zero_or_gone() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_a_loaded_state_of_the_optimizer_is_no_change_from_outside() -> None:
+    replica = adam(model())
+    state = {
+        **replica.rule.optimizer.state_dict(),
+        "param_groups": [{**replica.rule.optimizer.param_groups[0]}],
+    }
+    state["param_groups"][0] |= {"lr": 0.2, "params": [*range(4)]}
+    lineage = replica.lineage
+    replica.load_optimizer(state)
+    assert replica.lineage != lineage and not replica.evidence.changed
+    with torch.no_grad():
+        replica.model[0] += 1.0
+    assert replica.evidence.changed
+
+
 def poison_parameter(replica: Replica) -> None:
     with torch.no_grad():
         replica.parameters[0][0, 0] = float("nan")
