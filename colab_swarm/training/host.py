@@ -173,12 +173,13 @@ class HostOptimizer:
     def _step(self) -> RoundResult | None:
         samples, weight, dropped, losses, losses_weight = self._sum[-_COUNTS:].tolist()
         divisor = weight or 1.0
+        loss = None
         if dropped and not samples:  # a NaN, which the swarm's optimizer drops
             samples = dropped
             divisor = math.nan
+            loss = math.nan
         for parameter, part in self._parts:
             parameter.grad = part.div_(divisor).to(parameter.dtype)
-        loss = None
         if losses_weight:
             loss = losses / losses_weight
         if self._settings.weight_unit == "samples":

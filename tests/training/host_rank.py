@@ -120,7 +120,13 @@ def overflow(swarm: Swarm | None, net: Net, folder: Path) -> None:
     rank, scaler, scales = dist.get_rank(), torch.amp.GradScaler("cpu", init_scale=1024.0), []
     rows = [slice(0, 4), slice(4, BATCH)][rank]
     optimizer = host_optimizer(
-        swarm, sgd, target_batch_size=1, batch_size=rows.stop - rows.start, weight_unit="rows", timeout_s=40.0
+        swarm,
+        sgd,
+        target_batch_size=1,
+        batch_size=rows.stop - rows.start,
+        weight_unit="rows",
+        scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(sgd),
+        timeout_s=40.0,
     )
     for call, overflows in enumerate(((), (1,), (0, 1), ())):
         loss = loss_of(net, call, rows)
