@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from colab_swarm.averaging.member import Chunk, ReduceSpan, RoundMember
-from colab_swarm.averaging.reducer import root_mean_square
+from colab_swarm.averaging.reducer import digest_of, root_mean_square
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.net.peers import Role, Stream, short
@@ -77,7 +77,7 @@ class Collection:
             own.trace.received_bytes += len(payload)
             own.check_missing(message)
             mean = self._decoded(reducer, message, payload)
-            own.ledger.place(reducer, message.index, mean, message.missing)
+            own.ledger.place(reducer, message.index, mean, message.missing, digest_of(payload))
 
     def _decoded(self, reducer: int, message: Chunk, payload: Buffer) -> Floats | None:
         """Return a mean, None if there is none; raises ValueError if it cannot be one."""

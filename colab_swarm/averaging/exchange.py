@@ -70,6 +70,7 @@ class AllReduce:
             exchange_s=min(seconds, self.exchange_s),
             members=own.trace.members(incomplete),
             gaps=own.ledger.gaps(),
+            digest=own.ledger.digest() if self.collects else b"",
         )
 
     async def contribute_own(self) -> None:

@@ -43,6 +43,7 @@ class Chunk(Message, frozen=True):
     averaged: bool = False
     missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
     codec: str = ""  # empty: the group's; a mean may be sparse16
+    digest: bytes = b""  # `digest_of` a mean that was recovered, as its reducer had encoded it
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from colab_swarm.averaging.lateness import Lateness
 from colab_swarm.averaging.member import Chunk, RecallSpan, RoundMember
-from colab_swarm.averaging.reducer import average_chunk
+from colab_swarm.averaging.reducer import average_chunk, digest_of
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Buffer, Refusal, Stream, short
@@ -61,7 +61,7 @@ class Recovery:
                     for index in own.ledger.lacking(reducer):
                         message, values = await self._read(stream, reducer, index)
                         if message.averaged:
-                            own.ledger.place(reducer, index, values, message.missing)
+                            own.ledger.place(reducer, index, values, message.missing, message.digest)
             except (PeerError, TimeoutError, ValueError) as error:
                 name = short(own.member(coordinator).id)
                 logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
@@ -94,12 +94,13 @@ class Recovery:
         ledger = self.own.ledger
         chunk = ledger.chunk(opening.reducer, index)
         averaged = ledger.settled(opening.reducer, index)
-        has_mean, missing = ledger.result(opening.reducer, index)
-        if has_mean:
-            return Chunk(index, averaged, missing), ledger.vector.read(*chunk).data.cast("B")
+        placed = ledger.result(opening.reducer, index)
+        if placed.has_mean:
+            message = Chunk(index, averaged, placed.missing, digest=placed.digest)
+            return message, ledger.vector.read(*chunk).data.cast("B")
         if opening.contributions and self.own.contributes and not averaged:
             return self._upload.encoded(opening.reducer, index, chunk)
-        return Chunk(index, averaged, missing), b""
+        return Chunk(index, averaged, placed.missing), b""
 
     async def _recompute(self, reducer: int) -> None:
         wanted = self.own.ledger.lacking(reducer)
@@ -131,7 +132,7 @@ class Recovery:
         await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
         for _, (message, values) in sorted(received.items()):
             if message.averaged:
-                own.ledger.place(reducer, index, values, message.missing)
+                own.ledger.place(reducer, index, values, message.missing, message.digest)
                 return
         chunk = own.ledger.chunk(reducer, index)
         contributions = {member: values for member, (_, values) in received.items() if values is not None}
@@ -142,7 +143,8 @@ class Recovery:
         weights = [member.weight for member in own.group.members]
         own_values = own.ledger.vector.read(*chunk)
         mean, lacking = average_chunk(chunk, weights, contributions, own.usual.most_rms, own=[own_values])
-        own.ledger.place(reducer, index, mean, lacking)
+        digest = digest_of(mean.data.cast("B")) if mean is not None else b""
+        own.ledger.place(reducer, index, mean, lacking, digest)
 
     @asynccontextmanager
     async def _recall(self, member: int, reducer: int, *, contributions: bool) -> AsyncIterator[Stream]:

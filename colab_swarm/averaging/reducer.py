@@ -16,15 +16,32 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
+from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
-from colab_swarm.tensors.codecs import Floats, all_finite
+from colab_swarm.tensors.codecs import Buffer, Floats, all_finite
 from colab_swarm.tensors.vector import Vector
 
+_DIGEST_BYTES = 16
 OUTLIER = 10.0  # largest contribution, in usual sizes
 FEW_VALUES = 64  # short vectors differ by chance: at this length twice as large is admitted, below it more
+
+
+def digest_of(payload: Buffer) -> bytes:
+    """Return the digest of an encoded mean."""
+    return blake3(payload).digest(_DIGEST_BYTES)
+
+
+@dataclass(frozen=True)
+class PlacedChunk:
+    """Whether there is a mean, which members are missing in it, and its digest."""
+
+    has_mean: bool = False
+    missing: tuple[int, ...] = ()
+    digest: bytes = b""
 
 
 class SpanLedger:
@@ -40,8 +57,7 @@ class SpanLedger:
         self.readable = True
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
-        # (reducer, chunk) -> whether there is a mean, and the members that are missing in it
-        self._placed: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
+        self._placed: dict[tuple[int, int], PlacedChunk] = {}  # by reducer and chunk
 
     def chunk(self, reducer: int, index: int) -> Span:
         """Return the place of a chunk of a reducer's span; raises ValueError if there is none."""
@@ -49,21 +65,37 @@ class SpanLedger:
             raise ValueError(f"there is no chunk {index} of span {reducer}")
         return self.chunks[reducer][index]
 
-    def place(self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...]) -> None:
-        """Replace the own values by the mean, unless the chunk is settled or the round over; None: there is no mean."""
+    def place(
+        self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...], digest: bytes = b""
+    ) -> None:
+        """Replace the own values by the mean, unless the chunk is settled or the round over; None: there is no mean.
+
+        ``digest`` is that of the mean as its reducer encoded it.
+        """
         chunk = self.chunk(reducer, index)
         if self.writable and not self.settled(reducer, index):
             if mean is not None:
                 self.vector.write(*chunk, mean)
-            self._placed[reducer, index] = mean is not None, missing
+            self._placed[reducer, index] = PlacedChunk(mean is not None, missing, digest)
 
     def settled(self, reducer: int, index: int) -> bool:
         """Return True if the chunk's mean has arrived, or is known not to exist."""
         return (reducer, index) in self._placed
 
-    def result(self, reducer: int, index: int) -> tuple[bool, tuple[int, ...]]:
-        """Return whether the values are the mean, and the members that are missing in it."""
-        return self._placed.get((reducer, index), (False, ()))
+    def result(self, reducer: int, index: int) -> PlacedChunk:
+        return self._placed.get((reducer, index), PlacedChunk())
+
+    def digest(self) -> bytes:
+        """Return a digest of all values: equal at members that hold the same means."""
+        whole = blake3()
+        for reducer, chunks in enumerate(self.chunks):
+            for index, chunk in enumerate(chunks):
+                placed = self.result(reducer, index)
+                if placed.has_mean:
+                    whole.update(placed.digest)
+                else:
+                    whole.update(digest_of(self.vector.read(*chunk).data.cast("B")))
+        return whole.digest(_DIGEST_BYTES)
 
     def lacking(self, reducer: int) -> list[int]:
         return [index for index in range(len(self.chunks[reducer])) if not self.settled(reducer, index)]
@@ -73,8 +105,7 @@ class SpanLedger:
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                has_mean, _ = self.result(reducer, index)
-                if has_mean:
+                if self.result(reducer, index).has_mean:
                     continue
                 start = chunk.start
                 if kept and kept[-1].stop == chunk.start:
@@ -85,16 +116,16 @@ class SpanLedger:
     def incomplete(self) -> Collection[int]:
         """Return the members that are missing in at least one mean."""
         incomplete = set[int]()
-        for _, missing in self._placed.values():
-            incomplete.update(missing)
+        for placed in self._placed.values():
+            incomplete.update(placed.missing)
         return incomplete
 
     def waited(self) -> dict[int, int]:
         """Return, by reducer, one member missing from its means: the reducer may have waited for it."""
         waited = {}
-        for (reducer, _), (_, missing) in self._placed.items():
-            if missing:
-                waited[reducer] = missing[0]
+        for (reducer, _), placed in self._placed.items():
+            if placed.missing:
+                waited[reducer] = placed.missing[0]
         return waited
 
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
@@ -103,9 +134,8 @@ class SpanLedger:
         gaps = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                has_mean, missing = self.result(reducer, index)
-                if not has_mean:
-                    missing = everyone
+                placed = self.result(reducer, index)
+                missing = placed.missing if placed.has_mean else everyone
                 if missing:
                     gaps.append((chunk, missing))
         return tuple(gaps)

@@ -60,6 +60,7 @@ class GroupResult(RoundResult):
 
     group: Group  # the planned members
     gaps: tuple[tuple[Span, tuple[int, ...]], ...] = ()  # `SpanLedger.gaps`
+    digest: bytes = b""  # `SpanLedger.digest`
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         group = self.group

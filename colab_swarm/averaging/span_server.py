@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from colab_swarm.averaging.member import Chunk, RoundMember
-from colab_swarm.averaging.reducer import SpanReducer
+from colab_swarm.averaging.reducer import SpanReducer, digest_of
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, Stream, StreamEnded, short
 from colab_swarm.runtime import loop_now, wake
@@ -143,7 +143,7 @@ class SpanServer:
             if shorter:
                 name = SPARSE16
                 payload = shorter
-        own.ledger.place(own.me, index, mean, missing)
+        own.ledger.place(own.me, index, mean, missing, digest_of(payload))
         self._means.append((Chunk(index, True, missing, name), payload))
 
     def on_open(self) -> None:

@@ -10,8 +10,9 @@ from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
-from colab_swarm.training.progress import Progress, next_lineage
-from colab_swarm.training.rounds import CaughtUp, Mean
+from colab_swarm.training.progress import Progress
+from colab_swarm.training.records import Mean
+from colab_swarm.training.rounds import CaughtUp
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import DonorsSilent
 
@@ -120,7 +121,7 @@ class CatchUp:
         while (mean := self._means.get((step, lineage))) is not None:
             means.append(mean)
             step = step + 1
-            lineage = next_lineage(lineage, mean.values)
+            lineage = mean.lineage_after(lineage)
         await self._rounds.refresh()
         branch = self._rounds.progress.election.branch()
         missed = branch.step > step or any(followed > step for followed, _ in self._means)

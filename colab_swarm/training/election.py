@@ -1,6 +1,7 @@
 """Who speaks for the swarm: the branch that the records elect, and whose records have a vote. Pure.
 
-- Equal *lineages*, digests of the first parameters and every mean since, mean equal parameters.
+- Equal *lineages*, digests of the first parameters and of every mean since as it was encoded, mean equal parameters,
+  but for rounding (`sketch`).
 - The *branch* of the swarm is the highest step that at least half of the training peers have
   reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
   The others catch up. So one liar, one clock or one lucky minority never moves the swarm.

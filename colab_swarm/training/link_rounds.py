@@ -25,8 +25,8 @@ from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.catch_up import CatchUp
 from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.record_exchange import RecordExchange
-from colab_swarm.training.records import ProgressRecord, StepTaken
-from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.records import Mean, ProgressRecord, StepTaken
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import (
     PeerServices,
     RoundInput,
@@ -126,7 +126,8 @@ class LinkRounds(Rounds):
             result = await self._try_average(contribution)
             if result is not None:
                 group = result.group
-                yield RoundOutcome(Mean(contribution.vector.values, group.unused, group.loss), result)
+                mean = Mean(contribution.vector.values, result.digest, group.unused, group.loss)
+                yield RoundOutcome(mean, result)
         finally:
             self._meetings.in_a_round = False
 
@@ -216,7 +217,7 @@ class LinkRounds(Rounds):
             return {}
         if result.kept_local:
             return {}
-        return {(step, lineage): Mean(values, result.group.unused, result.group.loss)}
+        return {(step, lineage): Mean(values, result.digest, result.group.unused, result.group.loss)}
 
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         self._meetings.forget(step, lineage)

@@ -2,27 +2,16 @@
 
 from collections.abc import Container, Iterable, Mapping
 
-from blake3 import blake3
-
 from colab_swarm.dht.service import DHT
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.runtime import loop_now
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.election import Election
 from colab_swarm.training.forecast import BatchForecast
 from colab_swarm.training.known import KnownRecords
-from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord, read_participants
-
-_THREADS_PAY_BYTES = 1 << 20
+from colab_swarm.training.records import ProgressRecord, read_participants
 
 WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
 """The own record of a peer that does not train."""
-
-
-def next_lineage(lineage: bytes, mean: Floats) -> bytes:
-    """Return the lineage after applying ``mean``; equal on all peers that got the same mean."""
-    threads = blake3.AUTO if mean.nbytes > _THREADS_PAY_BYTES else 1
-    return blake3(lineage, max_threads=threads).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
 
 
 class Progress:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP, MAX_TEXT
 from colab_swarm.dht.service import DHT, Found
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import Message, PeerId, Role
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
@@ -66,6 +68,27 @@ class ProgressRecord(Message, frozen=True):
     def computes(self) -> bool:
         """True if the peer has the state and computes: its samples count, rounds wait for it."""
         return not (self.syncing or self.absent)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What a trainer applies in a step.
+
+    Attributes:
+        values: float32.
+        digest: of them as they came, equal at all peers that apply them.
+        unused: the bits of the tensors for which nobody had a gradient.
+        loss: the swarm's; None: nobody sent one.
+    """
+
+    values: Floats
+    digest: bytes
+    unused: bytes = b""
+    loss: float | None = None
+
+    def lineage_after(self, lineage: bytes) -> bytes:
+        """Return the lineage of the parameters after this step, from theirs before it."""
+        return blake3(lineage + self.digest).digest(LINEAGE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ from colab_swarm.training.flat import (
     take_step,
     trained_by,
 )
-from colab_swarm.training.progress import next_lineage
-from colab_swarm.training.records import LINEAGE_BYTES
+from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.schedule import Schedule
 
 _MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
@@ -144,20 +143,19 @@ class Replica:
 
     # Steps of the swarm, and of this peer alone.
 
-    def apply(self, mean: Floats, unused: bytes = b"", loss: float | None = None) -> bytes:
-        """Take one global step with the averaged gradient (flat, float32); returns the new lineage.
+    def apply(self, mean: Mean) -> bytes:
+        """Take one global step with the averaged gradient; returns the new lineage.
 
-        ``loss`` is the swarm's, for a scheduler that goes by it.
-        The ``unused`` parameters, by their bits, had no gradient anywhere: they stay, as in one process.
+        The parameters for which nobody had a gradient stay, as in one process.
         """
         with self.lock:
-            lineage = next_lineage(self.lineage, mean)
-            least, most = torch.aminmax(torch.from_numpy(mean))
-            with self.schedule.advanced(loss):
+            lineage = mean.lineage_after(self.lineage)
+            least, most = torch.aminmax(torch.from_numpy(mean.values))
+            with self.schedule.advanced(mean.loss):
                 # A step that fails may have changed a part: its peer must not pass for one that has not.
                 self.lineage = lineage
                 if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
-                    self._update(mean, flags_of(unused, len(self.model)))
+                    self._update(mean.values, flags_of(mean.unused, len(self.model)))
             self.step = self.step + 1
             self.evidence.on_step()
             if self.rule.mode is Mode.DIRECT:

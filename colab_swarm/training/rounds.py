@@ -21,11 +21,10 @@ from colab_swarm.events import Notice
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.comparison import Comparison
 from colab_swarm.training.forecast import ThroughputEstimator
 from colab_swarm.training.progress import Progress
-from colab_swarm.training.records import ProgressRecord, StepTaken
+from colab_swarm.training.records import Mean, ProgressRecord, StepTaken
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -35,15 +34,6 @@ _STATE_BYTES = 12  # of a value: itself and the two of Adam, in float32
 _DRIFT_TRAFFIC = 0.1
 _FLOAT32_DRIFT_TRAFFIC = 0.01
 _TELL_S = 2.0  # of a wait for peers, before a word on it
-
-
-@dataclass(frozen=True)
-class Mean:
-    """What a trainer applies: float32 ``values``, the bits of the tensors for which nobody had a gradient, the loss."""
-
-    values: Floats
-    unused: bytes = b""
-    loss: float | None = None  # the swarm's; None: nobody sent one
 
 
 CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Mean]]

@@ -19,9 +19,9 @@ from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
-from colab_swarm.training.records import StepTaken
+from colab_swarm.training.records import Mean, StepTaken
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.rounds import CaughtUp, Mean, RoundOutcome
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome
 from colab_swarm.training.settings import PeerServices, RoundInput
 from colab_swarm.training.state import shapes_at
 
@@ -151,7 +151,7 @@ class Trainer:
     def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> StepTaken:
         """Take a step with a mean."""
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
-            self._replica.apply(outcome.mean.values, outcome.mean.unused, outcome.mean.loss)
+            self._replica.apply(outcome.mean)
             if outcome.counted:
                 self._gathered.on_delivered(contribution)
             taken = self._replica.evidence.of_step(self._replica.step, self._replica.lineage)
@@ -224,7 +224,7 @@ class Trainer:
         try:
             self._replica.load_snapshot(snapshot)
             for mean in means:
-                self._replica.apply(mean.values, mean.unused, mean.loss)
+                self._replica.apply(mean)
             self._gathered.forget()
             loaded = self._collaboration.on_loaded(self._replica.step, self._replica.lineage, snapshot.donors)
             self._runtime.call(loaded)

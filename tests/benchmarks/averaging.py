@@ -28,7 +28,6 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.link_rounds import LinkRounds
-from colab_swarm.training.progress import next_lineage
 from colab_swarm.training.records import ProgressRecord, StepTaken
 from colab_swarm.training.rounds import TrainedModel
 from colab_swarm.training.settings import RoundInput, TrainingSettings
@@ -189,8 +188,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         given = RoundInput(HostVector(values), 1.0, 1.0, UploadEncoding())
         async with aclosing(collaboration.contribute(given)) as outcomes:
             async for outcome in outcomes:
-                after = await asyncio.to_thread(next_lineage, lineage, outcome.mean.values)
-                await collaboration.on_applied(outcome, StepTaken(after))
+                await collaboration.on_applied(outcome, StepTaken(outcome.mean.lineage_after(lineage)))
 
     swarm = enter(*invites, name=f"peer-{time.monotonic_ns()}")
     collaboration = swarm.runtime.call(begin())

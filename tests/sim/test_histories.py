@@ -16,11 +16,9 @@ from colab_swarm.events import Applied, Contributed, Event, EventLog, Loaded, No
 from colab_swarm.notebook.recorder import Header, Recorder, replay
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training import catch_up as catch_up_module
-from colab_swarm.training import replica as replica_module
 from colab_swarm.training.election import Election
 from colab_swarm.training.gradients import Gradients
-from colab_swarm.training.records import LINEAGE_BYTES
+from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.replica import Replica
 from tests.sim.histories import History, Violation, check
 from tests.sim.storm import (
@@ -348,11 +346,10 @@ def a_state_that_is_not_loaded_as_it_was(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_lineage_without_the_mean(patch: pytest.MonkeyPatch) -> None:
-    def wrong(lineage: bytes, mean: Floats) -> bytes:
+    def wrong(mean: Mean, lineage: bytes) -> bytes:
         return blake3(lineage).digest(LINEAGE_BYTES)
 
-    for module in (replica_module, catch_up_module):
-        patch.setattr(module, "next_lineage", wrong)
+    patch.setattr(Mean, "lineage_after", wrong)
 
 
 def a_peer_that_never_catches_up(patch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import WATCHING
-from colab_swarm.training.records import StepTaken
-from colab_swarm.training.rounds import Mean, RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.records import Mean, StepTaken
+from colab_swarm.training.rounds import RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.trainer_state import TRANSITIONS, TrainerEvent, TrainerState, next_state
 
@@ -54,7 +54,7 @@ class SoloRounds(Rounds):
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
         if self.rounds_left:
             self.rounds_left -= 1
-            yield RoundOutcome(Mean(contribution.vector.values), result_of(contribution))
+            yield RoundOutcome(Mean(contribution.vector.values, b"mean"), result_of(contribution))
         elif self.hangs:
             await asyncio.Event().wait()
 

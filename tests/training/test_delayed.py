@@ -11,8 +11,8 @@ from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.layerwise import Lamb
+from colab_swarm.training.records import Mean
 from colab_swarm.training.replica import Replica
 from tests.training import toy
 
@@ -54,10 +54,10 @@ def test_a_delayed_step_that_fails_is_raised_and_its_samples_count_again(
 ) -> None:
     apply, failures = Replica.apply, [RuntimeError("no memory for the step")]
 
-    def fail_once(replica: Replica, mean: Floats, *rest: Any) -> bytes:
+    def fail_once(replica: Replica, mean: Mean) -> bytes:
         if failures:
             raise failures.pop()
-        return apply(replica, mean, *rest)
+        return apply(replica, mean)
 
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, net := toy.model(), target_batch_size=10, overlap=True)

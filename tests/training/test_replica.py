@@ -17,7 +17,7 @@ from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import snapshot_of, tensors_of
-from tests.training.toy import loss_of, model, parameters_of
+from tests.training.toy import loss_of, mean_of, model, parameters_of
 
 
 def adam(net: torch.nn.Module) -> Replica:
@@ -218,7 +218,7 @@ def test_a_delayed_round_keeps_the_local_steps_unless_a_state_was_loaded_meanwhi
     replica.depart()
     gradient = np.ones(replica.numel, np.float32)
     replica.step_alone(FlatValues(replica.model, gradient.copy()), ())
-    replica.apply(gradient)
+    replica.apply(mean_of(gradient))
     if caught_up:
         replica.load(replica.state())
     replica.land()
@@ -261,7 +261,7 @@ def after_two_steps(make: Callable[..., Any], *, copies: bool = False, **rule: A
                 torch.nn.utils.clip_grad_norm_(both, limit)
             replica.rule.optimizer.step()
         else:
-            replica.apply(mean)
+            replica.apply(mean_of(mean))
             assert all(parameter.grad is None for parameter in both)
         np.testing.assert_array_equal(mean, MEAN)
     return both
@@ -307,5 +307,5 @@ def test_after_a_step_that_failed_no_parameter_has_a_mean_as_its_gradient() -> N
     optimizer = Lamb(both := parameters(), lr=0.1)
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(TypeError):
-        Replica(UpdateRule(optimizer)).apply(MEAN.copy())
+        Replica(UpdateRule(optimizer)).apply(mean_of(MEAN.copy()))
     assert all(parameter.grad is None for parameter in both)

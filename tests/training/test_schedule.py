@@ -88,13 +88,13 @@ def test_what_else_changes_a_setting_is_refused_and_set_back(change: Change) -> 
 
 def test_with_delayed_updates_a_change_while_a_round_runs_takes_no_step() -> None:
     replica = Replica(UpdateRule(inner := SGD(toy.model().parameters(), lr=0.1), delayed=True))
-    replica.apply(MEAN)
+    replica.apply(toy.mean_of(MEAN))
     before = [parameter.clone() for parameter in replica.parameters]
     inner.param_groups[0]["lr"] = 1.0
     with pytest.raises(ValueError, match=r"lr from 0.1 to 1.0.*scheduler=…"):
-        replica.apply(MEAN)
+        replica.apply(toy.mean_of(MEAN))
     assert replica.step == 1 and all(map(torch.equal, replica.parameters, before))
-    replica.apply(MEAN)
+    replica.apply(toy.mean_of(MEAN))
     assert replica.step == 2 and inner.param_groups[0]["lr"] == 0.1
 
 
@@ -184,11 +184,11 @@ def test_a_scheduler_that_raises_leaves_the_replica_as_it_was(
     inner = Adam(toy.model().parameters(), lr=0.1)
     replica = Replica(UpdateRule(inner, make(inner), **rule))
     for _ in range(2):
-        replica.apply(MEAN)
+        replica.apply(toy.mean_of(MEAN))
     before = replica.snapshot()
     for _ in range(3):
         with pytest.raises((ValueError, IndexError, OSError)):
-            replica.apply(MEAN)
+            replica.apply(toy.mean_of(MEAN))
         after = replica.snapshot()
         assert after.manifest == before.manifest
         assert (replica.step, replica.lineage) == (before.manifest.step, before.manifest.subject)
@@ -426,8 +426,8 @@ def test_a_step_without_a_loss_is_refused_where_a_scheduler_goes_by_it() -> None
 def test_a_round_in_which_nobody_sent_a_loss_leaves_the_plateau_where_it_is(rule: dict[str, Any]) -> None:
     inner = SGD(toy.model().parameters(), lr=0.1)
     replica = Replica(UpdateRule(inner, scheduler := plateau(inner), **rule))
-    replica.apply(MEAN, loss=1.0)
-    replica.apply(MEAN)
+    replica.apply(toy.mean_of(MEAN, loss=1.0))
+    replica.apply(toy.mean_of(MEAN))
     assert (replica.step, scheduler.last_epoch, inner.param_groups[0]["lr"]) == (2, 1, 0.1)
-    replica.apply(MEAN, loss=1.5)
+    replica.apply(toy.mean_of(MEAN, loss=1.5))
     assert (scheduler.last_epoch, inner.param_groups[0]["lr"]) == (2, 0.05)

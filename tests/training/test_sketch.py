@@ -14,9 +14,9 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import Fault, Notice, StateReceived
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training import rounds
 from colab_swarm.training.layerwise import Lamb
+from colab_swarm.training.records import Mean
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.sketch import RELOAD_S, SKETCH_STEPS, TOLERANCE, Deviation, StateCheck, StateSketch
 from colab_swarm.training.state import load_checkpoint
@@ -160,7 +160,7 @@ def test_models_that_diverged_alike_agree() -> None:
 def test_a_replicas_sketch_shows_a_changed_parameter_or_optimizer_state(kind: str) -> None:
     net = torch.nn.Linear(300, 300)  # longer than the signs of one block
     replica = Replica(UpdateRule(optimizer := Lamb(net.parameters(), lr=0.01)))
-    replica.apply(np.ones(replica.numel, np.float32))
+    replica.apply(toy.mean_of(np.ones(replica.numel, np.float32)))
     before = replica.evidence.sketch(1, replica.lineage)
     with torch.no_grad():
         changed: dict[str, Any] = {"parameter": net.weight, **optimizer.state[net.weight]}
@@ -301,8 +301,8 @@ def test_other_rounding_stays_bounded(bounded: bool, tmp_path: Path, monkeypatch
     steps = 4 * SKETCH_STEPS
     apply = Replica.apply
 
-    def rounded(replica: Replica, mean: Floats, *rest: Any) -> bytes:
-        lineage = apply(replica, mean, *rest)
+    def rounded(replica: Replica, mean: Mean) -> bytes:
+        lineage = apply(replica, mean)
         if replica.rule is rules.get("bob"):
             with torch.no_grad():
                 for parameter in replica.model:

@@ -16,8 +16,8 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.runtime import POLL_S, uninterrupted
-from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.records import Mean
 from colab_swarm.training.replica import Replica
 from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of, take
 
@@ -99,10 +99,10 @@ def test_an_interrupt_ends_a_wait_or_a_pause_and_samples_count_once(
 def test_an_interrupt_while_the_mean_is_applied_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     apply = Replica.apply
 
-    def interrupted(replica: Replica, mean: Floats, *rest: Any) -> bytes:
+    def interrupted(replica: Replica, mean: Mean) -> bytes:
         signal.raise_signal(signal.SIGINT)
         time.sleep(2 * POLL_S)  # the trainer notices meanwhile
-        return apply(replica, mean, *rest)
+        return apply(replica, mean)
 
     monkeypatch.setattr(Replica, "apply", interrupted)
     with cs.create("test-run") as swarm:

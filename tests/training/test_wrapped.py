@@ -113,7 +113,7 @@ def test_a_step_that_fails_after_the_update_shows_in_the_lineage(attempts: int) 
     replicas[0].rule.optimizer.register_step_post_hook(fails)
     for _ in range(attempts):
         with pytest.raises(OSError, match="full"):
-            replicas[0].apply(torch.full((178,), 0.1).numpy())
+            replicas[0].apply(toy.mean_of(torch.full((178,), 0.1).numpy()))
     failed, other = (torch.cat([one.flatten() for one in replica.model]) for replica in replicas)
     assert torch.equal(failed, other) == (replicas[0].lineage == replicas[1].lineage) == (not attempts)
 

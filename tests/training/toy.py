@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from blake3 import blake3
 
 import colab_swarm as cs
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.records import Mean
 
 T = TypeVar("T")
 ROWS = {"alice": slice(0, 1), "bob": slice(1, 3), "carol": slice(3, 6), "dave": slice(6, 10)}
@@ -68,6 +70,10 @@ def take(
     """A micro-batch of these rows of a step's batch."""
     loss_of(net, step, rows).backward()
     return optimizer.step(samples=rows.stop - rows.start)
+
+
+def mean_of(values: Any, loss: float | None = None) -> Mean:
+    return Mean(values, blake3(values.tobytes()).digest(), loss=loss)
 
 
 def alone(train: Callable[[Swarm], T]) -> T:
