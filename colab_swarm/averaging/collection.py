@@ -4,12 +4,12 @@ import asyncio
 import logging
 
 from colab_swarm.averaging.member import Chunk, ReduceSpan, RoundMember
-from colab_swarm.averaging.reducer import digest_of, root_mean_square
+from colab_swarm.averaging.reducer import digest_of
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.net.peers import Role, Stream, short
 from colab_swarm.runtime import loop_now
-from colab_swarm.tensors.codecs import Buffer, Floats, codec_of
+from colab_swarm.tensors.codecs import Buffer, codec_of
 from colab_swarm.tensors.sparse import SPARSE16, restore_zeros
 
 logger = logging.getLogger(__name__)
@@ -76,28 +76,20 @@ class Collection:
             own.trace.on_traffic("means", reducer, now)
             own.trace.received_bytes += len(payload)
             own.check_missing(message)
-            mean = self._decoded(reducer, message, payload)
-            own.ledger.place(reducer, message.index, mean, message.missing, digest_of(payload))
+            self._place(reducer, message, payload)
 
-    def _decoded(self, reducer: int, message: Chunk, payload: Buffer) -> Floats | None:
-        """Return a mean, None if there is none; raises ValueError if it cannot be one."""
+    def _place(self, reducer: int, message: Chunk, payload: Buffer) -> None:
+        """Place a mean; raises ValueError if it cannot be one, and the others recover the span."""
         own = self.own
-        numel = own.ledger.chunk(reducer, message.index).numel
-        if not len(payload):
-            return None
+        digest = digest_of(payload)
         name = message.codec or own.group.terms.mean_codec
-        if name == SPARSE16:
+        if name == SPARSE16 and len(payload):
             name = "float16"
-            payload = restore_zeros(payload, numel)
-        mean = codec_of(name).decode(payload, numel, scratch=own.scratch)
-        rms = root_mean_square(mean)
-        # False for NaN, too.
-        is_credible = rms < _LARGEST_MEAN * own.usual.most_rms
-        if not is_credible:
-            # the others recover the span
-            text = f"the mean of chunk {message.index} is not finite, or far too large: {rms:.3g}"
-            raise ValueError(text)
-        return mean
+            payload = restore_zeros(payload, own.ledger.chunk(reducer, message.index).numel)
+        most_rms = _LARGEST_MEAN * own.usual.most_rms
+        own.ledger.place(
+            reducer, message.index, codec_of(name), payload, message.missing, digest, most_rms=most_rms
+        )
 
     def waiting_for(self) -> list[int]:
         """Return the reducers whose streams are open."""

@@ -61,7 +61,7 @@ class Recovery:
                     for index in own.ledger.lacking(reducer):
                         message, values = await self._read(stream, reducer, index)
                         if message.averaged:
-                            own.ledger.place(reducer, index, values, message.missing, message.digest)
+                            self._place(reducer, message, values)
             except (PeerError, TimeoutError, ValueError) as error:
                 name = short(own.member(coordinator).id)
                 logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
@@ -132,7 +132,7 @@ class Recovery:
         await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
         for _, (message, values) in sorted(received.items()):
             if message.averaged:
-                own.ledger.place(reducer, index, values, message.missing, message.digest)
+                self._place(reducer, message, values)
                 return
         chunk = own.ledger.chunk(reducer, index)
         contributions = {member: values for member, (_, values) in received.items() if values is not None}
@@ -143,8 +143,15 @@ class Recovery:
         weights = [member.weight for member in own.group.members]
         own_values = own.ledger.vector.read(*chunk)
         mean, lacking = average_chunk(chunk, weights, contributions, own.usual.most_rms, own=[own_values])
-        digest = digest_of(mean.data.cast("B")) if mean is not None else b""
-        own.ledger.place(reducer, index, mean, lacking, digest)
+        self._place(reducer, Chunk(index, True, lacking), mean)
+
+    def _place(self, reducer: int, message: Chunk, mean: Floats | None) -> None:
+        exact = codec_of("float32")
+        payload: Buffer = b""
+        if mean is not None:
+            payload = exact.encode(mean)
+        digest = message.digest or digest_of(payload)
+        self.own.ledger.place(reducer, message.index, exact, payload, message.missing, digest)
 
     @asynccontextmanager
     async def _recall(self, member: int, reducer: int, *, contributions: bool) -> AsyncIterator[Stream]:

@@ -22,8 +22,9 @@ import numpy as np
 from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
-from colab_swarm.tensors.codecs import Buffer, Floats, all_finite
+from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
 from colab_swarm.tensors.vector import Vector
+from colab_swarm.tensors.vectors import root_mean_square
 
 _DIGEST_BYTES = 16
 OUTLIER = 10.0  # largest contribution, in usual sizes
@@ -66,17 +67,25 @@ class SpanLedger:
         return self.chunks[reducer][index]
 
     def place(
-        self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...], digest: bytes = b""
+        self,
+        reducer: int,
+        index: int,
+        codec: Codec,
+        mean: Buffer,
+        missing: tuple[int, ...],
+        digest: bytes,
+        *,
+        most_rms: float = math.inf,
     ) -> None:
-        """Replace the own values by the mean, unless the chunk is settled or the round over; None: there is no mean.
+        """Replace the own values by the encoded mean, unless the chunk is settled or the round over.
 
-        ``digest`` is that of the mean as its reducer encoded it.
+        An empty ``mean``: there is none. ``digest``: of it as its reducer encoded it. Raises as `Vector.take`.
         """
         chunk = self.chunk(reducer, index)
         if self.writable and not self.settled(reducer, index):
-            if mean is not None:
-                self.vector.write(*chunk, mean)
-            self._placed[reducer, index] = PlacedChunk(mean is not None, missing, digest)
+            if len(mean):
+                self.vector.take(*chunk, codec, mean, most_rms=most_rms)
+            self._placed[reducer, index] = PlacedChunk(bool(len(mean)), missing, digest)
 
     def settled(self, reducer: int, index: int) -> bool:
         """Return True if the chunk's mean has arrived, or is known not to exist."""
@@ -269,11 +278,3 @@ def average_chunk(
     for member in range(len(weights)):
         again.drop(member)
     return again.mean(0), again.missing(0)
-
-
-def root_mean_square(values: Floats) -> float:
-    with np.errstate(over="ignore"):
-        squares = float(np.dot(values, values))
-    if not math.isfinite(squares):  # too large for float32, or not finite
-        squares = float(np.square(values, dtype=np.float64).sum())
-    return math.sqrt(squares / len(values))

@@ -135,15 +135,15 @@ class SpanServer:
         missing = self.reducer.missing(index)
         codec = self._precision.at(own.ledger.chunk(own.me, index).start)
         name = "" if codec.name == own.group.terms.mean_codec else codec.name
-        payload: Buffer = b""
+        encoded: Buffer = b""
         if mean is not None:
-            payload = codec.encode(mean)
-            mean = codec.decode(payload, len(mean), scratch=own.scratch)
-            shorter = drop_zeros(payload) if codec.name == "float16" else b""
-            if shorter:
-                name = SPARSE16
-                payload = shorter
-        own.ledger.place(own.me, index, mean, missing, digest_of(payload))
+            encoded = codec.encode(mean)
+        payload = encoded
+        shorter = drop_zeros(encoded) if codec.name == "float16" else b""
+        if shorter:
+            name = SPARSE16
+            payload = shorter
+        own.ledger.place(own.me, index, codec, encoded, missing, digest_of(payload))
         self._means.append((Chunk(index, True, missing, name), payload))
 
     def on_open(self) -> None:

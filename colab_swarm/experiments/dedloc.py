@@ -406,7 +406,8 @@ class _Player(Averager):
     ) -> GroupResult:
         round_ = self._done + group.terms.step % MAX_ROUNDS
         if self._name in self._town.liars:
-            vector.write(0, vector.numel, np.full(vector.numel, np.nan, np.float32))
+            assert isinstance(vector, HostVector)
+            vector.values.fill(np.nan)
         if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
         result = await super().average(group, vector, encoding, **options)

@@ -1,10 +1,18 @@
 """The vector of a round as the averaging sees it: encoded for others, and overwritten by means, piece by piece."""
 
+import math
 from typing import Protocol
 
 import numpy as np
 
+from colab_swarm.errors import require
 from colab_swarm.tensors.codecs import Buffer, Codec, ErrorFeedback, Floats
+from colab_swarm.tensors.vectors import root_mean_square
+
+
+def require_credible(rms: float, most_rms: float) -> None:
+    """Raise ValueError unless a mean's root mean square is below the limit, as that of NaN never is."""
+    require(rms < most_rms, f"a mean is not finite, or far too large: {rms:.3g}")
 
 
 class Vector(Protocol):
@@ -22,8 +30,14 @@ class Vector(Protocol):
     def read(self, start: int, stop: int) -> Floats:
         """Return these values in main memory, maybe as a view."""
 
-    def write(self, start: int, stop: int, values: Floats) -> None:
-        """Replace these values by their mean."""
+    def take(
+        self, start: int, stop: int, codec: Codec, payload: Buffer, *, most_rms: float = math.inf
+    ) -> None:
+        """Replace these values by an encoded mean.
+
+        Raises ValueError, with nothing changed, if the codec refuses it, or the root mean square of its values is not
+        below ``most_rms``, as with NaN.
+        """
 
 
 class HostVector:
@@ -38,7 +52,7 @@ class HostVector:
             raise ValueError(f"float32 values are needed in one dimension and in one piece, got {got}")
         self.values = values
         self.feedback = feedback
-        self._scratch = np.empty(0, np.float32)  # of one piece, to decode what was encoded
+        self._scratch = np.empty(0, np.float32)  # of one piece, to decode it
 
     @property
     def numel(self) -> int:
@@ -48,13 +62,21 @@ class HostVector:
         values = self.values[start:stop]
         encoded = codec.encode(values)
         if self.feedback is not None and codec.name != "float32":
-            if len(self._scratch) < len(values):
-                self._scratch = np.empty(len(values), np.float32)
-            self.feedback.cut_off(start, values, codec.decode(encoded, len(values), scratch=self._scratch))
+            scratch = self._scratch_of(len(values))
+            self.feedback.cut_off(start, values, codec.decode(encoded, len(values), scratch=scratch))
         return encoded
 
     def read(self, start: int, stop: int) -> Floats:
         return self.values[start:stop]
 
-    def write(self, start: int, stop: int, values: Floats) -> None:
-        self.values[start:stop] = values
+    def take(
+        self, start: int, stop: int, codec: Codec, payload: Buffer, *, most_rms: float = math.inf
+    ) -> None:
+        mean = codec.decode(payload, stop - start, scratch=self._scratch_of(stop - start))
+        require_credible(root_mean_square(mean), most_rms)
+        self.values[start:stop] = mean
+
+    def _scratch_of(self, numel: int) -> Floats:
+        if len(self._scratch) < numel:
+            self._scratch = np.empty(numel, np.float32)
+        return self._scratch

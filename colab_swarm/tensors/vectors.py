@@ -27,6 +27,14 @@ def require_finite(values: Floats, codec: str) -> None:
     require(all_finite(values), f"values that are not finite cannot travel as {codec}: drop this vector")
 
 
+def root_mean_square(values: Floats) -> float:
+    with np.errstate(over="ignore"):
+        squares = float(np.dot(values, values))
+    if not math.isfinite(squares):  # too large for float32, or not finite
+        squares = float(np.square(values, dtype=np.float64).sum())
+    return math.sqrt(squares / len(values))
+
+
 def checked(buffer: Buffer, size_bytes: int) -> Buffer:
     require(len(buffer) == size_bytes, f"{len(buffer)} encoded bytes, {size_bytes} expected")
     return buffer

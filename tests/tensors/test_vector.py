@@ -32,9 +32,19 @@ def test_a_mean_overwrites_its_piece_only() -> None:
     values = random_values()
     before = values.copy()
     vector = HostVector(values)
-    vector.write(10, 20, np.zeros(10, np.float32))
+    vector.take(10, 20, codec_of("float32"), np.zeros(10, np.float32).tobytes())
     assert not vector.read(10, 20).any()
     assert np.array_equal(values[:10], before[:10]) and np.array_equal(values[20:], before[20:])
+
+
+@pytest.mark.parametrize("mean", [np.nan, np.inf, -2.0, 1e30])
+def test_a_mean_that_nobody_can_have_sent_changes_nothing(mean: float) -> None:
+    values = random_values()
+    before = values.copy()
+    payload = np.full(10, mean, np.float32).tobytes()
+    with pytest.raises(ValueError, match="not finite, or far too large"):
+        HostVector(values).take(10, 20, codec_of("float32"), payload, most_rms=2.0)
+    assert np.array_equal(values, before)
 
 
 @pytest.mark.parametrize("values", [np.zeros(4), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])
