@@ -18,11 +18,11 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, from which `colab_
 
 | subject | module |
 |---|---|
-| codecs and error feedback | `colab_swarm.tensors.codecs` |
+| codecs, error feedback; codecs on devices | `colab_swarm.tensors.codecs`, `colab_swarm.tensors.device_codecs` |
 | those of the largest values; their parts | `colab_swarm.tensors.sparse`, `colab_swarm.tensors.vectors` |
 | a model's gradients as one flat float32 vector | `colab_swarm.training.flat` |
 | any training state as named tensors and a plain skeleton, in one safetensors file | `colab_swarm.tensors.statedict` |
 | a state as hashed chunks, fetched from several donors | `colab_swarm.tensors.chunks` |
 
-Everything is numpy and little-endian; a relay or reducer never loads torch.
+Everything is little-endian, and numpy but for tensors on a device; a relay or reducer never loads torch.
 """

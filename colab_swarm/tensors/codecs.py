@@ -74,8 +74,8 @@ class Codec(Protocol):
 FLOAT16_MAX = 65504.0
 BFLOAT16_MAX = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
 _MAX_MEAN_GAMMA = 0.1
-_SMALLEST_SCALED = np.float32(1e-35)  # below it 127 / max|block| would overflow
-_LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.float32(0))
+SMALLEST_SCALED = np.float32(1e-35)  # below it 127 / max|block| would overflow
+LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.float32(0))
 # Cast at once: torch wakes a thread for each core at 32,768 values, which takes longer than the cast. Two peers on a
 # machine with 16 cores stood still by it.
 _CAST_VALUES = 7 * BLOCK_VALUES
@@ -235,9 +235,9 @@ class _Int8:
         levels = np.frombuffer(encoded, np.int8, offset=4 * blocks)
         for (here, rows), (_, out) in zip(block_rows(values), block_rows(levels), strict=True):
             largest = np.maximum(rows.max(axis=1), -rows.min(axis=1))
-            tiny = largest < _SMALLEST_SCALED
+            tiny = largest < SMALLEST_SCALED
             with np.errstate(all="ignore"):  # NaN or infinity makes the scale NaN, which the decoder refuses
-                scale = np.where(np.isfinite(largest), np.minimum(largest / 127, _LARGEST_SCALE), np.nan)
+                scale = np.where(np.isfinite(largest), np.minimum(largest / 127, LARGEST_SCALE), np.nan)
                 scales[here] = np.where(tiny, 0, scale)
                 steps = rows * np.where(tiny, 0, 127 / largest).astype(np.float32)[:, None]
                 np.rint(steps, out=steps)
@@ -249,7 +249,7 @@ class _Int8:
         checked(buffer, self.encoded_bytes(numel))
         scales = np.frombuffer(buffer, np.float32, count=blocks)
         text = "an int8 block has a scale that is negative, infinite or not a number"
-        require(bool(((scales >= 0) & (scales <= _LARGEST_SCALE)).all()), text)
+        require(bool(((scales >= 0) & (scales <= LARGEST_SCALE)).all()), text)
         if numel:
             levels = np.frombuffer(buffer, np.int8, offset=4 * blocks)
         else:

@@ -228,17 +228,17 @@ def _largest(rows: Floats, count: int) -> Indices:
     return places
 
 
-def _low_bits(kept: int, numel: int) -> int:
+def low_bits_of(kept: int, numel: int) -> int:
     return (numel // kept).bit_length() - 1 if kept else 0
 
 
 def _index_bytes(kept: int, numel: int) -> int:
-    low_bits = _low_bits(kept, numel)
+    low_bits = low_bits_of(kept, numel)
     return -(-kept * low_bits // 8) + -(-(kept + (max(numel - 1, 0) >> low_bits)) // 8)
 
 
 def _pack_indices(indices: Indices, numel: int) -> bytes:
-    low_bits = _low_bits(len(indices), numel)
+    low_bits = low_bits_of(len(indices), numel)
     lows = (indices >> np.arange(low_bits)[:, None]) & 1
     highs = np.zeros(len(indices) + (max(numel - 1, 0) >> low_bits), np.uint8)
     highs[(indices >> low_bits) + np.arange(len(indices))] = 1
@@ -246,7 +246,7 @@ def _pack_indices(indices: Indices, numel: int) -> bytes:
 
 
 def _unpack_indices(packed: Codes, kept: int, numel: int) -> Indices:
-    low_bits = _low_bits(kept, numel)
+    low_bits = low_bits_of(kept, numel)
     lows, highs = np.split(packed, [-(-kept * low_bits // 8)])
     ones = np.flatnonzero(np.unpackbits(highs, count=kept + (max(numel - 1, 0) >> low_bits)).view(bool))
     require(len(ones) == kept, f"a sparse vector names {len(ones)} indices, {kept} expected")

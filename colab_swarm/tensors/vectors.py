@@ -59,16 +59,16 @@ def block_count(numel: int) -> int:
     return -(-numel // BLOCK_VALUES)
 
 
-_CODE_BITS = 2
-BINS = 1 << _CODE_BITS  # codes
+CODE_BITS = 2
+BINS = 1 << CODE_BITS  # codes
 RANGE = 6.0  # standard deviations that the codes span
-_CODES_PER_BYTE = 8 // _CODE_BITS
-_SHIFTS = np.arange(0, 8, _CODE_BITS, dtype=np.uint8)[:, None]
+CODES_PER_BYTE = 8 // CODE_BITS
+_SHIFTS = np.arange(0, 8, CODE_BITS, dtype=np.uint8)[:, None]
 
 
 def pack(codes: Codes) -> bytes:
     """Pack codes of 2 bits: the first codes of all bytes, then the second ones of all, and so on."""
-    planes = np.zeros((_CODES_PER_BYTE, -(-len(codes) // _CODES_PER_BYTE)), np.uint8)
+    planes = np.zeros((CODES_PER_BYTE, -(-len(codes) // CODES_PER_BYTE)), np.uint8)
     planes.ravel()[: len(codes)] = codes
     return bytes(np.bitwise_or.reduce(planes << _SHIFTS, axis=0))
 
