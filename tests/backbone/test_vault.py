@@ -22,7 +22,7 @@ from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import save_checkpoint, tensors_of
 from tests.tensors.test_statedict import same
-from tests.training.toy import loss_of, model
+from tests.training.toy import loss_of, mean_of, model
 
 
 def replica(steps: int, seed: int = 0) -> Replica:
@@ -32,7 +32,7 @@ def replica(steps: int, seed: int = 0) -> Replica:
     for step in range(steps):
         loss_of(net, step).backward()
         gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
-        trained.apply(gradient.numpy().astype(np.float32))
+        trained.apply(mean_of(gradient.numpy().astype(np.float32)))
     return trained
 
 
@@ -90,7 +90,7 @@ def test_the_newest_files_remain_and_are_listed(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path, keep=2), replica(0)
     for _ in range(4):
         vault.save(trained.snapshot())
-        trained.apply(np.ones(trained.numel, np.float32))
+        trained.apply(mean_of(np.ones(trained.numel, np.float32)))
     assert [path.name[-15:] for path in vault.paths()] == ["003.safetensors", "002.safetensors"]
     listed = [(one.step, one.size_bytes) for one in Vault(tmp_path, keep=2).checkpoints]
     assert listed == [(step, vault.file_of(step).stat().st_size) for step in (2, 3)]
@@ -100,7 +100,7 @@ def test_the_newest_files_remain_and_are_listed(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path), replica(1)
     vault.save(trained.snapshot())
-    trained.apply(np.ones(trained.numel, np.float32))
+    trained.apply(mean_of(np.ones(trained.numel, np.float32)))
     newest = vault.save(trained.snapshot())
     newest.write_bytes(newest.read_bytes()[:-9])
     latest = vault.latest()
