@@ -141,8 +141,11 @@ class Recovery:
             codec = codec_of(message.codec or own.group.terms.codec)
             contributions[own.me] = codec.decode(payload, chunk.numel)
         weights = [member.weight for member in own.group.members]
-        own_values = own.ledger.vector.read(*chunk)
-        mean, lacking = average_chunk(chunk, weights, contributions, own.usual.most_rms, own=[own_values])
+
+        def own_values(_: int) -> Floats:
+            return own.ledger.vector.read(*chunk)
+
+        mean, lacking = average_chunk(chunk, weights, contributions, own.usual.most_rms, own=own_values)
         self._place(reducer, Chunk(index, True, lacking), mean)
 
     def _place(self, reducer: int, message: Chunk, mean: Floats | None) -> None:

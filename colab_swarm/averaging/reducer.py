@@ -14,7 +14,7 @@ State, as sets of members: ``_expected`` still owe chunks; ``_delivered[chunk]``
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -164,7 +164,7 @@ class SpanReducer:
         sums: Floats,
         most_rms: float = math.inf,
         *,
-        own: Sequence[Floats] = (),
+        own: Callable[[int], Floats] | None = None,
     ) -> None:
         self._own = own
         self._most_rms = most_rms
@@ -201,7 +201,7 @@ class SpanReducer:
         weight = self._weights[member]
         few = 1.0 + FEW_VALUES / len(values)
         if rms > few * self._most_rms:
-            own_rms = root_mean_square(self._own[chunk]) if self._own else 0.0
+            own_rms = root_mean_square(self._own(chunk)) if self._own else 0.0
             weight *= min(1.0, few * max(self._most_rms, OUTLIER * own_rms) / rms)
         if self._delivered[chunk]:
             scaled = self._scratch[: len(sums)]
@@ -267,7 +267,7 @@ def average_chunk(
     contributions: Mapping[int, Floats],
     most_rms: float = math.inf,
     *,
-    own: Sequence[Floats] = (),
+    own: Callable[[int], Floats] | None = None,
 ) -> tuple[Floats | None, tuple[int, ...]]:
     """Average a chunk again, from ``contributions`` by member; return its mean and the members missing in it."""
     sums = np.empty(chunk.numel, np.float32)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,8 +12,9 @@ from colab_swarm.averaging.reducer import SpanReducer, digest_of
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId, Stream, StreamEnded, short
 from colab_swarm.runtime import loop_now, wake
-from colab_swarm.tensors.codecs import Buffer, Precision, codec_of
+from colab_swarm.tensors.codecs import Buffer, Floats, Precision, codec_of
 from colab_swarm.tensors.sparse import SPARSE16, drop_zeros
+from colab_swarm.tensors.vector import HostVector
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ class SpanServer:
         span = own.group.spans()[own.me]
         chunks = own.ledger.chunks[own.me]
         weights = [member.weight for member in own.group.members]
-        contribution = [vector.read(*chunk) for chunk in chunks if weights[own.me]]
+        contribution: Callable[[int], Floats] | None = None
+        if own.contributes:
+            contribution = self._own_values
         # A member that collects means into its vector needs its values until they arrive; an assistant's are empty.
         sums = np.empty(span.numel, np.float32) if collects else vector.read(*span)
         self.reducer = SpanReducer(chunks, weights, sums, own.usual.most_rms, own=contribution)
@@ -45,6 +49,11 @@ class SpanServer:
         self._publish(self.reducer.finished())
         if not collects:
             self._publish(self.reducer.drop(own.me))
+
+    def _own_values(self, index: int) -> Floats:
+        """Return this member's own values of a chunk, until the mean replaces them."""
+        ledger = self.own.ledger
+        return ledger.vector.read(*ledger.chunk(self.own.me, index))
 
     async def serve(self, stream: Stream, member: int) -> None:
         """Take a member's contribution, and return the means to it."""
@@ -161,6 +170,9 @@ class SpanServer:
         if self.open_streams or self.reducer.unfinished:
             return
         own = self.own
+        if not isinstance(own.ledger.vector, HostVector):
+            # It would give copies.
+            return
         self.reducer.sums = [own.ledger.vector.read(*chunk) for chunk in own.ledger.chunks[own.me]]
         for at, (mean, payload) in enumerate(self._means):
             if len(payload) and (mean.codec or own.group.terms.mean_codec) == "float32":

@@ -24,6 +24,7 @@ from colab_swarm.mailbox.view import Wait
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.records import Mean, ProgressRecord, StepTaken, differing
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
@@ -123,7 +124,8 @@ class BucketRounds(Rounds):
     def _means(self, rounds: Sequence[ClosedRound]) -> Iterator[Mean]:
         values = np.empty(self.model.numel, np.float32)
         for closed in rounds:
-            yield Mean(self._journal.mean(closed, values), closed.after.base, loss=closed.loss)
+            vector = HostVector(self._journal.mean(closed, values))
+            yield Mean(vector, closed.after.base, loss=closed.loss)
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self.comparison.on_loaded(donors)
@@ -171,9 +173,10 @@ class BucketRounds(Rounds):
             while (end := await self._follower.next_round(contribution, round)) is not None:
                 moved = [now - then for now, then in zip(self.bucket_bytes, bytes_before, strict=True)]
                 result = _result(end.closed, moved, loop_now() - began_at)
-                values = await asyncio.to_thread(self._journal.mean, end.closed, contribution.vector.values)
+                own_values = contribution.host_vector.values
+                values = await asyncio.to_thread(self._journal.mean, end.closed, own_values)
                 self._closed = end.closed
-                mean = Mean(values, end.closed.after.base, loss=end.closed.loss)
+                mean = Mean(HostVector(values), end.closed.after.base, loss=end.closed.loss)
                 yield RoundOutcome(mean, result, counted=end.counted, over=end.over)
                 if end.over:
                     if contribution.weight and not end.counted:

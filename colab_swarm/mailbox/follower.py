@@ -123,7 +123,7 @@ class ChainFollower:
             return chain.round
         own = self._own
         if own is None or not chain.may_count(self._me, own.round):
-            content = await asyncio.to_thread(encode, journal.codec, contribution.vector.values)
+            content = await asyncio.to_thread(encode, journal.codec, contribution.host_vector.values)
             data = self._sealed(contribution, content, chain, record)
             path = f"{chain.folder}/{self._me.hex()}"
             began_at = loop_now()
@@ -134,7 +134,7 @@ class ChainFollower:
             written_at = loop_now() if written else None
             own = _Written(chain.round, content, written_at)
             self._own = own
-        await asyncio.to_thread(_keep_loss, contribution.vector, journal.codec, own.content)
+        await asyncio.to_thread(_keep_loss, contribution.host_vector, journal.codec, own.content)
         return own.round
 
     def _sealed(

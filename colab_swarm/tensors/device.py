@@ -5,14 +5,15 @@ A flag is one bit that a device computes. Its reader waits for the work before i
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from colab_swarm.tensors.vectors import Floats
+from colab_swarm.tensors.vectors import Buffer, Floats
 
 _MAIN_MEMORY = ("cpu",)  # types of devices whose tensors lie there
+_MOST_STAGED_BYTES = 1 << 22
 # Of main memory, what three vectors may keep pinned, where a GPU reads and writes it several times as fast.
 _PINNED_SHARE = 1 / 8
 
@@ -48,8 +49,9 @@ def copy_in(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in main memory."""
-    copy = torch.empty_like(tensor, device="cpu")
+    """Return a copy in main memory; a short one of a GPU's is pinned, as torch keeps such memory for the next."""
+    is_pinned = tensor.device.type == "cuda" and tensor.nbytes <= _MOST_STAGED_BYTES
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
     copy_out(tensor, copy)
     return copy
 
@@ -61,6 +63,33 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host_copy(tensor)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor in main memory itself if the device reads it there, else a copy."""
+    if in_main_memory(device):
+        return tensor
+    copy = torch.empty_like(tensor, device=device)
+    copy_in(tensor, copy)
+    return copy
+
+
+def from_buffer(payload: Buffer, device: torch.device) -> torch.Tensor:
+    """Return bytes (uint8) that arrived, on a device."""
+    staged = torch.empty(len(payload), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged.numpy()[:] = np.frombuffer(payload, np.uint8)
+    return to_device(staged, device)
+
+
+def floats_of(values: torch.Tensor) -> Floats:
+    """Return float32 values in main memory: a view if they are there."""
+    floats: Floats = to_host(values).numpy()
+    return floats
+
+
+def buffer_of(encoded: torch.Tensor) -> Buffer:
+    """Return bytes (uint8) in main memory: a view if they are there."""
+    return memoryview(to_host(encoded).numpy().data)
+
+
 def host_values(numel: int, device: torch.device) -> Floats:
     """Return new main memory for values that go to and come from this device."""
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -68,6 +97,13 @@ def host_values(numel: int, device: torch.device) -> Floats:
         pinned: Floats = torch.empty(numel, pin_memory=True).numpy()
         return pinned
     return np.empty(numel, np.float32)
+
+
+def hand_over(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until these are computed: another thread goes on with them, maybe on another stream of their GPU."""
+    for device in {tensor.device for tensor in tensors}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 class Flag:

@@ -43,7 +43,7 @@ class Vector(Protocol):
 class HostVector:
     """A vector in main memory: ``values``, float32 and contiguous; `read` returns views of it.
 
-    ``feedback`` records what codecs cut off; `Gradients` sets it for each contribution.
+    ``feedback`` records what codecs cut off; `begin` sets it for a contribution.
     """
 
     def __init__(self, values: Floats, feedback: ErrorFeedback | None = None) -> None:
@@ -57,6 +57,17 @@ class HostVector:
     @property
     def numel(self) -> int:
         return len(self.values)
+
+    def front_of(self, numel: int) -> Floats:
+        """Return the first values, as a view."""
+        return self.values[:numel]
+
+    def begin(self, feedback: ErrorFeedback, *, adds: bool) -> None:
+        """Start sending with this error feedback; ``adds``: with its residual."""
+        if adds:
+            self.values += feedback.residual
+        feedback.begin()
+        self.feedback = feedback
 
     def encode(self, start: int, stop: int, codec: Codec) -> Buffer:
         values = self.values[start:stop]

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from colab_swarm.errors import require
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.tensors.device import copy_in, copy_out, host_copy, in_main_memory
+from colab_swarm.tensors.device import Flag, copy_in, copy_out, host_copy, in_main_memory
 from colab_swarm.training.layerwise import Lamb, Lars
 
 SMALL_VALUES = 1 << 16  # smaller tensors are at the front
@@ -117,23 +117,28 @@ class FlatValues:
         borrowed: the values are the given ones.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], values: Floats | None = None) -> None:
-        """Be these ``values`` if the tensors are in main memory too; else begin with zeros of its own."""
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        values: Floats | None = None,
+        segments: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Be these ``segments``, or these ``values`` if the tensors are in main memory too; else begin with zeros."""
         ordered = sorted(tensors, key=_is_large)
         numel = sum(reals(tensor).numel() for tensor in ordered)
         if values is not None and values.shape != (numel,):
             raise ValueError(f"expected a flat vector of {numel} values, got shape {values.shape}")
         self.borrowed = values is not None and all(in_main_memory(tensor.device) for tensor in ordered)
-        self.segments: list[torch.Tensor] = []
+        self.segments = list(segments)
         parts = {}
-        for device, neighbours in itertools.groupby(ordered, key=_device_of):
+        for index, (device, neighbours) in enumerate(itertools.groupby(ordered, key=_device_of)):
             run = list(neighbours)
             sizes = [reals(tensor).numel() for tensor in run]
             if values is not None and self.borrowed:
-                segment = torch.from_numpy(values)
-            else:
-                segment = torch.zeros(sum(sizes), device=device)
-            self.segments.append(segment)
+                self.segments.append(torch.from_numpy(values))
+            elif not segments:
+                self.segments.append(torch.zeros(sum(sizes), device=device))
+            segment = self.segments[index]
             for tensor, part in zip(run, torch.split(segment, sizes), strict=True):
                 parts[id(tensor)] = part.view(reals(tensor).shape)
         self.parts = [parts[id(tensor)] for tensor in tensors]
@@ -165,8 +170,8 @@ class FlatValues:
                 factor = scale.to(device).reciprocal()
                 torch._foreach_addcmul_(parts, gradients, [factor] * len(parts), value=weight)
 
-    def add(self, other: "FlatValues", factor: float) -> None:
-        for segment, addend in zip(self.segments, other.segments, strict=True):
+    def add(self, segments: Sequence[torch.Tensor], factor: float) -> None:
+        for segment, addend in zip(self.segments, segments, strict=True):
             segment.add_(addend, alpha=factor)
 
     def multiply(self, factor: float) -> None:
@@ -188,6 +193,16 @@ class FlatValues:
             return []
         pieces = torch.split(torch.from_numpy(values), [len(segment) for segment in self.segments])
         return list(zip(self.segments, pieces, strict=True))
+
+
+def within(tensors: Sequence[torch.Tensor], limit: float) -> bool:
+    """Return True if all values are below ``limit``, whatever their sign; False for NaN."""
+    flags = []
+    for tensor in tensors:
+        if len(tensor):
+            least, most = torch.aminmax(tensor)
+            flags.append(Flag((least > -limit) & (most < limit)))
+    return all(flag.read() for flag in flags)
 
 
 def set_gradients(

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from colab_swarm.averaging.group import bits_of, flags_of
 from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats
-from colab_swarm.tensors.device import Flag, all_finite, host_values, in_main_memory
-from colab_swarm.tensors.vector import HostVector
+from colab_swarm.tensors.device import Flag, all_finite, hand_over, host_values, in_main_memory
+from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
+from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.fit import names_of
 from colab_swarm.training.flat import FlatValues
-from colab_swarm.training.replica import Replica
+from colab_swarm.training.replica import Mode, Replica
 from colab_swarm.training.settings import RoundInput
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,15 @@ class GradientCheck:
     used: list[int]
 
 
+ModelVector: TypeAlias = HostVector | DeviceVector
+
+
+def _own(vector: Vector) -> ModelVector:
+    """Return a vector that `Gradients` made."""
+    assert isinstance(vector, HostVector | DeviceVector)
+    return vector
+
+
 class Gradients:
     """A sum of gradients, each times its weight. *Samples* fill the batch, *weight* weighs the mean.
 
@@ -112,7 +122,7 @@ class Gradients:
     """
 
     def __init__(
-        self, replica: Replica, held: Callable[[HostVector], bool], *, error_feedback: bool = False
+        self, replica: Replica, held: Callable[[Vector], bool], *, error_feedback: bool = False
     ) -> None:
         self._replica = replica
         self._trainable = _trainable(replica)
@@ -121,11 +131,11 @@ class Gradients:
         self._held = held
         self._vectors: list[HostVector] = []
         self._sum: FlatValues | None = None  # of gradients; None: it is 0, or given
-        self._vector: HostVector | None = None  # whose values the sum is, in main memory
+        self._vector: ModelVector | None = None  # whose values the sum is; None: it must be copied
         self._checks: list[GradientCheck] = []  # of gradients in the sum
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
-        self._aside: HostVector | None = None  # the contribution of a delayed update
-        self.feedback: ErrorFeedback | None = None
+        self._aside: ModelVector | None = None  # the contribution of a delayed update
+        self.feedback: ErrorFeedback | DeviceFeedback | None = None
         if error_feedback:
             self.feedback = ErrorFeedback(replica.numel)
         self.samples = 0.0
@@ -210,12 +220,17 @@ class Gradients:
     def _total(self) -> FlatValues:
         """Return the sum; a new one takes a vector that no round reads, or memory of the device."""
         if self._sum is None:
-            values = None
+            model = self._replica.model
             if self._in_main_memory:
-                self._vector = self._free_vector()
-                self._vector.values.fill(0.0)
-                values = self._vector.values[self._replica.front :]
-            self._sum = FlatValues(self._replica.model, values)
+                vector = self._free_vector()
+                vector.values.fill(0.0)
+                self._sum = FlatValues(model, vector.values[self._replica.front :])
+                self._vector = vector
+            else:
+                self._sum = FlatValues(model)
+                if self._replica.rule.mode is Mode.DIRECT:
+                    front = np.zeros(self._replica.front, np.float32)
+                    self._vector = DeviceVector(front, self._sum.segments)
         return self._sum
 
     def _free_vector(self) -> HostVector:
@@ -238,16 +253,17 @@ class Gradients:
     def contribution(self) -> RoundInput:
         """Return what to average; all gradients are settled."""
         self._take_back(self._given)
-        vector = self._pseudo_gradient() if self._replica.rule.local else self._mean_gradient()
-        values = vector.values
-        times_usual = self._times_usual(values[self._replica.front :])
+        times_usual = 1.0
+        vector: ModelVector
+        if self._replica.rule.local:
+            vector = self._pseudo_gradient()
+            times_usual = self._times_usual(vector.values[self._replica.front :])
+        else:
+            vector = self._mean_gradient()
         with self._replica.lock:
-            self._replica.buffers.write_change(values[: self._replica.front])
+            self._replica.buffers.write_change(vector.front_of(self._replica.front))
         if self.feedback is not None:
-            if self.weight:
-                values += self.feedback.residual
-            self.feedback.begin()
-        vector.feedback = self.feedback
+            self._begin(vector, self.feedback)
         encoding = UploadEncoding(fine=self._replica.fine)
         unused = b""
         if self.weight and not self._replica.rule.local:
@@ -257,24 +273,33 @@ class Gradients:
         )
         return self._given
 
+    def _begin(self, vector: ModelVector, feedback: ErrorFeedback | DeviceFeedback) -> None:
+        adds = self.weight > 0
+        if isinstance(vector, DeviceVector):
+            self.feedback = vector.begin(feedback, adds=adds)
+        else:
+            assert isinstance(feedback, ErrorFeedback)
+            vector.begin(feedback, adds=adds)
+
     def _pseudo_gradient(self) -> HostVector:
         self.step()
         vector = self._free_vector()
         self._replica.pseudo_gradient(vector.values[self._replica.front :])
         return vector
 
-    def _mean_gradient(self) -> HostVector:
+    def _mean_gradient(self) -> ModelVector:
         total = self._total()
         if self.weight:
             total.multiply(1 / self.weight)
-        if self._vector is None:
-            self._vector = self._free_vector()
-            total.write_to(self._vector.values[self._replica.front :])
         vector = self._vector
-        assert vector is not None
         self._vector = None
         self._sum = None
-        return vector
+        if vector is not None:
+            hand_over(total.segments)
+            return vector
+        copy = self._free_vector()
+        total.write_to(copy.values[self._replica.front :])
+        return copy
 
     def _times_usual(self, pseudo_gradient: Floats) -> float:
         """Return how many times as long it is as those of the last rounds; 1 for gradients, and at the beginning."""
@@ -299,7 +324,7 @@ class Gradients:
     def forget(self) -> None:
         """Start a new sum; the error feedback stays."""
         if self._given is not None and self._replica.rule.delayed:
-            self._aside = self._given.vector
+            self._aside = _own(self._given.vector)
         self._sum = None
         self._given = None
         self._checks = []
@@ -335,21 +360,27 @@ class Gradients:
         flags = flags_of(given.unused, len(self._unused))
         for index, flag in enumerate(flags):
             self._unused[index] = self._unused[index] and flag
-        model = self._replica.model
-        values = given.vector.values[self._replica.front :]
-        if self._sum is None and not self._held(given.vector):
-            self._vector = given.vector
-            self._sum = FlatValues(model, values)
-            self._sum.read_from(values)
+        vector = _own(given.vector)
+        if self._sum is None and not self._held(vector) and self._holds_sums(vector):
+            self._vector = vector
+            self._sum = self._flat_of(vector)
             self._sum.multiply(given.weight)
         else:
-            self._add(values, given.weight)
+            self._total().add(self._flat_of(vector).segments, given.weight)
         if self.feedback is not None:
             # The next contribution adds it again.
-            residual = self.feedback.residual[self._replica.front :]
-            self._add(residual, -given.weight)
+            self._total().add(self._flat_of(self.feedback).segments, -given.weight)
 
-    def _add(self, values: Floats, factor: float) -> None:
-        addend = FlatValues(self._replica.model, values)
-        addend.read_from(values)
-        self._total().add(addend, factor)
+    def _holds_sums(self, vector: ModelVector) -> bool:
+        """Return True if the next sum may go on in this vector."""
+        return self._in_main_memory or isinstance(vector, DeviceVector)
+
+    def _flat_of(self, held: ModelVector | ErrorFeedback | DeviceFeedback) -> FlatValues:
+        """Return the values of the parameters, where these are."""
+        model = self._replica.model
+        if isinstance(held, DeviceVector | DeviceFeedback):
+            return FlatValues(model, segments=held.body)
+        values = held.values if isinstance(held, HostVector) else held.residual
+        flat = FlatValues(model, values[self._replica.front :])
+        flat.read_from(values[self._replica.front :])
+        return flat

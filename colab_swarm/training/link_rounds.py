@@ -126,7 +126,7 @@ class LinkRounds(Rounds):
             result = await self._try_average(contribution)
             if result is not None:
                 group = result.group
-                mean = Mean(contribution.vector.values, result.digest, group.unused, group.loss)
+                mean = Mean(contribution.vector, result.digest, group.unused, group.loss)
                 yield RoundOutcome(mean, result)
         finally:
             self._meetings.in_a_round = False
@@ -153,7 +153,8 @@ class LinkRounds(Rounds):
         events = self.services.events
         if events.detailed:
             digest = await self.state_digest()
-            events.emit(result.applied(outcome.mean.values, own.step, own.lineage, digest, now=loop_now()))
+            mean = outcome.mean.vector.read(0, self.model.numel)
+            events.emit(result.applied(mean, own.step, own.lineage, digest, now=loop_now()))
         self.comparison.on_sketch(taken.sketch)
 
     async def _average(self, own: ProgressRecord, contribution: RoundInput) -> GroupResult:
@@ -164,9 +165,10 @@ class LinkRounds(Rounds):
         group = await self._meetings.find_group(own, contribution)
         self._meetings.called = None
         if contribution.weight and events.detailed:
-            event = contributed(
-                group, vector.values, contribution.weight, contribution.samples, self.computed, now=loop_now()
-            )
+            values = vector.read(0, vector.numel)
+            weight = contribution.weight
+            samples = contribution.samples
+            event = contributed(group, values, weight, samples, self.computed, now=loop_now())
             events.emit(event)
         result = await self.services.averager.average(
             group, vector, contribution.encoding, standing=self._meetings.standing, bounded=True
@@ -208,16 +210,16 @@ class LinkRounds(Rounds):
         assert called is not None
         step, lineage = called
         self._meetings.called = None
-        values = np.zeros(self.model.numel, np.float32)
+        vector = HostVector(np.zeros(self.model.numel, np.float32))
         own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
         try:
-            result = await self._average(own, RoundInput(HostVector(values), 0.0, 0.0, UploadEncoding()))
+            result = await self._average(own, RoundInput(vector, 0.0, 0.0, UploadEncoding()))
         except PeerError as error:
             logger.info("round %d not followed: %s", step, error)
             return {}
         if result.kept_local:
             return {}
-        return {(step, lineage): Mean(values, result.digest, result.group.unused, result.group.loss)}
+        return {(step, lineage): Mean(vector, result.digest, result.group.unused, result.group.loss)}
 
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         self._meetings.forget(step, lineage)

@@ -11,7 +11,7 @@ from colab_swarm.averaging.group import MAX_STEP, MAX_TEXT
 from colab_swarm.dht.service import DHT, Found
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import Message, PeerId, Role
-from colab_swarm.tensors.codecs import Floats
+from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
@@ -75,13 +75,13 @@ class Mean:
     """What a trainer applies in a step.
 
     Attributes:
-        values: float32.
-        digest: of them as they came, equal at all peers that apply them.
+        vector: its values.
+        digest: of these as they came, equal at all peers that apply them.
         unused: the bits of the tensors for which nobody had a gradient.
         loss: the swarm's; None: nobody sent one.
     """
 
-    values: Floats
+    vector: Vector
     digest: bytes
     unused: bytes = b""
     loss: float | None = None

@@ -22,7 +22,9 @@ from colab_swarm.averaging.group import flags_of
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.tensors.device import copy_in, copy_out, to_host
+from colab_swarm.tensors.device import copy_in, copy_out, hand_over, to_host
+from colab_swarm.tensors.device_vector import DeviceVector
+from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
 from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
 from colab_swarm.training.fit import (
@@ -44,6 +46,7 @@ from colab_swarm.training.flat import (
     small_values,
     take_step,
     trained_by,
+    within,
 )
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.schedule import Schedule
@@ -150,35 +153,36 @@ class Replica:
         """
         with self.lock:
             lineage = mean.lineage_after(self.lineage)
-            least, most = torch.aminmax(torch.from_numpy(mean.values))
+            gradient, front, ours = self._gradient_of(mean.vector)
             with self.schedule.advanced(mean.loss):
                 # A step that fails may have changed a part: its peer must not pass for one that has not.
                 self.lineage = lineage
-                if least > -_MOST_GRADIENT and most < _MOST_GRADIENT:
-                    self._update(mean.values, flags_of(mean.unused, len(self.model)))
+                if within([torch.from_numpy(front), *gradient.segments], _MOST_GRADIENT):
+                    self._update(gradient, flags_of(mean.unused, len(self.model)), ours=ours)
+                    self.buffers.add(front)
             self.step = self.step + 1
             self.evidence.on_step()
             if self.rule.mode is Mode.DIRECT:
                 self.show()
+            hand_over(self.parameters)
             return lineage
 
-    def _update(self, mean: Floats, unused: Sequence[bool]) -> None:
-        """Change the swarm's parameters and buffers by ``mean``, which other peers may read."""
+    def _gradient_of(self, mean: Vector) -> tuple[FlatValues, Floats, bool]:
+        """Return a mean where the parameters are, its front, and whether no other peer may read it."""
+        if isinstance(mean, DeviceVector):
+            return FlatValues(self.parameters, segments=mean.body), mean.front, False
+        values = mean.read(0, self.numel)
+        gradient = FlatValues(self.parameters, values[self.front :])
+        gradient.read_from(values[self.front :])
+        return gradient, values[: self.front], not gradient.borrowed
+
+    def _update(self, gradient: FlatValues, unused: Sequence[bool], *, ours: bool) -> None:
+        """Change the swarm's parameters, from which other peers may read."""
         max_grad_norm = self.rule.max_grad_norm
         if self.rule.mode is Mode.LOCAL:
             # The local steps were clipped already.
             max_grad_norm = None
-        gradient = FlatValues(self.parameters, mean[self.front :])
-        gradient.read_from(mean[self.front :])
-        take_step(
-            self._optimizer,
-            self.parameters,
-            gradient,
-            unused,
-            max_grad_norm=max_grad_norm,
-            ours=not gradient.borrowed,
-        )
-        self.buffers.add(mean[: self.front])
+        take_step(self._optimizer, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=ours)
 
     def step_alone(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Take this peer's own step; ``gradient`` may be changed by it."""

@@ -15,7 +15,7 @@ from colab_swarm.errors import SampleCountError, WeightError, require
 from colab_swarm.net.peers import Peers
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
-from colab_swarm.tensors.vector import HostVector
+from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.records import MOST_MIN_PEERS
 
 if TYPE_CHECKING:
@@ -98,13 +98,19 @@ class RoundInput:
     times as long it is as the last ones.
     """
 
-    vector: HostVector
+    vector: Vector
     weight: float  # in the mean
     samples: float  # towards the batch
     encoding: UploadEncoding
     loss: float | None = None
     unused: bytes = b""
     times_usual: float = 1.0
+
+    @property
+    def host_vector(self) -> HostVector:
+        """The vector, which is in main memory after local steps."""
+        assert isinstance(self.vector, HostVector)
+        return self.vector
 
 
 @dataclass(frozen=True)

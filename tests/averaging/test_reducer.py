@@ -31,14 +31,18 @@ def test_a_chunk_is_finished_with_the_last_contribution_and_has_the_weighted_mea
 def test_a_contribution_far_larger_than_usual_is_scaled_down_unless_the_own_is_as_large() -> None:
     for own, counted in (1.0, 40.0), (5.0, 100.0), (180.0, 180.0):
         wide = np.full(FEW_VALUES, 180.0, np.float32)
-        r = SpanReducer([Span(0, len(wide))], [1, 0], np.empty_like(wide), 20.0, own=[wide * own / 180])
+        r = SpanReducer(
+            [Span(0, len(wide))], [1, 0], np.empty_like(wide), 20.0, own=[wide * own / 180].__getitem__
+        )
         assert r.on_chunk(0, 0, wide)
         np.testing.assert_allclose(r.mean(0), np.full_like(wide, counted), rtol=1e-6)
 
 
 def test_two_values_that_are_large_by_chance_are_counted_as_they_are() -> None:
     few, usual_rms = np.float32([0.5, -0.2]), 0.03
-    r = SpanReducer([Span(0, 2)], [1, 0], np.empty(2, np.float32), OUTLIER * usual_rms, own=[few / 50])
+    r = SpanReducer(
+        [Span(0, 2)], [1, 0], np.empty(2, np.float32), OUTLIER * usual_rms, own=[few / 50].__getitem__
+    )
     assert r.on_chunk(0, 0, few)
     np.testing.assert_allclose(r.mean(0), few)
 

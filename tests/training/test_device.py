@@ -4,7 +4,7 @@ The CPU plays the counting device: its tensors pass for those of a device, and a
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from colab_swarm.training.flat import FlatValues
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.replica import Replica, UpdateRule
+from colab_swarm.training.rounds import RoundOutcome
+from colab_swarm.training.settings import RoundInput
 from tests.training import toy
 
 # What a gradient passes on its way.
@@ -109,13 +111,23 @@ def test_a_sum_on_a_device_leaves_out_what_is_not_finite(nan_at: int | None) -> 
     counted = 3 - (nan_at is not None)
     assert (dropped, contribution.samples) == (10.0 * (nan_at is not None), 10.0 * counted)
     assert contribution.weight == 6.0 - (0 if nan_at is None else nan_at + 1.0)
-    torch.testing.assert_close(torch.from_numpy(contribution.vector.values) * contribution.weight, total)
+    torch.testing.assert_close(
+        torch.from_numpy(contribution.vector.read(0, len(total))) * contribution.weight, total
+    )
 
 
 @pytest.mark.usefixtures("counting_device")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_grad_norm": 0.5}, {"overlap": True}, {"local_steps": 2}, {"local_steps": 2, "overlap": True}],
+    [
+        {},
+        {"max_grad_norm": 0.5},
+        {"compression": "int8", "error_feedback": True},
+        {"compression": "onebit", "error_feedback": True},
+        {"overlap": True},
+        {"local_steps": 2},
+        {"local_steps": 2, "overlap": True},
+    ],
 )
 def test_peers_on_a_device_train_as_on_the_cpu(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -141,6 +153,41 @@ def test_peers_on_a_device_train_as_on_the_cpu(
 
 
 @pytest.mark.usefixtures("counting_device")
+@pytest.mark.parametrize(
+    "settings", [{}, {"compression": "int8", "error_feedback": True}, {"local_steps": 2}]
+)
+def test_a_sum_on_a_device_is_taken_back_if_no_round_took_it(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, **settings)
+        rounds = optimizer.collaboration.rounds
+        contribute = rounds.contribute
+
+        async def contribute_twice(contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
+            failures.append(len(failures))
+            if len(failures) % 2:
+                return
+            async for outcome in contribute(contribution):
+                yield outcome
+
+        failures: list[int] = []
+        monkeypatch.setattr(rounds, "contribute", contribute_twice)
+        while (step := optimizer.global_step) < 6:
+            if optimizer._gathered.samples >= toy.BATCH * settings.get("local_steps", 1):
+                optimizer.wait_step()
+            else:
+                toy.take(optimizer, net, step)
+        assert len(failures) == 12
+        return toy.parameters_of(net)
+
+    on_device = toy.alone(train)
+    monkeypatch.setattr(device, "_MAIN_MEMORY", ("cpu",))
+    torch.testing.assert_close(on_device, toy.alone(train), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("counting_device")
 def test_a_local_step_copies_nothing_and_a_round_one_vector_each_way() -> None:
     def train(swarm: Swarm) -> None:
         net = toy.model()
@@ -158,6 +205,23 @@ def test_a_local_step_copies_nothing_and_a_round_one_vector_each_way() -> None:
         assert optimizer.global_step == 6
 
     toy.alone(train)
+
+
+@pytest.mark.usefixtures("counting_device")
+def test_a_round_copies_encoded_values_but_for_the_own_span() -> None:
+    def train(swarm: Swarm) -> int:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, compression="int8", error_feedback=True)
+        while optimizer.global_step < 8:
+            toy.take(optimizer, net, optimizer.global_step, toy.ROWS[swarm.name])
+        return optimizer._replica.numel
+
+    with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0) as sim:
+        numel = sim.run(train)["alice"]
+    # One byte a value and a scale, by two peers in eight rounds; and the residuals once, which begin in main memory.
+    assert device.copied.in_bytes < 2 * 8 * 1.2 * numel + 2 * 4 * numel
+    # The own half is reduced exactly.
+    assert device.copied.out_bytes < 2 * 8 * (1 + 4) / 2 * 1.2 * numel
 
 
 @pytest.mark.usefixtures("counting_device")

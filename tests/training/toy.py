@@ -13,6 +13,7 @@ from blake3 import blake3
 import colab_swarm as cs
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.records import Mean
@@ -73,7 +74,7 @@ def take(
 
 
 def mean_of(values: Any, loss: float | None = None) -> Mean:
-    return Mean(values, blake3(values.tobytes()).digest(), loss=loss)
+    return Mean(HostVector(values), blake3(values.tobytes()).digest(), loss=loss)
 
 
 def alone(train: Callable[[Swarm], T]) -> T:
