@@ -12,7 +12,7 @@ import torch
 
 from colab_swarm.tensors.vectors import Buffer, Floats
 
-_MAIN_MEMORY = ("cpu",)  # types of devices whose tensors lie there
+_MAIN_MEMORY: tuple[str, ...] = ("cpu",)  # types of devices whose tensors lie there
 _MOST_STAGED_BYTES = 1 << 22
 # Of main memory, what three vectors may keep pinned, where a GPU reads and writes it several times as fast.
 _PINNED_SHARE = 1 / 8

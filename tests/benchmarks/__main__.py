@@ -31,6 +31,7 @@ BENCHMARKS = {
     "panel": "tests.benchmarks.overhead:run_panel",
     "loss-per-byte": "colab_swarm.experiments.loss_per_byte:run",
     "mailbox": "tests.benchmarks.mailbox:run",
+    "gpu": "tests.benchmarks.gpu:run",
 }
 """The functions that run them; what ``run…`` returns, ``plot…`` draws."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic", "loss-per-byte")

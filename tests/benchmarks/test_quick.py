@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.sim import run_virtual
-from tests.benchmarks import averaging, dht, experts, link, mailbox, ordeal, overhead, scale, work_units
+from tests.benchmarks import averaging, dht, experts, gpu, link, mailbox, ordeal, overhead, scale, work_units
 from tests.benchmarks.__main__ import BENCHMARKS, main
 from tests.benchmarks.dht import PUBLISHED_MS, find_experts
 
@@ -52,6 +52,22 @@ def test_the_scale_benchmark_reports_the_memory_and_the_step_of_peers() -> None:
     for case in ("2m", "2m_bfloat16"):
         assert figures[f"step_over_round_{case}"] > 1 and figures[f"vs_gloo_{case}"] > 0
         assert 1 < figures[f"memory_vectors_{case}"] < 7  # the buffers of links count as much at this size
+
+
+@whole
+def test_the_gpu_benchmark_runs_tiny_without_one_and_copies_nothing_but_rounds() -> None:
+    figures = gpu.run(quick=True).figures
+    kinds = {
+        "int8": "step_share",
+        "lora": "round_vs_wire",
+        "sparse": "local_vs_bare",
+        "overlap": "idle_share",
+    }
+    for case in gpu.cases(gpu.models(True)):
+        assert figures[f"{case.name}_{kinds[case.way]}"] >= 0
+        assert figures[f"{case.name}_copied_vectors"] == 0
+        assert figures.get(f"{case.name}_equal", 1) == 1
+    assert figures["stress_equal"] == 1
 
 
 @pytest.mark.slow
