@@ -9,7 +9,8 @@ a GPU a tiny model runs on the CPU, whose tensors pass for those of a device: by
 *round_vs_wire*: a round after its group was formed, by its bytes over the measured speed of loopback.
 *idle_share*: the share of time, rounds included, that the bare loop would not have needed.
 *memory_vectors*: the peak of the device's memory beyond the bare loop's, in float32 vectors of all trained values.
-*copied_vectors*: bytes copied out of and into the device in a ``step()`` without a round, in such vectors.
+*copied_vectors*: bytes copied out of and into the device by a ``step()`` without a round, in such vectors;
+*round_copied_vectors*: by a round.
 
 *stress*: delayed updates with gradients whose memory is freed and filled with garbage at once. The
 gradients are integers, so that parameters are known exactly: the digest must be the CPU's.
@@ -145,6 +146,8 @@ def _compare(
     )
     copied = worst(lambda mine, alone: mine["copied_bytes"] / vector)
     report.add(f"{name}_copied_vectors", copied, "vectors", "a step without a round; 0 wanted")
+    copied = worst(lambda mine, alone: mine["round_copied_bytes"] / vector)
+    report.add(f"{name}_round_copied_vectors", copied, "vectors", "a round, out and in")
     if torch.cuda.is_available():
         beyond = worst(lambda mine, alone: (mine["peak_bytes"] - alone["peak_bytes"]) / vector)
         wanted = 3 if case.way == "sparse" else 1
@@ -258,14 +261,13 @@ class TrainingLoop:
     def step_together(self, optimizer: Any) -> Batch:
         """Train on a batch as a peer."""
         pass_s, loss = self.backward()
-        before = copies.copied.out_bytes + copies.copied.in_bytes
+        before = copied_bytes()
         began = time.perf_counter()
         result = self.scaler.step(optimizer, samples=self.samples, loss=loss)
         self.scaler.update()
         wait_device()
         step_s = time.perf_counter() - began
-        copied_bytes = copies.copied.out_bytes + copies.copied.in_bytes - before
-        return Batch(pass_s, step_s, copied_bytes, result is not None)
+        return Batch(pass_s, step_s, copied_bytes() - before, result is not None)
 
 
 def digest(tensors: list[Any]) -> str:
@@ -280,6 +282,10 @@ def forget_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def copied_bytes() -> int:
+    return copies.copied.out_bytes + copies.copied.in_bytes
 
 
 def peak_bytes() -> int:
@@ -313,6 +319,7 @@ def _train_together(swarm: "cs.Swarm", case: Case, rounds: int) -> dict[str, Any
     while not rounds_done:
         rounds_done += loop.step_together(optimizer).round_ended
     began = time.perf_counter()
+    before = copied_bytes()
     batches = []
     while rounds_done <= rounds:
         batches.append(loop.step_together(optimizer))
@@ -322,6 +329,7 @@ def _train_together(swarm: "cs.Swarm", case: Case, rounds: int) -> dict[str, Any
         "numel": sum(parameter.numel() for parameter in loop.trained),
         "batches": len(batches),
         "wall_s": wall_s,
+        "round_copied_bytes": (copied_bytes() - before) / rounds,
         "digest": digest(loop.trained),
         "peak_bytes": peak_bytes(),
     }
