@@ -223,7 +223,7 @@ def uninterrupted(work: Callable[[], T]) -> T:
 class DeviceThread(Executor):
     """Runs functions one after the other; errors go to the caller's future.
 
-    One thread owns the accelerator, so that two threads never call one module, such as an expert.
+    One thread owns a device, so that two threads never call one module, such as an expert.
     The daemon thread starts with the first function. In a simulation, the event loop of
     `colab_swarm.sim` runs the functions itself.
     """

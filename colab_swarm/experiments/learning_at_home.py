@@ -145,7 +145,8 @@ async def _passed_on(chain: Chain, server: ExpertServer, experts: list[Expert], 
     began = time.perf_counter()
     luck_s = 0.0
     while time.perf_counter() - began < min(4.0, chain.seconds):
-        await server.device.run(partial(experts[done % len(experts)].forward, inputs))
+        expert = experts[done % len(experts)]
+        await server.run(expert.device, partial(expert.forward, inputs))
         done += 1
         wait_s = _exponential(delay_s, rng)
         luck_s += delay_s - wait_s  # of a few dozen draws: they count by their mean

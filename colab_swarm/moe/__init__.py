@@ -36,8 +36,8 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 
     trainer  unknown prefix --looked up--> cached for 30 s --call--> answered, or banned for 5, 10 … 300 s
 
-If several hosts claim a place, the first claim wins. Calls of one expert, direction and shape are merged; one thread
-owns the accelerator. An expert steps at once on each backward call, so gradients are stale by the calls in between.
+If several hosts claim a place, the first claim wins. Calls of one expert, direction and shape are merged; each
+device has one thread. An expert steps at once on each backward call, so gradients are stale by the calls in between.
 Saves are on the host's disk and at two other peers, in chunks named by their hash: only changes are sent.
 
 ## Failures

@@ -7,12 +7,12 @@ much as they leave free: three quarters. A call that exceeds either, also midway
 """
 
 import asyncio
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from colab_swarm.errors import require
 from colab_swarm.moe.expert import BatchLimits, Expert
 from colab_swarm.net.peers import PeerId, Refusal
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite
+from colab_swarm.tensors.device import Arrival
 
 PART_BYTES = 120 << 10
 MIN_RETRY_S = 0.05
@@ -27,6 +28,16 @@ LONGEST_RETRY_S = 10.0  # also that of a paused host
 KIN_SHARE = 3
 Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
 Outcome: TypeAlias = Answer | BaseException
+
+
+class Excerpt(NamedTuple):
+    """The answer to one call, among the outputs of its batch."""
+
+    outputs: Arrival
+    first: int
+
+
+Computed: TypeAlias = tuple["Call", Excerpt | BaseException]
 
 
 def spans(numel: int, codec: Codec) -> Iterator[slice]:
@@ -47,6 +58,7 @@ class Key(NamedTuple):
     uid: str
     backward: bool
     shape: tuple[int, ...]
+    device: torch.device = torch.device("cpu")  # where the expert is
 
 
 @dataclass(eq=False)
@@ -77,7 +89,7 @@ class Call:
 
 
 class Batching:
-    """The calls at one device: a queue of waiting ones per `Key`, and the memory of all."""
+    """The calls at one host: a queue of waiting ones per `Key`, and the memory of all."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
@@ -143,11 +155,12 @@ class Batching:
             if not queue:
                 del self._queues[call.key]
 
-    def take(self) -> list[Call]:
-        """Return the next batch; empty if no call waits."""
-        if not self._queues:
+    def take(self, device: torch.device) -> list[Call]:
+        """Return the next batch for this device; empty if no call waits for it."""
+        keys = [key for key in self._queues if key.device == device]
+        if not keys:
             return []
-        key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
+        key = min(keys, key=lambda key: self._queues[key][0].arrived_at)
         queue = self._queues[key]
         batch = [queue.popleft()]
         samples = batch[0].samples
@@ -162,6 +175,10 @@ class Batching:
             del self._queues[key]
         return batch
 
+    def waits(self, device: torch.device) -> bool:
+        """Return True if a call waits for this device."""
+        return any(key.device == device for key in self._queues)
+
     def measured(self, size_bytes: int, seconds: float) -> None:
         self._byte_s += 0.2 * (seconds / size_bytes - self._byte_s)
 
@@ -173,50 +190,62 @@ class Batching:
         return samples
 
 
-def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
-    """Compute calls of one key as one batch; return the answer or the error of each."""
+def compute(expert: Expert, calls: Sequence[Call]) -> list[Computed]:
+    """Begin to compute calls of one key as one batch. `finished` waits for their answers."""
     samples = sum(call.samples for call in calls)
     key = calls[0].key
     row = 0
-    stacks = [np.empty((samples, *key.shape), np.float32) for _ in range(1 + key.backward)]
-    answers: list[tuple[Call, Outcome]] = []
+    pinned = expert.device.type == "cuda"
+    stacks = [torch.empty(samples, *key.shape, pin_memory=pinned) for _ in range(1 + key.backward)]
+    computed: list[Computed] = []
     valid: list[Call] = []
     for call in calls:
         try:
-            call.decode_into([stack[row : row + call.samples] for stack in stacks])
+            call.decode_into([stack[row : row + call.samples].numpy() for stack in stacks])
         except ValueError as error:
-            answers.append((call, Refusal(str(error))))
+            computed.append((call, Refusal(str(error))))
         else:
             valid.append(call)
             row += call.samples
     if valid:
-        tensors = [torch.from_numpy(stack[:row]) for stack in stacks]
         function = expert.backward if key.backward else expert.forward
-        answers += zip(valid, _outcomes(function, valid, tensors), strict=True)
-    return answers
+        computed += _computed(function, valid, [stack[:row] for stack in stacks])
+    return computed
 
 
-def _outcomes(
+def _computed(
     function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
-) -> list[Outcome]:
-    """Return answers in order; a backward that failed otherwise may have stepped: not retried."""
+) -> list[Computed]:
+    """Return the calls in order; a backward that failed otherwise may have stepped: not retried."""
     sizes = [call.samples for call in calls]
     try:
-        outputs = function(*tensors)
+        outputs = Arrival(function(*tensors).contiguous())
     except Exception as error:  # the user's module may raise anything: the server reports it
         bad_data = isinstance(error, FloatingPointError)
         if len(calls) == 1 or not (bad_data or len(tensors) == 1):
-            return [Refusal(str(error)) if bad_data else error] * len(calls)
+            failure = Refusal(str(error)) if bad_data else error
+            return [(call, failure) for call in calls]
         parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
-        outcomes = []
+        computed = []
         for call, *own in parts:
-            outcomes += _outcomes(function, [call], own)
-        return outcomes
-    return list(map(_encoded, calls, torch.split(outputs, sizes)))
+            computed += _computed(function, [call], own)
+        return computed
+    rows = itertools.accumulate(sizes, initial=0)
+    return [(call, Excerpt(outputs, row)) for call, row in zip(calls, rows, strict=False)]
 
 
-def _encoded(call: Call, outputs: Tensor) -> Outcome:
+def finished(computed: Sequence[Computed]) -> list[tuple[Call, Outcome]]:
+    """Wait for what a device computes; return the answer or the error of each call."""
+    return [(call, _encoded(call, result)) for call, result in computed]
+
+
+def _encoded(call: Call, result: Excerpt | BaseException) -> Outcome:
+    if isinstance(result, BaseException):
+        return result
     try:
+        outputs = result.outputs.read()[result.first : result.first + call.samples]
         return list(encoded(outputs.numpy(), call.codec))
     except ValueError as error:  # not finite: some codecs cannot represent it
         return Refusal(f"{call.key.uid} answers with {error}")
+    except Exception as error:  # the device failed after all
+        return error

@@ -5,8 +5,8 @@ keeps its end open until the answer: a stream that ends or breaks earlier cancel
 answer is one tensor of the same shape, a part that says the host is busy, or a refusal.
 
 The host merges calls of any trainers into batches. The event loop receives and sends parts; the
-device thread decodes, checks, computes and encodes. Between them are `Batching`, under a lock, and
-one short task per call: it computes the next batch, whichever call that contains.
+thread of the expert's device decodes, checks, computes and encodes. Between them are `Batching`, under
+a lock, and one short task per call: it begins the next batch, whichever call that contains.
 """
 
 import asyncio
@@ -17,10 +17,13 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
+import torch
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError, PeerLost, require
 from colab_swarm.events import EventLog, Fault, Notice
@@ -29,10 +32,12 @@ from colab_swarm.moe.batching import (
     Answer,
     Batching,
     Call,
+    Computed,
     Key,
     Outcome,
     compute,
     encoded,
+    finished,
     spans,
 )
 from colab_swarm.moe.directory import Directory
@@ -41,8 +46,10 @@ from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, end_tasks, short
 from colab_swarm.runtime import DeviceThread, PauseGate, Runner, loop_now
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
+from colab_swarm.tensors.device import in_main_memory
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 MAX_RETRY_S = 60.0
 # an answer's norm relative to that of the inputs and of ones, measured: at most 6; relative to the gradients'
 # norm, measured where a layer norm blows up inputs of 0.001: 18,000
@@ -290,10 +297,10 @@ class _Served:
 
 
 class ExpertServer:
-    """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
+    """Serves experts to the swarm, a thread for each device. One per peer; made and used on the event loop.
 
     ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls
-    get a busy answer, and admitted ones wait. What you run on ``device`` runs between two batches.
+    get a busy answer, and admitted ones wait.
     """
 
     def __init__(
@@ -302,19 +309,36 @@ class ExpertServer:
         self._peers = peers
         self._events = events
         self._gate = gate or PauseGate()
-        self.device = DeviceThread()
+        self._threads: dict[torch.device, DeviceThread] = {}
         self._served: dict[str, _Served] = {}
+        # begun by a device, and not answered yet
+        self._computed: dict[torch.device, list[Computed]] = {}
         self._lock = threading.Lock()  # of the batching, which loop and thread share
         self._batching = Batching(limits or BatchLimits())
         peers.serve_stream(ForwardExpert, self._serve, role=Role.WORKER)
         peers.serve_stream(BackwardExpert, self._serve, role=Role.WORKER)
+
+    def run(self, device: torch.device, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run a function on the thread of a device, between two batches."""
+        if device not in self._threads:
+            thread = self._threads[device] = DeviceThread()
+            if device.type == "cuda":
+                # its context must be of this thread: torch warns otherwise
+                thread.submit(torch.cuda.set_device, device)
+                thread.submit(lambda: torch.empty(1, device=device))
+        return self._threads[device].run(function)
+
+    def emptiest(self, devices: Sequence[torch.device]) -> torch.device:
+        """Return the device of these with the fewest experts."""
+        busy = Counter(served.expert.device for served in self._served.values())
+        return min(devices, key=lambda device: busy[device])
 
     def add(self, expert: Expert) -> None:
         """Start to answer calls of this expert."""
         self._served[expert.uid] = _Served(expert)
 
     def remove(self, uid: str) -> Expert:
-        """Refuse calls of this expert, waiting ones too; a batch may still run on `device`."""
+        """Refuse calls of this expert, waiting ones too; a batch may still run on its device."""
         return self._served.pop(uid).expert
 
     def statistics(self) -> dict[str, ExpertStatistics]:
@@ -328,10 +352,11 @@ class ExpertServer:
         self._peers.unserve(ForwardExpert)
         self._peers.unserve(BackwardExpert)
         self._served.clear()
-        with contextlib.suppress(TimeoutError, RuntimeError):  # an expert that hangs; closed already
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.device.run(lambda: None)
-        self.device.shutdown(wait=False)
+        for thread in self._threads.values():
+            with contextlib.suppress(TimeoutError, RuntimeError):  # an expert that hangs; closed already
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await thread.run(lambda: None)
+            thread.shutdown(wait=False)
 
     async def _serve(self, opening: ForwardExpert, stream: Stream) -> None:
         call = self._accepted(opening, stream)
@@ -375,7 +400,7 @@ class ExpertServer:
         except ValueError as error:
             raise Refusal(str(error)) from error
         loop = asyncio.get_running_loop()
-        key = Key(uid, isinstance(opening, BackwardExpert), shape)
+        key = Key(uid, isinstance(opening, BackwardExpert), shape, expert.device)
         size_bytes = (1 + key.backward) * opening.samples * math.prod(shape) * 4
         who = (stream.peer, stream.voucher)
         answer = loop.create_future()
@@ -408,7 +433,8 @@ class ExpertServer:
         call.arrived_at = loop_now()
         with self._lock:
             self._batching.enqueue(call)
-        self.device.run(self._work).add_done_callback(self._deliver)
+        device = call.key.device
+        self.run(device, partial(self._work, device)).add_done_callback(self._deliver)
         leaving = asyncio.ensure_future(stream.receive(Part))
         try:
             await asyncio.wait((call.answer, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -420,29 +446,43 @@ class ExpertServer:
             call.answer.cancel()
             await end_tasks(leaving)
 
-    def _work(self) -> list[tuple[Call, Outcome]]:
-        with self._lock:
-            calls = self._batching.take()
-        if not calls:
-            return []
-        key = calls[0].key
+    def _work(self, device: torch.device) -> list[list[tuple[Call, Outcome]]]:
+        """Begin the next batch; return the answers of the one before, and its own if no other follows."""
         began = time.perf_counter()
-        served = self._served.get(key.uid)
-        if served is None:
-            return [(call, _gone(key.uid)) for call in calls]
-        try:
-            answers = compute(served.expert, calls)
-        except BaseException as error:  # SystemExit in a user's module; no memory for the batch
-            return [(call, error) for call in calls]
         with self._lock:
-            self._batching.measured(sum(call.size_bytes for call in calls), time.perf_counter() - began)
+            calls = self._batching.take(device)
+        beginning = self._begin(calls, device) if calls else []
+        ending = [self._computed.pop(device, [])]
+        with self._lock:
+            follows = self._batching.waits(device)
+        # on the CPU nothing is computed beside it: the answers would only be late
+        if follows and not in_main_memory(device):
+            self._computed[device] = beginning
+        else:
+            ending.append(beginning)
+        answers = [finished(computed) for computed in ending if computed]
+        size_bytes = sum(call.size_bytes for batch in answers for call, _ in batch)
+        if size_bytes:
+            with self._lock:
+                self._batching.measured(size_bytes, time.perf_counter() - began)
         return answers
 
-    def _deliver(self, working: asyncio.Future[list[tuple[Call, Outcome]]]) -> None:
-        if working.cancelled():
-            return
-        now = loop_now()
-        answers = working.result()
+    def _begin(self, calls: Sequence[Call], device: torch.device) -> list[Computed]:
+        uid = calls[0].key.uid
+        served = self._served.get(uid)
+        if served is None or served.expert.device != device:
+            return [(call, _gone(uid)) for call in calls]
+        try:
+            return compute(served.expert, calls)
+        except BaseException as error:  # SystemExit in a user's module; no memory for the batch
+            return [(call, error) for call in calls]
+
+    def _deliver(self, working: asyncio.Future[list[list[tuple[Call, Outcome]]]]) -> None:
+        if not working.cancelled():
+            for answers in working.result():
+                self._answer(answers, loop_now())
+
+    def _answer(self, answers: Sequence[tuple[Call, Outcome]], now: float) -> None:
         for call, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
                 text = f"{type(answer).__name__}: {answer}"
@@ -455,7 +495,7 @@ class ExpertServer:
                 call.answer.set_exception(answer)
             else:
                 call.answer.set_result(answer)
-        if answers and (served := self._served.get(answers[0][0].key.uid)):
+        if served := self._served.get(answers[0][0].key.uid):
             served.count([call for call, answer in answers if not isinstance(answer, BaseException)], now)
 
 

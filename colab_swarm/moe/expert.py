@@ -3,13 +3,18 @@
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
 takes an optimizer step at once (Learning@home, section 3.2), one for a merged batch, on the sum of
 gradients. Avoid `BatchNorm` (statistics of merged calls) and dropout (another mask at backward).
+
+Weights are float32. A lower precision is autocast's; with float16 a gradient is scaled so that its
+largest value is about 1, far from what float16 rounds to zero or infinity. Where the device's memory
+runs out, a batch is computed in parts half as large: outputs and the one step are those of the whole batch.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +28,46 @@ from colab_swarm.errors import StateError, require
 from colab_swarm.markup import settings, size
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid
 from colab_swarm.runtime import free_ram_bytes
+from colab_swarm.tensors.device import carry_in
 from colab_swarm.tensors.statedict import flatten, unflatten
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 ANY_LENGTH = -1
 USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
 UNKNOWN_FREE_BYTES = 2 << 30
 MEASURED_SAMPLES = 2  # batch statistics of a single sample are an error
 MOST = 256  # experts per host: with more, their calls would queue
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def accelerator() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def accelerators() -> tuple[torch.device, ...]:
+    """Return this machine's GPUs; the CPU if it has none."""
+    gpus = range(torch.cuda.device_count())
+    return tuple(torch.device("cuda", index) for index in gpus) or (torch.device("cpu"),)
+
+
+def devices_named(names: str | Sequence[str]) -> tuple[torch.device, ...]:
+    """Return the devices of these names; "all": this machine's GPUs, or its CPU. Raises ValueError for others."""
+    if names == "all":
+        return accelerators()
+    here = {str(device): device for device in (torch.device("cpu"), *accelerators())}
+    known = not isinstance(names, str) and len(names) > 0 and here.keys() >= set(names)
+    require(known, f'devices={names!r}: pass "all", or a list of some of {[*here]}')
+    return tuple(here[name] for name in dict.fromkeys(names))
+
+
+def dtype_named(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype in which experts compute there; "auto": of 16 bits on a GPU. Raises ValueError for others."""
+    if name == "auto" and device.type == "cuda":
+        with torch.cuda.device(device):
+            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bfloat16" if is_fast else "float16"
+    elif name == "auto":
+        name = "float32"
+    require(name in DTYPES, f'dtype={name!r}: pass "auto", or one of {DTYPES}')
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class FeedForward(nn.Module):
@@ -93,20 +127,32 @@ ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how 
 
 
 class Expert:
-    """A module that learns from its callers. After construction only the device thread may use it.
+    """A module that learns from its callers. After construction only its device's thread may use it.
 
     ``module`` maps (n, *sample) to the same shape, float32; -1 in ``sample``: any length. It is
-    moved to the accelerator, if there is one.
+    moved to ``device``, by default the first of `accelerators`, and computes there in ``dtype``.
     """
 
-    def __init__(self, uid: str, module: nn.Module, rule: ExpertRule, sample: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        uid: str,
+        module: nn.Module,
+        rule: ExpertRule,
+        sample: tuple[int, ...],
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.uid = uid
         self.shape = tuple(sample)
         self.step = 0
+        self.device = device or accelerators()[0]
+        self._dtype = dtype
+        self._autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
         self._rule = rule
-        self._device = accelerator()
-        self._module = module.to(self._device)
+        self.module = module.to(self.device)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        # of the inputs that are computed at once
+        self._most_bytes = BatchLimits.max_batch_bytes
         # torch refuses an optimizer without parameters
         if self._parameters:
             optimizer = rule.optimizer(self._parameters)
@@ -120,49 +166,44 @@ class Expert:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs for ``inputs`` (n, *shape), on the CPU; nothing changes, not even buffers."""
-        return _to_cpu(self._call(inputs.to(self._device))[0])
+        """Return the outputs for ``inputs`` (n, *shape), on the device; nothing changes, not even buffers."""
+        return self._in_parts(self._outputs, inputs)
 
     def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
-        """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the CPU.
+        """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the device.
 
         Raises `FloatingPointError` if a gradient is not finite; nothing was changed.
         """
-        inputs = inputs.detach().to(self._device).requires_grad_()
+        scale = self._loss_scale(grads)
         try:
-            with torch.enable_grad():
-                outputs, buffers = self._call(inputs)
-                torch.autograd.backward(outputs, grads.to(self._device))
-            if inputs.grad is None:
-                raise ValueError(f"{self.uid}: its outputs do not depend on its inputs")
+            changes, buffers = self._in_parts(partial(self._gradients, scale), inputs.detach(), grads)
             norm = clip_grad_norm_(
                 self._parameters, math.inf if self._rule.max_grad_norm is None else self._rule.max_grad_norm
             )
             changes_are_finite = True
-            for name, old in self._module.named_buffers():
+            for name, old in self.module.named_buffers():
                 # a constant mask may hold infinities
                 usable = buffers[name].isfinite() | (buffers[name] == old)
                 changes_are_finite = changes_are_finite and bool(usable.all())
             require(
-                norm.isfinite() and inputs.grad.isfinite().all() and changes_are_finite,
+                norm.isfinite() and changes.isfinite().all() and changes_are_finite,
                 f"{self.uid}: these tensors lead to values that are not finite",
                 FloatingPointError,
             )
             with torch.no_grad():
-                for name, buffer in self._module.named_buffers():
+                for name, buffer in self.module.named_buffers():
                     buffer.copy_(buffers[name])
             for part in filter(None, self._learning.values()):
                 part.step()
             self.step += 1
         finally:
-            for parameter in self._parameters:
-                parameter.grad = None
-        return _to_cpu(inputs.grad)
+            self._forget_gradients()
+        return changes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; its tensors are the expert's own, not copies."""
         return {
-            "module": self._module.state_dict(),
+            "module": self.module.state_dict(),
             **{key: part and part.state_dict() for key, part in self._learning.items()},
             "step": self.step,
         }
@@ -170,7 +211,7 @@ class Expert:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`; after a `StateError` do not use this expert: it is half changed."""
         try:
-            self._module.load_state_dict(state["module"])
+            self.module.load_state_dict(state["module"])
             for key, part in self._learning.items():
                 if part is not None:
                     part.load_state_dict(state[key])
@@ -178,22 +219,82 @@ class Expert:
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"this state does not fit {self.uid}: {error}") from error
 
-    def _call(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        if buffers:
-            outputs = functional_call(self._module, buffers, (inputs,))
-        else:
-            outputs = self._module(inputs)
+    def _in_parts(self, compute: Callable[..., T], *tensors: Tensor) -> T:
+        """Return ``compute(samples, *tensors)``, of parts with so many samples as fit into the memory."""
+        each_bytes = max(1, tensors[0].nbytes // len(tensors[0]))
+        while True:
+            samples = min(len(tensors[0]), max(1, self._most_bytes // each_bytes))
+            try:
+                return compute(samples, *tensors)
+            except torch.OutOfMemoryError:
+                if samples == 1:
+                    raise
+            # not above: the error holds what was computed until then
+            self._most_bytes = samples // 2 * each_bytes
+            torch.cuda.empty_cache()
+            logger.warning("%s: no memory for %d samples at once, now half of it", self.uid, samples)
+
+    def _outputs(self, samples: int, inputs: Tensor) -> Tensor:
+        parts = torch.split(inputs, samples)
+        return _joined([self._call(carry_in(part, self.device), self._buffers()) for part in parts])
+
+    def _gradients(
+        self, scale: float, samples: int, inputs: Tensor, grads: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum up the parameters' gradients; return those w.r.t. the inputs, and the changed buffers."""
+        self._forget_gradients()
+        buffers = self._buffers()
+        changes = []
+        for values, grad in zip(torch.split(inputs, samples), torch.split(grads, samples), strict=True):
+            leaf = carry_in(values, self.device).requires_grad_()
+            with torch.enable_grad():
+                outputs = self._call(leaf, buffers)
+                torch.autograd.backward(outputs, carry_in(grad, self.device) * scale)
+            if leaf.grad is None:
+                raise ValueError(f"{self.uid}: its outputs do not depend on its inputs")
+            changes.append(leaf.grad)
+        joined = _joined(changes)
+        if scale != 1:
+            found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            torch._foreach_div_([joined, *found], scale)
+        return joined, buffers
+
+    def _loss_scale(self, grads: Tensor) -> float:
+        """Return a power of two, by which the largest gradient becomes 0.5 to 1; 1 where float16 rounds nothing."""
+        if self._dtype != torch.float16:
+            return 1.0
+        _, exponent = math.frexp(float(grads.abs().max()))
+        # a float32 holds it, and its inverse
+        return 2.0 ** max(-100, min(100, -exponent))
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def _call(self, inputs: Tensor, buffers: dict[str, Tensor]) -> Tensor:
+        with self._autocast:
+            if buffers:
+                outputs = functional_call(self.module, buffers, (inputs,))
+            else:
+                outputs = self.module(inputs)
+        if isinstance(outputs, Tensor) and outputs.dtype == self._dtype:
+            outputs = outputs.float()
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
             found = type(outputs).__name__
             if isinstance(outputs, Tensor):
                 found = f"{outputs.dtype} of shape {tuple(outputs.shape)}"
             raise ValueError(f"{self.uid}: {inputs.dtype} of shape {tuple(inputs.shape)} became {found}")
-        return outputs, buffers
+        return outputs
 
 
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
+def _joined(parts: list[Tensor]) -> Tensor:
+    # a copy less
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -225,12 +326,12 @@ def _usual(sample: Sequence[int]) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
+def measure(expert: Expert) -> ExpertModel:
     """Let an expert take a step, and measure its memory.
 
     Raises `ValueError` if it is no expert of such samples, `TypeError` if it cannot be saved.
     """
-    expert = Expert("the expert", module, rule, tuple(sample))
+    module = expert.module
     known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     activations: dict[int, int] = {}
 
@@ -239,7 +340,7 @@ def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> Exper
             activations[tensor.data_ptr()] = max(tensor.nbytes, activations.get(tensor.data_ptr(), 0))
         return tensor
 
-    shape = MEASURED_SAMPLES, *_usual(sample)
+    shape = MEASURED_SAMPLES, *_usual(expert.shape)
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             expert.backward(torch.rand(shape), torch.rand(shape))
@@ -264,10 +365,10 @@ def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> Exper
     )
 
 
-def free_bytes() -> int:
-    """Return the free memory of the experts' device; a low guess where the system does not report it."""
-    if accelerator().type == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a device; a low guess where the system does not report it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     ram_bytes = free_ram_bytes()
     return UNKNOWN_FREE_BYTES if ram_bytes is None else ram_bytes
 
@@ -288,6 +389,8 @@ class HostPlan:
     rule: ExpertRule
     sample: tuple[int, ...]  # shape of one sample
     model: ExpertModel
+    devices: tuple[torch.device, ...] = (torch.device("cpu"),)  # experts are spread over them
+    dtype: str = "float32"  # in which they compute, or "auto"
     count: int = 1  # how many
     capacity: int = 1  # up to how many after other hosts died
     uids: tuple[str, ...] | None = None  # host only these; None: any
@@ -312,14 +415,17 @@ def plan_host(
     sample: Sequence[int] | None = None,
     rule: ExpertRule | None = None,
     count: int | Sequence[str] | None = None,
+    dtype: str = "auto",
+    devices: str | Sequence[str] = "all",
     **settings: Any,
 ) -> HostPlan:
-    """Build one expert, let it take a step, and compute how many this device can host.
+    """Build one expert, let it take a step, and compute how many these devices can host.
 
     ``sample`` None: the module's attribute ``sample``. ``count`` may be the names of exactly these
     experts; None: three quarters of the number that fits in the free memory. Raises `ValueError` if
     none fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
     """
+    chosen = devices_named(devices)
     module = make_expert()
     rule = rule or ADAM
     if sample is None:
@@ -330,12 +436,13 @@ def plan_host(
         raise ValueError(
             f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
         )
-    model = measure(module, rule, shape)
-    plan = HostPlan(grid, make_expert, rule, tuple(shape), model, **settings)
+    expert = Expert("the expert", module, rule, tuple(shape), chosen[0], dtype_named(dtype, chosen[0]))
+    plan = HostPlan(grid, make_expert, rule, expert.shape, measure(expert), chosen, dtype, **settings)
     most = max(1, BatchLimits.max_batch_bytes // (4 * math.prod(_usual(shape))))
-    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=min(BatchLimits.max_batch_size, most))
-    fit = min(fit, grid.size)
-    why = f"{fit} of {grid} fit: {why}"
+    most = min(BatchLimits.max_batch_size, most)
+    fits = [plan.model.experts_that_fit(free_bytes(device), max_batch_size=most) for device in chosen]
+    fit = min(sum(number for number, _ in fits), grid.size)
+    why = f"{fit} of {grid} fit: {'; '.join(arithmetic for _, arithmetic in fits)}"
     if isinstance(count, Sequence):
         uids = tuple(dict.fromkeys(map(grid.uid, map(grid.index, count))))
         return replace(plan, count=len(uids), capacity=len(uids), uids=uids, arithmetic=why)

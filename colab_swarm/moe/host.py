@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices, on_loop
@@ -23,7 +24,7 @@ from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.expert import Expert, HostPlan, check_fit, plan_host
+from colab_swarm.moe.expert import Expert, HostPlan, check_fit, dtype_named, plan_host
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
@@ -38,7 +39,7 @@ REST = 3  # upkeep that took long pauses this many times as long, to leave a slo
 
 
 class HostResources:
-    """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only.
+    """What all hosts of one peer share: the devices' threads, and ``folder``, used by one process only.
 
     ``folder`` None: a temporary one, until `close`.
     """
@@ -183,6 +184,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
 
     async def _open(self, uid: str, claims: Iterable[tuple[PeerId, SavePlace]]) -> None:
         taken_over = False
+        device = self._server.emptiest(self.plan.devices)
         self._saves.results.pop(uid, None)
         self._saves.safe.pop(uid, None)
         for owner, place in claims:
@@ -191,7 +193,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
                 state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
                 check_fit(state, self.plan.model.state)
                 require(state.get("step") == place.step, "the state is not of the claimed step", StateError)
-                expert = await self._server.device.run(partial(self._build, uid, state))
+                expert = await self._server.run(device, partial(self._build, uid, device, state))
             except StateError as error:
                 logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
                 continue
@@ -200,13 +202,15 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
                 self._saves.safe[uid] = place  # published until a newer one is safe
             break
         else:
-            expert = await self._server.device.run(lambda: self._build(uid))
+            expert = await self._server.run(device, partial(self._build, uid, device))
         self._server.add(expert)
         self.experts[uid] = expert
         self._services.events.emit(ExpertHosted(loop_now(), uid, expert.step, taken_over))
 
-    def _build(self, uid: str, state: dict[str, Any] | None = None) -> Expert:
-        expert = Expert(uid, self.plan.make(), self.plan.rule, self.plan.sample)
+    def _build(self, uid: str, device: torch.device, state: dict[str, Any] | None = None) -> Expert:
+        plan = self.plan
+        dtype = dtype_named(plan.dtype, device)
+        expert = Expert(uid, plan.make(), plan.rule, plan.sample, device, dtype)
         if state is not None:
             expert.load_state_dict(state)
         return expert
@@ -239,7 +243,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         copies = self.plan.copies
         if not expert.step or not self._saves.due(uid, expert.step, others or set(), copies):
             return  # before its first step an expert equals a new one
-        step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
+        step, packed = await self._server.run(expert.device, lambda: (expert.step, pack(expert.state_dict())))
         saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
         if others is None:
             fault = await self._saves.write(saved)

@@ -339,9 +339,11 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         count: int | Sequence[str] | None = None,
         sample: Sequence[int] | None = None,
         rule: "ExpertRule | None" = None,
+        dtype: str = "auto",
+        devices: str | Sequence[str] = "all",
         **settings: Any,
     ) -> "ExpertHost":
-        """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
+        """Host experts of a mixture on this machine's GPUs or CPU; see `ExpertHost`.
 
         Experts of dead hosts continue from their last save. A ValueError if a setting is unusable.
 
@@ -353,10 +355,14 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             count: how many, or their names (``["ffn.0.3"]``); None: as many as fit.
             sample: shape of one sample; -1: any length. The experts that ship know theirs.
             rule: how each expert learns; by default Adam with learning rate 1e-3.
+            dtype: in which experts compute; their weights are float32. "auto": bfloat16, or float16 on a
+                GPU without it, or float32 on the CPU.
+            devices: names such as ``["cuda:0"]``, over which the experts are spread; "all": every GPU.
             **settings: ``folder`` stores saves for a later session; else only the copies at other
                 peers survive. ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
         """
         self._check(worker=True)
+        settings |= {"dtype": dtype, "devices": devices}
         return self._use_experts().host(
             prefix, grid, make_expert, sample=sample, rule=rule, count=count, **settings
         )

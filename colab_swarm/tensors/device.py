@@ -1,8 +1,12 @@
-"""What passes between a device, such as a GPU, and main memory: all of it goes through `copy_out` and `copy_in`.
+"""What passes between a device, such as a GPU, and main memory.
+
+Gradients and parameters go through `copy_out` and `copy_in`, which wait. `carry_in` and `Arrival`
+copy beside what the device computes.
 
 A flag is one bit that a device computes. Its reader waits for the work before it, and for nothing that came later.
 """
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -106,24 +110,57 @@ def hand_over(tensors: Iterable[torch.Tensor]) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
+@functools.cache
+def _beside(device: torch.device, way: str) -> torch.cuda.Stream:
+    # one a way: what comes in for the next batch must not queue behind what goes out after this one
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def carry_in(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return these values on the device: copied beside what it computes now, if their memory is pinned."""
+    if device.type != "cuda":
+        return values.to(device)
+    beside = _beside(device, "in")
+    with torch.cuda.stream(beside):
+        carried = values.to(device, non_blocking=True)
+    now = torch.cuda.current_stream(device)
+    now.wait_stream(beside)
+    carried.record_stream(now)
+    return carried
+
+
+class Arrival:
+    """A tensor on its way to main memory, beside what its device computes next. `read` waits for it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._copy = value
+        self._event: torch.cuda.Event | None = None
+        if value.device.type == "cuda":
+            self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            beside = _beside(value.device, "out")
+            beside.wait_stream(torch.cuda.current_stream(value.device))
+            with torch.cuda.stream(beside):
+                self._copy.copy_(value, non_blocking=True)
+            value.record_stream(beside)
+            self._event = beside.record_event()
+
+    def read(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
+
+
 class Flag:
     """A bit that a device computes: ``value`` is its bool of shape ``()``."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
-        self._arrived: torch.cuda.Event | None = None
-        self._copy = value
-        if value.device.type == "cuda":
-            self._copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._copy.copy_(value, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(torch.cuda.current_stream(value.device))
+        self._arrival = Arrival(value)
 
     def read(self) -> bool:
         """Return the bit, and wait for it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return bool(self._copy)
+        return bool(self._arrival.read())
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> Flag:

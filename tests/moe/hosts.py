@@ -11,7 +11,7 @@ import torch
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import ExpertRule, FeedForward, HostPlan, measure
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, HostPlan, measure
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, HostResources
 from colab_swarm.moe.saves import ReplicaStore
@@ -27,7 +27,8 @@ def make() -> FeedForward:
     return FeedForward(4, 8)
 
 
-PLAN = HostPlan(GRID, make, RULE, (4,), measure(make(), RULE, (4,)), save_s=30.0, takeover_s=10.0, spare=0)
+MODEL = measure(Expert("ffn", make(), RULE, (4,)))
+PLAN = HostPlan(GRID, make, RULE, (4,), MODEL, save_s=30.0, takeover_s=10.0, spare=0)
 
 
 def host_of(resources: HostResources, plan: HostPlan) -> ExpertHost:

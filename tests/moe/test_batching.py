@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from colab_swarm.moe.expert import BatchLimits
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import CODECS
 
+CPU = torch.device("cpu")
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
 FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
 
@@ -88,8 +90,8 @@ def test_calls_are_merged_oldest_first_until_a_batch_is_full(
     calls = [pending(str(at), n, size_bytes=size_bytes, at=at) for at, (n, size_bytes) in enumerate(sizes)]
     enqueue(batching, *calls)
     waiting = iter(calls)
-    assert [batching.take() for _ in batches] == [[*islice(waiting, count)] for count in batches]
-    assert batching.take() == []
+    assert [batching.take(CPU) for _ in batches] == [[*islice(waiting, count)] for count in batches]
+    assert batching.take(CPU) == []
 
 
 def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:
@@ -97,7 +99,7 @@ def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching:
     calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
     late = pending(key=FORWARD, at=1)
     enqueue(batching, *calls, late)
-    assert [batching.take() for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
+    assert [batching.take(CPU) for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +163,11 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
         elif verb == 4 and waiting:
             batching.leave(waiting.pop(0))
         else:
-            for done in batching.take():
+            for done in batching.take(CPU):
                 waiting.remove(done)
                 batching.leave(done)
         check_batching(batching)
-    while batch := batching.take():
+    while batch := batching.take(CPU):
         assert len({one.key for one in batch}) == 1
         assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
         assert [one.arrived_at for one in batch] == sorted(one.arrived_at for one in batch)

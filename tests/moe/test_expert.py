@@ -1,5 +1,6 @@
 """One expert by itself: what changes it, and what must not."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
 from colab_swarm.moe import ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.expert import MOST, Expert, ExpertModel, accelerator, measure
+from colab_swarm.moe.expert import (
+    MOST,
+    Expert,
+    ExpertModel,
+    accelerators,
+    devices_named,
+    dtype_named,
+    measure,
+)
 from tests.moe.local import Function
 
 ADAM = ExpertRule(
@@ -45,7 +54,7 @@ def test_backward_steps_as_a_training_loop_would(norm: float) -> None:
     torch.manual_seed(0)
     module = FeedForward(4, 8)
     assert torch.equal(module(batch(0)), batch(0) + module.layers(batch(0))) and ADAM.scheduler
-    device = accelerator()
+    device = accelerators()[0]
     module.to(device)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     scheduler = ADAM.scheduler(optimizer)
@@ -115,7 +124,7 @@ def test_a_state_of_another_kind_is_refused(spoil: Any) -> None:
 )
 def test_a_module_that_cannot_be_an_expert_is_refused_at_once(module: nn.Module, why: str) -> None:
     with pytest.raises(ValueError, match=f"{type(module).__name__} failed.*{why}.*an expert maps"):
-        measure(module, ADAM, (4,))
+        measure(expert(module))
 
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -164,7 +173,7 @@ def test_the_arithmetic_is_one_sentence() -> None:
 
 
 def test_adam_takes_two_more_values_for_each_weight() -> None:
-    model = measure(nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,))
+    model = measure(expert(nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,)))
     weights = 4 * (64 * 64 + 64)
     assert model.gradients == weights and 3 * weights <= model.each <= 3 * weights + 16
     assert model.state["step"] == 1 and model.state_bytes >= 3 * weights
@@ -173,10 +182,13 @@ def test_adam_takes_two_more_values_for_each_weight() -> None:
 def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
     sgd = ExpertRule(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     shallow, deep = (
-        measure(nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,)).sample for n in (1, 9)
+        measure(expert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,))).sample
+        for n in (1, 9)
     )
     assert deep - shallow == 8 * 32 * 4  # each layer keeps its input
-    assert measure(nn.Identity(), sgd, (32,)).sample == 4 * 32 * 4  # and a call four tensors, in and out
+    assert (
+        measure(expert(nn.Identity(), sgd, (32,))).sample == 4 * 32 * 4
+    )  # and a call four tensors, in and out
 
 
 def test_a_norm_of_zero_clips_everything() -> None:
@@ -184,3 +196,125 @@ def test_a_norm_of_zero_clips_everything() -> None:
     before = values(one)
     one.backward(batch(1), batch(2))
     assert one.step == 1 and equal(values(one), before)
+
+
+def test_a_batch_that_exceeds_the_memory_is_computed_in_halves_with_equal_results() -> None:
+    for fits in (1, 2, 7):
+        whole, parted = expert(), expert(memory := Memory(fits))
+        memory.load_state_dict(whole.state_dict()["module"])
+        inputs, grads = batch(0, 8, 4), batch(1, 8, 4)
+        torch.testing.assert_close(parted.forward(inputs), whole.forward(inputs))
+        torch.testing.assert_close(parted.backward(inputs, grads), whole.backward(inputs, grads))
+        assert memory.refused > 0 and parted.step == 1
+        torch.testing.assert_close(values(parted), values(whole))
+        before = memory.refused
+        parted.backward(inputs, grads)
+        assert memory.refused == before, "the largest batch is remembered"
+
+
+class Memory(FeedForward):
+    """Has memory for so many samples at once."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__(4, 8)
+        self.fits, self.refused = fits, 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if len(x_BD) > self.fits:
+            self.refused += 1
+            raise torch.OutOfMemoryError(f"no memory for {len(x_BD)} samples")
+        return super().forward(x_BD)
+
+
+def test_the_memory_that_ends_in_the_middle_of_a_backward_pass_counts_no_gradient_twice() -> None:
+    class Later(Memory):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            self.fits = 2 if self.refused or x_BD[0, 0] > 0 else 4
+            return super().forward(x_BD)
+
+    whole, parted = expert(), expert(later := Later(4))
+    later.load_state_dict(whole.state_dict()["module"])
+    inputs, grads = batch(0, 8, 4), batch(1, 8, 4)
+    inputs[:4, 0], inputs[4:, 0] = -1.0, 1.0
+    parted._most_bytes = 4 * inputs[0].nbytes  # the first part is computed, the second is not
+    torch.testing.assert_close(parted.backward(inputs, grads), whole.backward(inputs, grads))
+    assert later.refused == 1
+    torch.testing.assert_close(values(parted), values(whole))
+
+
+def test_no_memory_for_one_sample_is_an_error_and_changes_nothing() -> None:
+    one = expert(Memory(0))
+    before = values(one)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for 1 samples"):
+        one.backward(batch(0), batch(1))
+    assert equal(values(one), before) and one.step == 0
+
+
+SGD = ExpertRule(partial(torch.optim.SGD, lr=1.0))
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.03), (torch.float16, 0.003)])
+def test_an_expert_computes_in_16_bits_and_learns_in_32(dtype: torch.dtype, near: float) -> None:
+    seen = []
+    exact, one = expert(rule=SGD), Expert("ffn.0", FeedForward(4, 8), SGD, (4,), dtype=dtype)
+    one.module.load_state_dict(exact.state_dict()["module"])
+    one.module.get_submodule("layers.0").register_forward_hook(lambda *found: seen.append(found[2].dtype))
+    assert (one.forward(batch(0)) - exact.forward(batch(0))).abs().max() < near
+    changes = one.backward(batch(0), batch(1))
+    assert (
+        changes.dtype == torch.float32 and (changes - exact.backward(batch(0), batch(1))).abs().max() < near
+    )
+    torch.testing.assert_close(values(one), values(exact), atol=10 * near, rtol=0)
+    assert seen == [dtype, dtype] and one.step == 1
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-30, 1e4])
+def test_gradients_that_float16_rounds_to_zero_or_infinity_are_scaled(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, one = expert(rule=SGD), Expert("ffn.0", FeedForward(4, 8), SGD, (4,), dtype=torch.float16)
+    one.module.load_state_dict(exact.state_dict()["module"])
+    grads = size * batch(1)
+    wanted = exact.backward(batch(0), grads) / size
+    assert (one.backward(batch(0), grads) / size - wanted).abs().max() < 0.01
+    moved = {name: value.clone() for name, value in values(one).items()}
+    for name, value in values(exact).items():
+        assert (moved[name] - value).abs().max() < 0.1 * size + 1e-6
+    monkeypatch.setattr(one, "_loss_scale", lambda grads: 1.0)
+    if size < 1:
+        inner = values(one)["layers.0.weight"]
+        one.backward(batch(0), grads)
+        assert torch.equal(values(one)["layers.0.weight"], inner), "unscaled, nothing is left of it"
+
+
+def test_a_gradient_that_is_not_finite_in_float16_is_no_step() -> None:
+    one = Expert("ffn.0", nn.Linear(4, 4), SGD, (4,), dtype=torch.float16)
+    before = values(one)
+    for inputs, grads in ((1e6 * batch(0), batch(1)), (batch(0), 3e38 * batch(1).sign())):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            one.backward(inputs, grads)
+        assert equal(values(one), before) and one.step == 0
+    assert one.backward(batch(0), 0 * batch(1)).abs().max() == 0
+
+
+def test_auto_is_bfloat16_where_a_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=has: has)
+        assert dtype_named("auto", gpu) == dtype
+        assert dtype_named("auto", torch.device("cpu")) == dtype_named("float32", gpu) == torch.float32
+
+
+def test_devices_are_all_gpus_or_those_with_these_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices_named(["cpu", "cpu"]) == (torch.device("cpu"),)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [*map(str, devices_named("all"))] == ["cuda:0", "cuda:1"]
+    assert [*map(str, devices_named(["cuda:1", "cpu"]))] == ["cuda:1", "cpu"]
+    for wrong in ("cuda:0", ["cuda:2"], [], ["cuda"]):
+        with pytest.raises(
+            ValueError, match=r"pass \"all\", or a list of some of \['cpu', 'cuda:0', 'cuda:1'\]"
+        ):
+            devices_named(wrong)
+    with pytest.raises(ValueError, match="dtype='int8': pass"):
+        dtype_named("int8", torch.device("cpu"))

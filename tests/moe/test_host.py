@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -319,6 +321,7 @@ def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts
 IMPOSSIBLE: list[dict[str, Any]] = [
     *({"count": 0}, {"count": ["ffn.9.9"]}, {"sample": (5,)}, {"copies": -1}, {"copies": 99}),
     *({"spare": -1}, {"save_s": 0.0}, {"takeover_s": 0.0}),
+    *({"devices": "cuda:9"}, {"devices": ["tpu"]}, {"dtype": "int8"}),
 ]
 
 
@@ -338,11 +341,28 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_once() -> None:
 
 
 def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.moe.expert.accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr("colab_swarm.moe.expert.accelerators", lambda: (torch.device("cpu"),))
     monkeypatch.setattr("colab_swarm.moe.expert.free_ram_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* give count=1 to try"):
         plan_host(GRID, make)
     assert plan_host(GRID, make, count=1).count == 1
+
+
+async def test_experts_are_spread_over_the_devices_and_so_are_those_of_a_second_host(run: Run) -> None:
+    devices = tuple(torch.device("cpu", index) for index in range(3))
+    member, hosting = await run.host("alice", 4, devices=devices, dtype="bfloat16")
+    counts = Counter(expert.device for expert in hosting.experts.values())
+    assert sorted(counts.values()) == [1, 1, 2]
+    more = host_of(member.resources, replace(PLAN, grid=Grid("more", (2,)), count=2, devices=devices))
+    await more.start()
+    counts.update(expert.device for expert in more.experts.values())
+    assert [*counts.values()] == [2, 2, 2]
+    train(hosting)
+    calls = calls_of((await run.join("bob")).peers)
+    info = (await member.resources.directory.live(GRID))[0]
+    assert (await calls.forward(info, np.ones((2, 4), np.float32))).shape == (2, 4)
+    await more.close()
+    await hosting.close()
 
 
 async def test_an_expert_whose_save_no_peer_has_is_not_published_as_saved(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.moe import calls as expert_calls
-from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, Key, compute
+from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, Key, compute, finished
 from colab_swarm.moe.calls import LONGEST, ExpertServer, ForwardExpert, Part
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
@@ -25,9 +25,10 @@ from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, Refusal, Role, Stream, short
 from colab_swarm.runtime import PauseGate
+from colab_swarm.tensors import device
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
 from tests.moe.local import Function, calls_of
-from tests.moe.test_batching import check_batching, pending
+from tests.moe.test_batching import CPU, check_batching, pending
 from tests.net.swarm import peers, start, until
 
 pytestmark = pytest.mark.real_time
@@ -50,7 +51,7 @@ def info(host: Node, uid: str = "ffn.0", shape: tuple[int, ...] = (DIM,)) -> Exp
 
 def here(one: Expert, *tensors: Floats) -> Floats:
     function = one.backward if len(tensors) == 2 else one.forward
-    return function(*map(torch.from_numpy, tensors)).numpy()
+    return function(*map(torch.from_numpy, tensors)).cpu().numpy()
 
 
 def admitted(server: ExpertServer) -> list[Call]:
@@ -180,6 +181,77 @@ async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix()
         assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
         counted = server.statistics()["ffn.0"]
         assert (counted.calls, counted.batch_size, counted.step) == (16, 36.0, 1)
+
+
+async def test_merged_calls_that_exceed_the_memory_are_all_answered() -> None:
+    class Small(Gate):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 4:
+                self.batches.append(-len(x))
+                raise torch.OutOfMemoryError("no memory")
+            return super().forward(x)
+
+    gate, events = Small(), EventLog()
+    async with hosting(expert(module=gate), events=events) as scene:
+        async with occupied(gate, scene):
+            inputs = [samples(n, seed=n) for n in range(1, 6)]
+            waiting = [asyncio.create_task(scene.calls.forward(info(scene.bob), x)) for x in inputs]
+            await queued(scene.server, 15)
+        for x, outputs in zip(inputs, await asyncio.gather(*waiting), strict=True):
+            assert np.array_equal(outputs, 2 * x)
+        assert gate.batches[:3] == [1, -15, -7] and set(gate.batches[3:]) == {3}
+        assert scene.server.statistics()["ffn.0"].calls == 6 and not events.recent(Fault)
+
+
+async def test_each_device_computes_on_a_thread_of_its_own() -> None:
+    gate, names = Gate(), set()
+
+    def named(x: Tensor) -> Tensor:
+        names.add(threading.get_ident())
+        return 2 * x
+
+    devices = [torch.device("cpu", index) for index in range(2)]
+    slow = Expert("ffn.0", gate, RULE, (DIM,), devices[0])
+    quick = Expert("ffn.1", Function(named), RULE, (DIM,), devices[1])
+    async with hosting(slow, quick) as scene:
+        assert [scene.server.emptiest(devices[:1]), scene.server.emptiest([*devices[1:], CPU])] == [
+            devices[0],
+            CPU,
+        ]
+        async with occupied(gate, scene):
+            outputs = await scene.calls.forward(info(scene.bob, "ffn.1"), samples(2))
+            assert np.array_equal(outputs, 2 * samples(2)), "it waited for the other device"
+        threads = [await scene.server.run(device, threading.get_ident) for device in devices]
+        assert names == {threads[1]} != {threads[0]}
+
+
+async def test_a_device_begins_the_next_batch_before_the_answers_of_the_last_are_copied_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            computed = function(*args)
+            calls = args[-1] if name == "begin" else [call for call, _ in computed]
+            order.append(f"{name} {calls[0].key.uid}")
+            return computed
+
+        return call
+
+    monkeypatch.setattr(device, "_MAIN_MEMORY", ())
+    monkeypatch.setattr(expert_calls, "compute", noted("begin", compute))
+    monkeypatch.setattr(expert_calls, "finished", noted("end", finished))
+    gate = Gate()
+    async with hosting(expert("gate.0", gate), expert("ffn.0"), expert("ffn.1")) as scene:
+        async with occupied(gate, scene, "gate.0"):
+            waiting = []
+            for uid in ("ffn.0", "ffn.1"):
+                waiting.append(asyncio.create_task(scene.calls.forward(info(scene.bob, uid), samples(2))))
+                await until(lambda uid=uid: scene.server.statistics()[uid].queued == 2)
+        for outputs in await asyncio.gather(*waiting):
+            assert np.array_equal(outputs, here(expert(), samples(2)))
+    assert order == ["begin gate.0", "begin ffn.0", "end gate.0", "begin ffn.1", "end ffn.0", "end ffn.1"]
 
 
 async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
@@ -312,7 +384,7 @@ async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again()
             assert server.remove("ffn.0") is one
         with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
             await waiting
-        assert await server.device.run(lambda: one.step) == 0
+        assert await server.run(one.device, lambda: one.step) == 0
         server.add(one)
         await calls.forward(info(bob), samples(3))
 
@@ -383,7 +455,7 @@ def test_any_input_is_answered_or_refused_and_the_expert_stays_finite(
     for codec in codecs:
         parts = [rng.bytes(codec_of(codec).encoded_bytes(SMALL)) for _ in range(1 + backward)]
         calls.append(received_call(parts, codec, backward=backward))
-    answers = compute(small_expert(), calls)
+    answers = finished(compute(small_expert(), calls))
     assert {id(one) for one, _ in answers} == {id(one) for one in calls}
     for one, answer in answers:
         if isinstance(answer, list):
@@ -402,7 +474,7 @@ def test_after_a_bug_each_caller_is_answered_by_itself_but_none_teaches_twice(ba
 
     parts = [np.full(SMALL, value, np.float32).tobytes() for value in (0, 2)]
     calls = [received_call([part] * (1 + backward), "float32", backward=backward) for part in parts]
-    answers = compute(Expert("ffn.0", Function(fragile), RULE, (SMALL,)), calls)
+    answers = finished(compute(Expert("ffn.0", Function(fragile), RULE, (SMALL,)), calls))
     assert [isinstance(answer, KeyError) for _, answer in answers] == [backward, True]
 
 
@@ -417,7 +489,7 @@ def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -
         received_call([bytes(codec_of(name).encode(ones))], name, backward=False)
         for name in (codec, "float32")
     ]
-    (_, refused), (_, answered) = compute(spoilt, calls)
+    (_, refused), (_, answered) = finished(compute(spoilt, calls))
     assert isinstance(refused, Refusal) and "not finite" in str(refused)
     assert isinstance(answered, list)
 
