@@ -47,6 +47,7 @@ from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.runtime import Runtime, own_loop
 from colab_swarm.sim import run_virtual
+from colab_swarm.tensors.device import to_host
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ async def _passed_on(chain: Chain, server: ExpertServer, experts: list[Expert], 
     luck_s = 0.0
     while time.perf_counter() - began < min(4.0, chain.seconds):
         expert = experts[done % len(experts)]
-        await server.run(expert.device, partial(expert.forward, inputs))
+        to_host(await server.run(expert.device, partial(expert.forward, inputs)))
         done += 1
         wait_s = _exponential(delay_s, rng)
         luck_s += delay_s - wait_s  # of a few dozen draws: they count by their mean

@@ -311,8 +311,7 @@ class ExpertServer:
         self._gate = gate or PauseGate()
         self._threads: dict[torch.device, DeviceThread] = {}
         self._served: dict[str, _Served] = {}
-        # begun by a device, and not answered yet
-        self._computed: dict[torch.device, list[Computed]] = {}
+        self._computed: dict[torch.device, list[Computed]] = {}  # begun, and not answered yet
         self._lock = threading.Lock()  # of the batching, which loop and thread share
         self._batching = Batching(limits or BatchLimits())
         peers.serve_stream(ForwardExpert, self._serve, role=Role.WORKER)

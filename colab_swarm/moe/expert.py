@@ -43,8 +43,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def accelerators() -> tuple[torch.device, ...]:
     """Return this machine's GPUs; the CPU if it has none."""
-    gpus = range(torch.cuda.device_count())
-    return tuple(torch.device("cuda", index) for index in gpus) or (torch.device("cpu"),)
+    gpus = tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return gpus or (torch.device("cpu"),)
 
 
 def devices_named(names: str | Sequence[str]) -> tuple[torch.device, ...]:
@@ -151,8 +151,7 @@ class Expert:
         self._rule = rule
         self.module = module.to(self.device)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        # of the inputs that are computed at once
-        self._most_bytes = BatchLimits.max_batch_bytes
+        self._part_bytes = BatchLimits.max_batch_bytes
         # torch refuses an optimizer without parameters
         if self._parameters:
             optimizer = rule.optimizer(self._parameters)
@@ -223,14 +222,14 @@ class Expert:
         """Return ``compute(samples, *tensors)``, of parts with so many samples as fit into the memory."""
         each_bytes = max(1, tensors[0].nbytes // len(tensors[0]))
         while True:
-            samples = min(len(tensors[0]), max(1, self._most_bytes // each_bytes))
+            samples = min(len(tensors[0]), max(1, self._part_bytes // each_bytes))
             try:
                 return compute(samples, *tensors)
             except torch.OutOfMemoryError:
                 if samples == 1:
                     raise
             # not above: the error holds what was computed until then
-            self._most_bytes = samples // 2 * each_bytes
+            self._part_bytes = samples // 2 * each_bytes
             torch.cuda.empty_cache()
             logger.warning("%s: no memory for %d samples at once, now half of it", self.uid, samples)
 
@@ -291,7 +290,6 @@ class Expert:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    # a copy less
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts)

@@ -209,8 +209,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
 
     def _build(self, uid: str, device: torch.device, state: dict[str, Any] | None = None) -> Expert:
         plan = self.plan
-        dtype = dtype_named(plan.dtype, device)
-        expert = Expert(uid, plan.make(), plan.rule, plan.sample, device, dtype)
+        expert = Expert(uid, plan.make(), plan.rule, plan.sample, device, dtype_named(plan.dtype, device))
         if state is not None:
             expert.load_state_dict(state)
         return expert

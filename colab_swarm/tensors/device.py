@@ -1,7 +1,6 @@
 """What passes between a device, such as a GPU, and main memory.
 
-Gradients and parameters go through `copy_out` and `copy_in`, which wait. `carry_in` and `Arrival`
-copy beside what the device computes.
+Gradients go through `copy_out` and `copy_in`, which wait; `carry_in` and `Arrival` copy beside computing.
 
 A flag is one bit that a device computes. Its reader waits for the work before it, and for nothing that came later.
 """

@@ -20,6 +20,7 @@ from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
+from colab_swarm.tensors.device import to_host
 from tests.benchmarks.harness import Channel, Crew, Worker, call_all, receive_all, timed
 from tests.benchmarks.link import contact, start_node, where
 
@@ -116,12 +117,12 @@ async def _serve(
         expert = Expert(uid, torch.nn.Identity() if nop else FeedForward(dim), rule, (dim,))
         expert.forward(torch.zeros(2, dim))  # on this thread, as a host does before: OpenMP spins less then
         server.add(expert)
-    forward = partial(expert.forward, torch.randn(alone, dim))
+    inputs = torch.randn(alone, dim)
     if not alone:
         return server, {}
     took_s = []
     for _ in range(4):
-        seconds, _ = await timed(server.run(expert.device, forward))
+        seconds, _ = await timed(server.run(expert.device, lambda: to_host(expert.forward(inputs))))
         took_s.append(seconds)
     # the first warms up
     return server, {"samples_per_s": alone / min(took_s[1:])}

@@ -236,7 +236,7 @@ def test_the_memory_that_ends_in_the_middle_of_a_backward_pass_counts_no_gradien
     later.load_state_dict(whole.state_dict()["module"])
     inputs, grads = batch(0, 8, 4), batch(1, 8, 4)
     inputs[:4, 0], inputs[4:, 0] = -1.0, 1.0
-    parted._most_bytes = 4 * inputs[0].nbytes  # the first part is computed, the second is not
+    parted._part_bytes = 4 * inputs[0].nbytes  # the first part is computed, the second is not
     torch.testing.assert_close(parted.backward(inputs, grads), whole.backward(inputs, grads))
     assert later.refused == 1
     torch.testing.assert_close(values(parted), values(whole))
