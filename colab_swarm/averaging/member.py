@@ -4,11 +4,13 @@ import asyncio
 import math
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from colab_swarm.averaging.group import Group, GroupMember, chunk_values
-from colab_swarm.averaging.reducer import SpanLedger
+from colab_swarm.averaging.reducer import DIGEST_BYTES, SpanLedger
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import require
 from colab_swarm.events import MemberTrace
@@ -43,7 +45,8 @@ class Chunk(Message, frozen=True):
     averaged: bool = False
     missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
     codec: str = ""  # empty: the group's; a mean may be sparse16
-    digest: bytes = b""  # `digest_of` a mean that was recovered, as its reducer had encoded it
+    # `digest_of` a mean that was recovered, as its reducer had encoded it
+    digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
 
 @dataclass(frozen=True)

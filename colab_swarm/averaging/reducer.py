@@ -26,14 +26,14 @@ from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.tensors.vectors import root_mean_square
 
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 OUTLIER = 10.0  # largest contribution, in usual sizes
 FEW_VALUES = 64  # short vectors differ by chance: at this length twice as large is admitted, below it more
 
 
 def digest_of(payload: Buffer) -> bytes:
     """Return the digest of an encoded mean."""
-    return blake3(payload).digest(_DIGEST_BYTES)
+    return blake3(payload).digest(DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SpanLedger:
                     whole.update(placed.digest)
                 else:
                     whole.update(digest_of(self.vector.read(*chunk).data.cast("B")))
-        return whole.digest(_DIGEST_BYTES)
+        return whole.digest(DIGEST_BYTES)
 
     def lacking(self, reducer: int) -> list[int]:
         return [index for index in range(len(self.chunks[reducer])) if not self.settled(reducer, index)]

@@ -7,17 +7,17 @@ A flag is one bit that a device computes. Its reader waits for the work before i
 
 import functools
 import math
-import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.vectors import Buffer, Floats
 
 _MAIN_MEMORY: tuple[str, ...] = ("cpu",)  # types of devices whose tensors lie there
 _MOST_STAGED_BYTES = 1 << 22
-# Of main memory, what three vectors may keep pinned, where a GPU reads and writes it several times as fast.
+# Of free main memory, what three vectors may keep pinned, where a GPU reads and writes it several times as fast.
 _PINNED_SHARE = 1 / 8
 
 
@@ -51,19 +51,22 @@ def copy_in(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in main memory; a short one of a GPU's is pinned, as torch keeps such memory for the next."""
-    is_pinned = tensor.device.type == "cuda" and tensor.nbytes <= _MOST_STAGED_BYTES
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+def host_copy(tensor: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
+    """Return a copy in main memory."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     copy_out(tensor, copy)
     return copy
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if it is in main memory, else a copy there."""
+    """Return the tensor itself if it is in main memory, else a copy there that does not last.
+
+    A short one of a GPU's is pinned: torch keeps such memory for the next.
+    """
     if in_main_memory(tensor.device):
         return tensor
-    return host_copy(tensor)
+    is_short = tensor.nbytes <= _MOST_STAGED_BYTES
+    return host_copy(tensor, pinned=is_short and tensor.device.type == "cuda")
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -77,7 +80,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def from_buffer(payload: Buffer, device: torch.device) -> torch.Tensor:
     """Return bytes (uint8) that arrived, on a device."""
-    staged = torch.empty(len(payload), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    is_pinned = device.type == "cuda"
+    staged = torch.empty(len(payload), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     staged.numpy()[:] = np.frombuffer(payload, np.uint8)
     return to_device(staged, device)
 
@@ -95,9 +99,10 @@ def buffer_of(encoded: torch.Tensor) -> Buffer:
 
 def host_values(numel: int, device: torch.device) -> Floats:
     """Return new main memory for values that go to and come from this device."""
-    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda" and 3 * 4 * numel <= _PINNED_SHARE * ram_bytes:
-        pinned: Floats = torch.empty(numel, pin_memory=True).numpy()
+    # Torch takes a power of two.
+    pinned_bytes = 1 << (4 * numel).bit_length()
+    if device.type == "cuda" and 3 * pinned_bytes <= _PINNED_SHARE * (free_ram_bytes() or 0):
+        pinned: Floats = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=True).numpy()
         return pinned
     return np.empty(numel, np.float32)
 
@@ -136,7 +141,7 @@ class Arrival:
         self._copy = value
         self._event: torch.cuda.Event | None = None
         if value.device.type == "cuda":
-            self._copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
             beside = _beside(value.device, "out")
             beside.wait_stream(torch.cuda.current_stream(value.device))
             with torch.cuda.stream(beside):
@@ -164,9 +169,14 @@ class Flag:
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> Flag:
     """Return whether no value of these tensors is NaN or Inf."""
-    if not tensors or in_main_memory(tensors[0].device):
+    if not tensors:
+        return Flag(torch.tensor(True, device="cpu"))
+    if in_main_memory(tensors[0].device):
         # Twenty times faster there than the other norm, but squares overflow.
         squares = Flag(torch.nn.utils.get_total_norm(tensors, 2.0).isfinite())
         if squares.read():
             return squares
+    if tensors[0].device.type == "mps":
+        # A largest value there may not be NaN where one of the values is.
+        return Flag(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
     return Flag(torch.nn.utils.get_total_norm(tensors, math.inf).isfinite())

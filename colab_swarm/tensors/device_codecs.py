@@ -172,7 +172,8 @@ def _placed(sent_K: torch.Tensor, indices_K: torch.Tensor, numel: int, valid: to
         "a sparse vector has values that are not finite, or indices that are not ascending, or beyond its end"
     )
     require(Flag(valid & ascending).read(), text)
-    return torch.zeros(numel, device=sent_K.device).scatter_(0, indices_K, sent_K)
+    values = torch.zeros(numel, dtype=torch.float32, device=sent_K.device)
+    return values.scatter_(0, indices_K, sent_K)
 
 
 def _quantised(values_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -155,6 +155,6 @@ class DeviceVector:
         mean = self._decoded(codec, payload, stop - start, device)
         # Divided first: squares overflow.
         largest = mean.abs().amax()
-        rms = (mean / largest.clamp_min(torch.finfo().tiny)).square().mean().sqrt() * largest
+        rms = (mean / largest.clamp_min(torch.finfo(torch.float32).tiny)).square().mean().sqrt() * largest
         require(Flag(rms < most_rms).read(), "a mean is not finite, or far too large")
         self.values.write(start, mean)

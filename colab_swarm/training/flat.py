@@ -45,7 +45,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.to_dense()
     if 0 in gradient.stride():
         return gradient.contiguous()
-    return gradient
+    return gradient.resolve_conj()
 
 
 def small_values(tensors: Iterable[torch.Tensor]) -> int:
@@ -137,7 +137,7 @@ class FlatValues:
             if values is not None and self.borrowed:
                 self.segments.append(torch.from_numpy(values))
             elif not segments:
-                self.segments.append(torch.zeros(sum(sizes), device=device))
+                self.segments.append(torch.zeros(sum(sizes), dtype=torch.float32, device=device))
             segment = self.segments[index]
             for tensor, part in zip(run, torch.split(segment, sizes), strict=True):
                 parts[id(tensor)] = part.view(reals(tensor).shape)
@@ -220,7 +220,13 @@ def set_gradients(
     for parameter, part, skipped in zip(parameters, gradient.parts, flags, strict=False):
         if skipped:
             continue
-        if shared and (parameter.dtype, parameter.device) == (part.dtype, part.device):
+        # Fused optimizers read both by the strides of one.
+        alike = (parameter.dtype, parameter.device, parameter.stride()) == (
+            part.dtype,
+            part.device,
+            part.stride(),
+        )
+        if shared and alike:
             parameter.grad = part
         else:
             parameter.grad = torch.empty_like(parameter)
@@ -261,4 +267,8 @@ def only_reads(optimizer: Optimizer) -> bool:
     """
     if type(optimizer) not in _READERS or optimizer._optimizer_step_pre_hooks:
         return False
-    return not any(group.get("foreach") for group in optimizer.param_groups)
+    if any(group.get("foreach") for group in optimizer.param_groups):
+        return False
+    # On a GPU lists are the default, and Nesterov's are changed.
+    has_nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
+    return not has_nesterov or all(in_main_memory(tensor.device) for tensor in tensors_of(optimizer))

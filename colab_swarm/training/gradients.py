@@ -30,6 +30,13 @@ _USUAL_ROUNDS = 5  # whose pseudo-gradients say what is usual
 _LOOK_STEPS = 10  # in which another optimizer has taken a step
 
 
+def _brought(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    """Return a number, or a tensor on this device: a model may span several."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return value
+
+
 class MeanLoss:
     """The weighted mean of the finite losses; tensors stay where they are until it is shown."""
 
@@ -39,8 +46,8 @@ class MeanLoss:
     def add(self, loss: float | torch.Tensor, weight: float, counts: torch.Tensor | bool = True) -> None:
         """Add a loss if it is finite, and ``counts``, a bool that may be on a device."""
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
-        finite = value.isfinite() & counts
-        total, counted = self._state
+        finite = value.isfinite() & _brought(counts, value.device)
+        total, counted = (_brought(one, value.device) for one in self._state)
         # One assignment: another thread may read both.
         self._state = total + torch.where(finite, value, 0.0) * weight, counted + finite * weight
 
@@ -97,6 +104,12 @@ class GradientCheck:
     used: list[int]
 
 
+def _less(total: float, part: float) -> float:
+    """Return what is left of a sum without this part of it; nothing, if only rounding is left."""
+    left = total - part
+    return left if left > 1e-9 * part else 0.0
+
+
 ModelVector: TypeAlias = HostVector | DeviceVector
 
 
@@ -139,6 +152,7 @@ class Gradients:
         if error_feedback:
             self.feedback = ErrorFeedback(replica.numel)
         self.samples = 0.0
+        self.dropped = 0.0  # samples that were not finite, until they are reported
         self.weight = 0.0
         self._since = 0.0  # weight since the last local step
         # Of each parameter, whether no gradient came since the last round; with local steps, since the last of them.
@@ -179,48 +193,45 @@ class Gradients:
         loss: float | torch.Tensor | None,
         *,
         scale: torch.Tensor | None = None,
-    ) -> float:
+    ) -> None:
         """Add the model's gradient, a mean by ``weight`` times ``scale``.
 
-        Returns the samples of gradients that were not finite, and are taken out again: of this one, or on a device of
-        the last one, so that nothing waits for it.
+        If it is not finite it is taken out again: now or, on a device, with the next one, so that nothing waits for it.
         """
         model = self._replica.model
         finite = finite_gradients(model)
         used = [index for index, parameter in enumerate(model) if weight and parameter.grad is not None]
-        checks = [*self._checks, GradientCheck(finite, samples, weight, used)]
         self._take_back(self._given)
         if weight and not (self._in_main_memory and not finite.read()):
             counts = None if self._in_main_memory else finite.value
             self._total().add_gradients(model, weight=weight, scale=scale, counts=counts)
+        self._checks.append(GradientCheck(finite, samples, weight, used))
         self._replica.zero_grad()
         self.samples += samples
         self.weight += weight
         self._since += weight
         if loss is not None:
             self.loss.add(loss, weight, finite.value)
-        self._checks = checks
-        return self.read_checks(newest=self._in_main_memory)
+        self.read_checks(newest=self._in_main_memory)
 
-    def read_checks(self, *, newest: bool = True) -> float:
-        """Read whether the gradients, the ``newest`` too, were finite; return the samples of those that were not."""
-        dropped = 0.0
+    def read_checks(self, *, newest: bool = True) -> None:
+        """Read whether the gradients, the ``newest`` too, were finite; take out those that were not."""
         while len(self._checks) > (not newest):
             check = self._checks.pop(0)
             if check.finite.read():
                 for index in check.used:
                     self._unused[index] = False
             else:
-                dropped += check.samples
-                self.samples -= check.samples
-                self.weight -= check.weight
-                self._since -= check.weight
-        return dropped
+                self.dropped += check.samples
+                self.samples = _less(self.samples, check.samples)
+                self.weight = _less(self.weight, check.weight)
+                self._since = _less(self._since, check.weight)
 
     def _total(self) -> FlatValues:
         """Return the sum; a new one takes a vector that no round reads, or memory of the device."""
         if self._sum is None:
             model = self._replica.model
+            self._vector = None
             if self._in_main_memory:
                 vector = self._free_vector()
                 vector.values.fill(0.0)
@@ -264,6 +275,8 @@ class Gradients:
             self._replica.buffers.write_change(vector.front_of(self._replica.front))
         if self.feedback is not None:
             self._begin(vector, self.feedback)
+        if isinstance(vector, DeviceVector):
+            hand_over(vector.body)
         encoding = UploadEncoding(fine=self._replica.fine)
         unused = b""
         if self.weight and not self._replica.rule.local:
@@ -277,9 +290,12 @@ class Gradients:
         adds = self.weight > 0
         if isinstance(vector, DeviceVector):
             self.feedback = vector.begin(feedback, adds=adds)
-        else:
-            assert isinstance(feedback, ErrorFeedback)
-            vector.begin(feedback, adds=adds)
+            return
+        if isinstance(feedback, DeviceFeedback):
+            # The model has left the device.
+            feedback = ErrorFeedback(self._replica.numel, feedback.state_dict())
+            self.feedback = feedback
+        vector.begin(feedback, adds=adds)
 
     def _pseudo_gradient(self) -> HostVector:
         self.step()
@@ -295,7 +311,6 @@ class Gradients:
         self._vector = None
         self._sum = None
         if vector is not None:
-            hand_over(total.segments)
             return vector
         copy = self._free_vector()
         total.write_to(copy.values[self._replica.front :])
@@ -326,9 +341,11 @@ class Gradients:
         if self._given is not None and self._replica.rule.delayed:
             self._aside = _own(self._given.vector)
         self._sum = None
+        self._vector = None
         self._given = None
         self._checks = []
         self.samples = 0.0
+        self.dropped = 0.0
         self.weight = 0.0
         self._since = 0.0
         self._unused = self._all_unused()
@@ -342,6 +359,8 @@ class Gradients:
             if self._replica.rule.sparse:
                 decay = _FEEDBACK_DECAY
             self.feedback.settle(decay)
+            if isinstance(self.feedback, DeviceFeedback):
+                hand_over(self.feedback.body)
 
     def on_returned(self, contribution: RoundInput) -> None:
         """Take back the contribution of a delayed update that found no round."""

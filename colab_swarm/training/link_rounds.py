@@ -82,6 +82,8 @@ class LinkRounds(Rounds):
         self._tasks.cancel()
         self._meetings.close()
         self._states.close()
+        # Its vector may lie on a GPU.
+        self.services.averager.forget(self.settings.prefix)
 
     def _on_lost(self, peer: PeerId) -> None:
         if self.progress.known.on_lost(peer, now=loop_now()):

@@ -223,13 +223,15 @@ class SwarmOptimizer(WrappedOptimizer):
             landed = self._trainer.land()
             self._trainer.recover()
             scale = getattr(self, "grad_scale", None)
-            dropped = uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
+            uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
             with self._replica.lock:
                 self._replica.schedule.check()
             if not self._trainer.wait_for_peers():
                 return landed
             changed = self._replica.evidence.changed
+            dropped = self._gathered.dropped
             due = self._runtime.call(self.collaboration.report(samples, dropped=dropped, changed=changed))
+            self._gathered.dropped = 0.0
             return self._trainer.act(due) or landed
 
     @property

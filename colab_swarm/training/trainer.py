@@ -101,9 +101,10 @@ class Trainer:
     def act(self, due: Due) -> RoundResult | None:
         """Do what is due; return the result of a round whose mean was applied."""
         if due in (Due.LOCAL_STEP, Due.ROUND):
-            dropped = uninterrupted(self._gathered.read_checks)
-            if dropped:
-                due = self._runtime.call(self._collaboration.retract(dropped, due))
+            uninterrupted(self._gathered.read_checks)
+            if self._gathered.dropped:
+                due = self._runtime.call(self._collaboration.retract(self._gathered.dropped, due))
+                self._gathered.dropped = 0.0
         if due is Due.CATCH_UP:
             try:
                 self.synchronize()

@@ -28,7 +28,8 @@ class Trainer:
 
     def add(self, *values: float, weight: float = 1.0) -> None:
         self.weight.grad = torch.tensor(values)
-        assert not self.gradients.add(weight, weight, None)
+        self.gradients.add(weight, weight, None)
+        assert not self.gradients.dropped
 
     def give(self) -> RoundInput:
         given = self.gradients.contribution()

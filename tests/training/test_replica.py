@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from colab_swarm.errors import StateError
+from colab_swarm.tensors import device
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.fit import check_options
 from colab_swarm.training.flat import SMALL_VALUES, FlatValues, only_reads, set_gradients
@@ -153,10 +154,13 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both), lambda values: False)
     first.grad = torch.arange(6.0).view(2, 3)
-    assert not gathered.add(8.0, 2.0, 1.0) and first.grad is None
+    gathered.add(8.0, 2.0, 1.0)
+    assert first.grad is None
     first.grad, second.grad = torch.arange(6.0).view(2, 3), torch.full((4,), 0.5, dtype=torch.bfloat16)
-    assert not gathered.add(8.0, 3.0, float("nan")) and gathered.loss.value == 1.0
-    assert not gathered.add(8.0, 6.0, torch.tensor(5.0)) and gathered.loss.value == 4.0
+    gathered.add(8.0, 3.0, float("nan"))
+    assert gathered.loss.value == 1.0
+    gathered.add(8.0, 6.0, torch.tensor(5.0))
+    assert gathered.loss.value == 4.0 and not gathered.dropped
     given = gathered.contribution()
     assert (given.samples, given.weight, given.loss) == (24.0, 11.0, 4.0)
     np.testing.assert_allclose(
@@ -233,7 +237,8 @@ def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both), lambda values: False)
     first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
-    assert gathered.add(3.0, 1.0, None) == 3.0 and second.grad is None
+    gathered.add(3.0, 1.0, None)
+    assert gathered.dropped == 3.0 and second.grad is None
     assert not gathered.samples and not gathered.contribution().vector.values.any()
 
 
@@ -309,3 +314,40 @@ def test_after_a_step_that_failed_no_parameter_has_a_mean_as_its_gradient() -> N
     with pytest.raises(TypeError):
         Replica(UpdateRule(optimizer)).apply(mean_of(MEAN.copy()))
     assert all(parameter.grad is None for parameter in both)
+
+
+def test_a_fused_step_on_strided_parameters_is_torchs() -> None:
+    """Fused kernels read parameter and gradient by the strides of one."""
+    ours, theirs = (torch.nn.Conv2d(3, 4, 2) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    inner = AdamW(ours.to(memory_format=torch.channels_last).parameters(), lr=0.1, fused=True)
+    replica = Replica(UpdateRule(inner))
+    mean = np.linspace(-1, 1, replica.numel, dtype=np.float32)
+    replica.apply(mean_of(mean))
+    plain = AdamW(theirs.parameters(), lr=0.1)
+    set_gradients([*theirs.parameters()], FlatValues([*theirs.parameters()], mean))
+    plain.step()
+    torch.testing.assert_close(parameters_of(ours), parameters_of(theirs))
+
+
+def test_gradients_are_summed_in_float32_whatever_the_default_and_conjugates_by_value() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+    gathered = Gradients(sgd([weight]), lambda vector: False)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weight.grad = torch.tensor([1.0 + 2.0j, 3.0 + 4.0j], dtype=torch.complex64).conj()
+        assert weight.grad.is_conj()
+        gathered.add(1.0, 1.0, None)
+        values = gathered.contribution().host_vector.values
+        assert all(part.dtype == torch.float32 for part in FlatValues([weight]).segments)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert values.tolist() == [1.0, -2.0, 3.0, -4.0]
+
+
+def test_nesterovs_lists_on_a_gpu_do_not_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    nesterov = SGD([weight], lr=0.1, momentum=0.9, nesterov=True)
+    assert only_reads(nesterov)
+    monkeypatch.setattr(device, "_MAIN_MEMORY", ())
+    assert not only_reads(nesterov) and only_reads(SGD([weight], lr=0.1, momentum=0.9))
