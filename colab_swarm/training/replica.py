@@ -50,6 +50,7 @@ from colab_swarm.training.flat import (
 )
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.schedule import Schedule
+from colab_swarm.training.sketch import StateSketch
 
 _MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 
@@ -356,6 +357,11 @@ class Replica:
             lineage = self.lineage
             layout, blob = pack(self.state())
         return Snapshot.of(lineage, step, layout, blob)
+
+    def sketch(self) -> StateSketch:
+        """Return a sketch of the present state. Thread-safe."""
+        with self.lock:
+            return self.evidence.sketch(self.step, self.lineage)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))
