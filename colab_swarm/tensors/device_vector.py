@@ -31,7 +31,7 @@ class Segments:
             segment.add_(addend)
 
     def pieces(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Return the values from ``start`` to ``stop`` (exclusive), as views."""
+        """Return views of the values from ``start`` to ``stop`` (exclusive), by segment."""
         pieces = []
         origin = 0
         for segment in self.segments:
@@ -42,7 +42,7 @@ class Segments:
         return pieces
 
     def joined(self, start: int, stop: int) -> torch.Tensor:
-        """Return these values in one piece, on the device of the last of them; a view, where they are on one."""
+        """Return these values in one piece, on the last one's device: a view, where they lie in one segment."""
         pieces = self.pieces(start, stop)
         if len(pieces) == 1:
             return pieces[0]

@@ -47,9 +47,10 @@ class MeanLoss:
         """Add a loss if it is finite, and ``counts``, a bool that may be on a device."""
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
         finite = value.isfinite() & _brought(counts, value.device)
-        total, counted = (_brought(one, value.device) for one in self._state)
+        total = _brought(self._state[0], value.device) + torch.where(finite, value, 0.0) * weight
+        counted = _brought(self._state[1], value.device) + finite * weight
         # One assignment: another thread may read both.
-        self._state = total + torch.where(finite, value, 0.0) * weight, counted + finite * weight
+        self._state = total, counted
 
     @property
     def value(self) -> float | None:
@@ -89,9 +90,11 @@ def _trainable(replica: Replica) -> list[bool]:
 def _bystanders(replica: Replica) -> list[tuple[torch.Tensor, int]]:
     """Return the parameters that take gradients, but are not this optimizer's, and how often each was changed."""
     trained = set(map(id, replica.model))
-    return [
-        (one, one._version) for one in _parameters(replica) if one.requires_grad and id(one) not in trained
-    ]
+    bystanders = []
+    for parameter in _parameters(replica):
+        if parameter.requires_grad and id(parameter) not in trained:
+            bystanders.append((parameter, parameter._version))
+    return bystanders
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,10 @@ class Gradients:
         look_step, bystanders = self._bystanders
         if bystanders and self._replica.step >= look_step:
             self._bystanders = look_step, []
-            left = [one for one, version in bystanders if one.grad is not None and one._version == version]
+            left = []
+            for parameter, version in bystanders:
+                if parameter.grad is not None and parameter._version == version:
+                    left.append(parameter)
             text = (
                 "no optimizer trains %s of model=… (%d in all), nor are they compared: train or freeze them"
             )

@@ -229,7 +229,7 @@ class Passes:
 
 
 def streamed(**options: Any) -> Any:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="the extra [train] installs datasets")
     rows = datasets.Dataset.from_dict({"x": list(range(ROWS))}).with_format("torch")
     return rows.to_iterable_dataset(**options)
 
