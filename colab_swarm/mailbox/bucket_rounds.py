@@ -173,8 +173,8 @@ class BucketRounds(Rounds):
             while (end := await self._follower.next_round(contribution, round)) is not None:
                 moved = [now - then for now, then in zip(self.bucket_bytes, bytes_before, strict=True)]
                 result = _result(end.closed, moved, loop_now() - began_at)
-                own_values = contribution.host_vector.values
-                values = await asyncio.to_thread(self._journal.mean, end.closed, own_values)
+                memory = contribution.host_memory
+                values = await asyncio.to_thread(self._journal.mean, end.closed, memory)
                 self._closed = end.closed
                 mean = Mean(HostVector(values), end.closed.after.base, loss=end.closed.loss)
                 yield RoundOutcome(mean, result, counted=end.counted, over=end.over)

@@ -5,12 +5,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from colab_swarm.mailbox.branches import Branches, Step
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.journal import Journal
-from colab_swarm.mailbox.rounds import WINDOW, ClosedRound, PseudoGradient, RoundChain, decode, encode
+from colab_swarm.mailbox.rounds import WINDOW, ClosedRound, PseudoGradient, RoundChain, encode, pieces
 from colab_swarm.mailbox.view import (
     LEAST_PAUSE_S,
     Close,
@@ -25,7 +23,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Codec
-from colab_swarm.tensors.vector import HostVector
+from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import RoundInput
 
@@ -122,20 +120,23 @@ class ChainFollower:
         if not contribution.weight:
             return chain.round
         own = self._own
-        if own is None or not chain.may_count(self._me, own.round):
-            content = await asyncio.to_thread(encode, journal.codec, contribution.host_vector.values)
-            data = self._sealed(contribution, content, chain, record)
-            path = f"{chain.folder}/{self._me.hex()}"
-            began_at = loop_now()
-            written = await journal.patiently(journal.bucket.create, path, data)
-            self._upload_s = loop_now() - began_at
-            if not written and await journal.patiently(journal.bucket.read, path) != data:
-                content = b""  # a contribution of an earlier session is there, and counts
-            written_at = loop_now() if written else None
-            own = _Written(chain.round, content, written_at)
-            self._own = own
-        await asyncio.to_thread(_keep_loss, contribution.host_vector, journal.codec, own.content)
-        return own.round
+        vector = contribution.vector
+        if own is not None and chain.may_count(self._me, own.round):
+            await asyncio.to_thread(_keep_loss, vector, journal.codec, own.content)
+            return own.round
+        content = await asyncio.to_thread(encode, journal.codec, vector)
+        data = self._sealed(contribution, content, chain, record)
+        path = f"{chain.folder}/{self._me.hex()}"
+        began_at = loop_now()
+        written = await journal.patiently(journal.bucket.create, path, data)
+        self._upload_s = loop_now() - began_at
+        if not written and await journal.patiently(journal.bucket.read, path) != data:
+            # A contribution of an earlier session is there, and counts.
+            content = b""
+            await asyncio.to_thread(_keep_loss, vector, journal.codec, content)
+        written_at = loop_now() if written else None
+        self._own = _Written(chain.round, content, written_at)
+        return chain.round
 
     def _sealed(
         self, contribution: RoundInput, content: bytes, chain: RoundChain, record: ProgressRecord
@@ -237,13 +238,7 @@ class ChainFollower:
         return place
 
 
-def _keep_loss(vector: HostVector, codec: Codec, content: bytes) -> None:
-    """Keep as error feedback what the contribution that is in the bucket lacks."""
-    feedback = vector.feedback
-    values = vector.values
-    if feedback is None:
-        return
-    feedback.cut_off(0, values, np.zeros_like(values))
-    if content:
-        for span, piece in decode(codec, memoryview(content), len(values)):
-            feedback.cut_off(span.start, values[span], piece)
+def _keep_loss(vector: Vector, codec: Codec, content: bytes) -> None:
+    """Keep as error feedback what the contribution that is in the bucket, if it is known, lacks."""
+    for span, piece in pieces(codec, memoryview(content), vector.numel):
+        vector.keep_loss(span.start, span.stop, codec, piece)

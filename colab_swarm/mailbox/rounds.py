@@ -25,6 +25,7 @@ from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, Signed
 from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats, codec_of
+from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.records import Agreement, Rates
 from colab_swarm.training.settings import HEAVIEST
 from colab_swarm.training.sketch import StateSketch
@@ -343,8 +344,11 @@ def _version_of(data: bytes) -> int:
     return 2 if data.startswith(bytes(1)) else 0
 
 
-def encode(codec: Codec, values: Floats) -> bytes:
-    return b"".join(codec.encode(values[at : at + PIECE]) for at in range(0, len(values), PIECE))
+def encode(codec: Codec, vector: Vector) -> bytes:
+    content = bytearray()
+    for at in range(0, vector.numel, PIECE):
+        content += vector.encode(at, min(at + PIECE, vector.numel), codec)
+    return bytes(content)
 
 
 def encoded_bytes(codec: Codec, numel: int) -> int:
@@ -352,15 +356,22 @@ def encoded_bytes(codec: Codec, numel: int) -> int:
     return whole * codec.encoded_bytes(PIECE) + codec.encoded_bytes(last)
 
 
-def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, Floats]]:
-    """Yield the pieces of an encoded vector; raises ValueError if it is invalid."""
+def pieces(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, memoryview]]:
+    """Yield the encoded pieces of a vector, empty ones of an empty ``content``, and which values each has."""
     begin = 0
     for at in range(0, numel, PIECE):
         count = min(PIECE, numel - at)
         end = begin + codec.encoded_bytes(count)
-        yield slice(at, at + count), codec.decode(content[begin:end], count)
+        yield slice(at, at + count), content[begin:end]
         begin = end
-    require(begin == len(content), f"{len(content)} encoded bytes, {begin} expected")
+
+
+def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, Floats]]:
+    """Yield the pieces of an encoded vector; raises ValueError if it is invalid."""
+    expected = encoded_bytes(codec, numel)
+    require(len(content) == expected, f"{len(content)} encoded bytes, {expected} expected")
+    for span, piece in pieces(codec, content, numel):
+        yield span, codec.decode(piece, span.stop - span.start)
 
 
 def norm_of(codec: Codec, content: memoryview, numel: int) -> float:

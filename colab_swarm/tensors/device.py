@@ -7,7 +7,8 @@ A flag is one bit that a device computes. Its reader waits for the work before i
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ _MAIN_MEMORY: tuple[str, ...] = ("cpu",)  # types of devices whose tensors lie t
 _MOST_STAGED_BYTES = 1 << 22
 # Of free main memory, what three vectors may keep pinned, where a GPU reads and writes it several times as fast.
 _PINNED_SHARE = 1 / 8
+_SPARE_SHARE = 1 / 16  # of a device's memory, for what a longer text takes
 
 
 def in_main_memory(device: torch.device) -> bool:
@@ -78,6 +80,16 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy
 
 
+def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Return the tensor on a device, or, with None, in main memory; itself if it lies there."""
+    target = device or torch.device("cpu")
+    if tensor.device == target:
+        return tensor
+    if device is None or in_main_memory(device):
+        return host_copy(tensor)
+    return to_device(to_host(tensor), device)
+
+
 def from_buffer(payload: Buffer, device: torch.device) -> torch.Tensor:
     """Return bytes (uint8) that arrived, on a device."""
     is_pinned = device.type == "cuda"
@@ -112,6 +124,29 @@ def hand_over(tensors: Iterable[torch.Tensor]) -> None:
     for device in {tensor.device for tensor in tensors}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+
+@contextmanager
+def beside(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Let what follows run beside what these devices compute for others, and wait for it at the end."""
+    streams = [_beside(device, "round") for device in devices if device.type == "cuda"]
+    with ExitStack() as entered:
+        for stream in streams:
+            entered.enter_context(torch.cuda.stream(stream))
+        yield
+        for stream in streams:
+            stream.synchronize()
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return how much of a device's memory is free though all is allocated that once was; infinite if not known."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+        return free - returned - _SPARE_SHARE * total
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return math.inf
 
 
 @functools.cache

@@ -6,13 +6,25 @@ reduces in main memory.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from colab_swarm.errors import require
 from colab_swarm.tensors import device_codecs
 from colab_swarm.tensors.codecs import Buffer, Codec, ErrorFeedback, Floats
-from colab_swarm.tensors.device import Flag, buffer_of, copy_in, floats_of, from_buffer, to_device, to_host
+from colab_swarm.tensors.device import (
+    Flag,
+    beside,
+    buffer_of,
+    copy_in,
+    floats_of,
+    from_buffer,
+    to_device,
+    to_host,
+)
+from colab_swarm.tensors.vector import Vector, require_credible
+from colab_swarm.tensors.vectors import root_mean_square
 
 
 class Segments:
@@ -63,39 +75,53 @@ class Segments:
 class DeviceFeedback:
     """The residual of one peer, as `ErrorFeedback`, on the devices of a vector. It goes on from that one's."""
 
-    def __init__(self, front: int, values: Segments, before: ErrorFeedback) -> None:
+    def __init__(self, vector: "DeviceVector", before: ErrorFeedback) -> None:
+        values = vector.values
         self.residual = values.zeros()
-        # Without the front, as `DeviceVector.body`.
-        self.body = self.residual.segments[1:] if front else self.residual.segments
-        self._cut = values.zeros()
+        self._front = len(vector.front)
+        self._cut = Segments(())  # while a vector is sent
         pieces = torch.split(torch.from_numpy(before.residual), [len(segment) for segment in values.segments])
         for segment, piece in zip(self.residual.segments, pieces, strict=True):
             copy_in(piece, segment)
 
+    @property
+    def body(self) -> list[torch.Tensor]:
+        """The residual without the front, as `DeviceVector.body`."""
+        return self.residual.segments[1:] if self._front else self.residual.segments
+
+    def lies_with(self, vector: Vector) -> bool:
+        """Return True if a vector has its values on the same devices."""
+        if not isinstance(vector, DeviceVector):
+            return False
+        pairs = zip(self.residual.segments, vector.values.segments, strict=True)
+        return all(kept.device == segment.device for kept, segment in pairs)
+
     def begin(self) -> None:
         """Start sending a vector, or start again: pieces without a `cut_off` lose nothing."""
-        for segment in self._cut.segments:
-            segment.zero_()
+        self._cut = self.residual.zeros()
 
     def cut_off(self, start: int, loss: torch.Tensor) -> None:
-        """Record what the piece at ``start`` lost."""
+        """Record what the piece at ``start`` lost; nothing, if no vector is sent any more."""
         self._cut.write(start, loss)
 
     def settle(self, decay: float = 1.0) -> None:
         """Keep the loss of a vector that arrived, times ``decay``, as the new residual."""
-        for kept, cut in zip(self.residual.segments, self._cut.segments, strict=True):
-            torch.mul(cut, decay, out=kept)
+        for segment in self._cut.segments:
+            segment.mul_(decay)
+        self.residual = self._cut
+        self._cut = Segments(())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"residual": torch.cat([to_host(segment) for segment in self.residual.segments])}
 
 
 class DeviceVector:
-    """A `Vector` on devices.
+    """A `Vector` on devices. What has no form there, or finds no memory, is encoded and decoded in main memory.
 
     Attributes:
         front: its first values, which are in main memory.
-        body: all others, in flat pieces.
+        body: all others, in flat pieces, computed to their end (`hand_over`).
+        devices: of these. What a round does there waits for nothing that the trainer computes meanwhile.
         feedback: records what codecs cut off; `begin` sets it for a contribution.
     """
 
@@ -104,6 +130,7 @@ class DeviceVector:
         self.body = body
         self.feedback: DeviceFeedback | None = None
         self.values = Segments([torch.from_numpy(front), *body])
+        self.devices = {segment.device for segment in body}
 
     @property
     def numel(self) -> int:
@@ -113,46 +140,60 @@ class DeviceVector:
         """Return the first values, as a view."""
         return self.front[:numel]
 
-    def begin(self, feedback: ErrorFeedback | DeviceFeedback, *, adds: bool) -> DeviceFeedback:
-        """Start sending with this error feedback; ``adds``: with its residual. Returns it, on these devices."""
-        if isinstance(feedback, ErrorFeedback):
-            feedback = DeviceFeedback(len(self.front), self.values, feedback)
+    def begin(self, feedback: DeviceFeedback, *, adds: bool) -> None:
+        """Start sending with this error feedback, which has begun; ``adds``: with its residual."""
         if adds:
             self.values.add(feedback.residual)
-        feedback.begin()
         self.feedback = feedback
-        return feedback
 
     def encode(self, start: int, stop: int, codec: Codec) -> Buffer:
-        values = self.values.joined(start, stop)
-        keeps_loss = self.feedback is not None and codec.name != "float32"
-        sent = values
-        if device_codecs.has_device_form(codec.name, values.device):
-            encoded = device_codecs.encode(codec.name, values)
-            payload = buffer_of(encoded)
-            if keeps_loss:
-                sent = device_codecs.decode(codec.name, encoded, stop - start)
-        else:
-            payload = codec.encode(floats_of(values))
-            if keeps_loss:
-                sent = self._decoded(codec, payload, stop - start, values.device)
-        if self.feedback is not None and keeps_loss:
-            self.feedback.cut_off(start, values - sent)
+        with beside(self.devices):
+            values = self.values.joined(start, stop)
+            if device_codecs.has_device_form(codec.name, values.device):
+                with suppress(torch.OutOfMemoryError):
+                    return self._encoded_there(start, values, codec)
+        payload = codec.encode(self.read(start, stop))
+        if codec.name != "float32":
+            self.keep_loss(start, stop, codec, payload)
         return payload
 
-    def _decoded(self, codec: Codec, payload: Buffer, numel: int, device: torch.device) -> torch.Tensor:
-        if device_codecs.has_device_form(codec.name, device):
-            return device_codecs.decode(codec.name, from_buffer(payload, device), numel)
-        return to_device(torch.from_numpy(codec.decode(payload, numel)), device)
+    def _encoded_there(self, start: int, values: torch.Tensor, codec: Codec) -> Buffer:
+        encoded = device_codecs.encode(codec.name, values)
+        if self.feedback is not None and codec.name != "float32":
+            sent = device_codecs.decode(codec.name, encoded, len(values))
+            self.feedback.cut_off(start, values - sent)
+        return buffer_of(encoded)
+
+    def keep_loss(self, start: int, stop: int, codec: Codec, payload: Buffer) -> None:
+        if self.feedback is None:
+            return
+        lost = self.read(start, stop)
+        if len(payload):
+            lost = lost - codec.decode(payload, stop - start)
+        with beside(self.devices):
+            self.feedback.cut_off(start, torch.from_numpy(lost))
 
     def read(self, start: int, stop: int) -> Floats:
-        return floats_of(self.values.joined(start, stop))
+        with beside(self.devices):
+            return floats_of(self.values.joined(start, stop))
 
     def take(
         self, start: int, stop: int, codec: Codec, payload: Buffer, *, most_rms: float = math.inf
     ) -> None:
         device = self.values.pieces(stop - 1, stop)[0].device
-        mean = self._decoded(codec, payload, stop - start, device)
+        with beside(self.devices):
+            if device_codecs.has_device_form(codec.name, device):
+                with suppress(torch.OutOfMemoryError):
+                    self._take_there(start, from_buffer(payload, device), stop - start, codec, most_rms)
+                    return
+            mean = codec.decode(payload, stop - start)
+            require_credible(root_mean_square(mean), most_rms)
+            self.values.write(start, torch.from_numpy(mean))
+
+    def _take_there(
+        self, start: int, encoded: torch.Tensor, numel: int, codec: Codec, most_rms: float
+    ) -> None:
+        mean = device_codecs.decode(codec.name, encoded, numel)
         # Divided first: squares overflow.
         largest = mean.abs().amax()
         rms = (mean / largest.clamp_min(torch.finfo(torch.float32).tiny)).square().mean().sqrt() * largest

@@ -27,6 +27,9 @@ class Vector(Protocol):
         What the codec cuts off is kept as error feedback, if the vector has any.
         """
 
+    def keep_loss(self, start: int, stop: int, codec: Codec, payload: Buffer) -> None:
+        """Keep as error feedback, if there is any, what these values have more than their encoded form, maybe empty."""
+
     def read(self, start: int, stop: int) -> Floats:
         """Return these values in main memory, maybe as a view."""
 
@@ -63,19 +66,27 @@ class HostVector:
         return self.values[:numel]
 
     def begin(self, feedback: ErrorFeedback, *, adds: bool) -> None:
-        """Start sending with this error feedback; ``adds``: with its residual."""
+        """Start sending with this error feedback, which has begun; ``adds``: with its residual."""
         if adds:
             self.values += feedback.residual
-        feedback.begin()
         self.feedback = feedback
 
     def encode(self, start: int, stop: int, codec: Codec) -> Buffer:
-        values = self.values[start:stop]
-        encoded = codec.encode(values)
-        if self.feedback is not None and codec.name != "float32":
-            scratch = self._scratch_of(len(values))
-            self.feedback.cut_off(start, values, codec.decode(encoded, len(values), scratch=scratch))
+        encoded = codec.encode(self.values[start:stop])
+        if codec.name != "float32":
+            self.keep_loss(start, stop, codec, encoded)
         return encoded
+
+    def keep_loss(self, start: int, stop: int, codec: Codec, payload: Buffer) -> None:
+        if self.feedback is None:
+            return
+        values = self.values[start:stop]
+        arrived = self._scratch_of(len(values))[: len(values)]
+        if len(payload):
+            arrived = codec.decode(payload, len(values), scratch=arrived)
+        else:
+            arrived.fill(0.0)
+        self.feedback.cut_off(start, values, arrived)
 
     def read(self, start: int, stop: int) -> Floats:
         return self.values[start:stop]

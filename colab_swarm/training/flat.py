@@ -5,14 +5,22 @@ Small tensors, such as biases, are at the front, where a codec may encode them f
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from colab_swarm.errors import require
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.tensors.device import Flag, copy_in, copy_out, host_copy, in_main_memory
+from colab_swarm.tensors.device import (
+    Flag,
+    copy_in,
+    copy_out,
+    floats_of,
+    host_copy,
+    in_main_memory,
+    moved,
+    to_host,
+)
 from colab_swarm.training.layerwise import Lamb, Lars
 
 SMALL_VALUES = 1 << 16  # smaller tensors are at the front
@@ -89,16 +97,23 @@ def move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
             copy = copy_of(parameter)
             group["params"][index] = copy
             if parameter in optimizer.state:
-                optimizer.state[copy] = _in_main_memory(optimizer.state.pop(parameter))
+                optimizer.state[copy] = optimizer.state.pop(parameter)
+    move_state(optimizer)
     return trained_by(optimizer)
 
 
-def _in_main_memory(state: dict[str, Any]) -> dict[str, Any]:
-    """Move a parameter's state; ``load_state_dict`` would also cast it to the parameter's type."""
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            state[key] = host_copy(value)
-    return state
+def move_state(optimizer: Optimizer) -> None:
+    """Bring the state of parameters to where they are; ``load_state_dict`` would also cast it to their types."""
+    for group in optimizer.param_groups:
+        # Else steps are counted in main memory.
+        counts_there = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and (value.dim() or counts_there):
+                    state[key] = moved(value, parameter.device)
+                elif isinstance(value, torch.Tensor):
+                    state[key] = moved(value, None)
 
 
 def outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:
@@ -114,7 +129,7 @@ class FlatValues:
     Attributes:
         segments: the flat values, small tensors first. Neighbours on one device share a segment.
         parts: of each tensor, a view shaped as its `reals`.
-        borrowed: the values are the given ones.
+        in_main_memory: the values are there, wherever the tensors are.
     """
 
     def __init__(
@@ -123,24 +138,27 @@ class FlatValues:
         values: Floats | None = None,
         segments: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Be these ``segments``, or these ``values`` if the tensors are in main memory too; else begin with zeros."""
+        """Be these ``values`` in main memory, or these ``segments``; else begin with zeros on the tensors' devices."""
         ordered = sorted(tensors, key=_is_large)
-        numel = sum(reals(tensor).numel() for tensor in ordered)
-        if values is not None and values.shape != (numel,):
-            raise ValueError(f"expected a flat vector of {numel} values, got shape {values.shape}")
-        self.borrowed = values is not None and all(in_main_memory(tensor.device) for tensor in ordered)
+        sizes = [reals(tensor).numel() for tensor in ordered]
+        self.in_main_memory = values is not None
         self.segments = list(segments)
+        if values is not None:
+            if values.shape != (sum(sizes),):
+                raise ValueError(f"expected a flat vector of {sum(sizes)} values, got shape {values.shape}")
+            self.segments = [torch.from_numpy(values)]
+        elif not segments:
+            for device, neighbours in itertools.groupby(ordered, key=_device_of):
+                numel = sum(reals(tensor).numel() for tensor in neighbours)
+                self.segments.append(torch.zeros(numel, dtype=torch.float32, device=device))
         parts = {}
-        for index, (device, neighbours) in enumerate(itertools.groupby(ordered, key=_device_of)):
-            run = list(neighbours)
-            sizes = [reals(tensor).numel() for tensor in run]
-            if values is not None and self.borrowed:
-                self.segments.append(torch.from_numpy(values))
-            elif not segments:
-                self.segments.append(torch.zeros(sum(sizes), dtype=torch.float32, device=device))
-            segment = self.segments[index]
-            for tensor, part in zip(run, torch.split(segment, sizes), strict=True):
-                parts[id(tensor)] = part.view(reals(tensor).shape)
+        segments_left = iter(self.segments)
+        rest = torch.empty(0)
+        for tensor, numel in zip(ordered, sizes, strict=True):
+            while len(rest) < numel:
+                rest = next(segments_left)
+            parts[id(tensor)] = rest[:numel].view(reals(tensor).shape)
+            rest = rest[numel:]
         self.parts = [parts[id(tensor)] for tensor in tensors]
 
     def add_gradients(
@@ -152,47 +170,66 @@ class FlatValues:
         counts: torch.Tensor | None,
     ) -> None:
         """Add ``weight / scale`` times each parameter's gradient, which is set to 0 unless the bool ``counts``."""
-        pairs: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for parameter, part in zip(parameters, self.parts, strict=True):
             if parameter.grad is not None:
                 gradient = reals(_dense(parameter.grad.detach()))
-                parts, gradients = pairs.setdefault((gradient.device, gradient.dtype), ([], []))
+                parts, gradients = groups.setdefault((gradient.device, gradient.dtype), ([], []))
                 parts.append(part)
                 gradients.append(gradient)
-        for (device, dtype), (parts, gradients) in pairs.items():
+        for parts, gradients in groups.values():
             if counts is not None:
                 # As integers: times 0.0, a NaN would stay.
-                kind = _INTEGERS[dtype.itemsize]
-                torch._foreach_mul_([gradient.view(kind) for gradient in gradients], counts.to(device, kind))
-            if scale is None:
-                torch._foreach_add_(parts, gradients, alpha=weight)
+                kind = _INTEGERS[gradients[0].dtype.itemsize]
+                factor = counts.to(gradients[0].device, kind)
+                torch._foreach_mul_([gradient.view(kind) for gradient in gradients], factor)
+            if self.in_main_memory:
+                # Copied one by one: together they would need the memory of a model.
+                for part, gradient in zip(parts, gradients, strict=True):
+                    _accumulate([part], [to_host(gradient)], weight, scale)
             else:
-                factor = scale.to(device).reciprocal()
-                torch._foreach_addcmul_(parts, gradients, [factor] * len(parts), value=weight)
+                _accumulate(parts, gradients, weight, scale)
 
-    def add(self, segments: Sequence[torch.Tensor], factor: float) -> None:
-        for segment, addend in zip(self.segments, segments, strict=True):
-            segment.add_(addend, alpha=factor)
+    def add(self, other: "FlatValues", factor: float) -> None:
+        for part, addend in zip(self.parts, other.parts, strict=True):
+            part.add_(moved(addend, part.device), alpha=factor)
+
+    def clear(self) -> None:
+        for segment in self.segments:
+            segment.zero_()
 
     def multiply(self, factor: float) -> None:
         for segment in self.segments:
             segment.mul_(factor)
 
+    def norm(self) -> float:
+        """Return the Euclidean norm, and wait for it."""
+        norm = torch.nn.utils.get_total_norm(self.segments)
+        return float(floats_of(norm.reshape(1))[0])
+
+    def lies_with(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if gradients of these tensors can be added: a model may have moved."""
+        if self.in_main_memory:
+            return True
+        pairs = zip(self.parts, tensors, strict=True)
+        return all(part.device == tensor.device for part, tensor in pairs)
+
     def write_to(self, values: Floats) -> None:
-        """Copy all values to main memory, unless they are these."""
-        for segment, piece in self._pieces(values):
+        """Copy all values to main memory."""
+        pieces = torch.split(torch.from_numpy(values), [len(segment) for segment in self.segments])
+        for segment, piece in zip(self.segments, pieces, strict=True):
             copy_out(segment, piece)
 
-    def read_from(self, values: Floats) -> None:
-        """Copy all values from main memory, unless they are these."""
-        for segment, piece in self._pieces(values):
-            copy_in(piece, segment)
 
-    def _pieces(self, values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if self.borrowed:
-            return []
-        pieces = torch.split(torch.from_numpy(values), [len(segment) for segment in self.segments])
-        return list(zip(self.segments, pieces, strict=True))
+def _accumulate(
+    parts: list[torch.Tensor], gradients: list[torch.Tensor], weight: float, scale: torch.Tensor | None
+) -> None:
+    """Add ``weight / scale`` times the gradients."""
+    if scale is None:
+        torch._foreach_add_(parts, gradients, alpha=weight)
+    else:
+        factor = scale.to(parts[0].device).reciprocal()
+        torch._foreach_addcmul_(parts, gradients, [factor] * len(parts), value=weight)
 
 
 def within(tensors: Sequence[torch.Tensor], limit: float) -> bool:
@@ -228,8 +265,11 @@ def set_gradients(
         )
         if shared and alike:
             parameter.grad = part
+            continue
+        parameter.grad = torch.empty_like(parameter)
+        if gradient.in_main_memory:
+            copy_in(part, reals(parameter.grad))
         else:
-            parameter.grad = torch.empty_like(parameter)
             reals(parameter.grad).copy_(part)
 
 

@@ -6,21 +6,21 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 
 from colab_swarm.averaging.group import bits_of, flags_of
 from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
-from colab_swarm.tensors.codecs import ErrorFeedback, Floats
-from colab_swarm.tensors.device import Flag, all_finite, hand_over, host_values, in_main_memory
+from colab_swarm.tensors.codecs import ErrorFeedback
+from colab_swarm.tensors.device import Flag, all_finite, hand_over
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.fit import names_of
 from colab_swarm.training.flat import FlatValues
-from colab_swarm.training.replica import Mode, Replica
+from colab_swarm.training.placement import ModelVector, Placement
+from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
 
 logger = logging.getLogger(__name__)
@@ -75,26 +75,55 @@ def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
     )
 
 
-def _parameters(replica: Replica) -> Iterable[torch.Tensor]:
-    """Return the model's parameters, as far as they are known."""
-    if replica.rule.model is None:
-        return replica.model
-    return replica.rule.model.parameters()
+class TrainedParameters:
+    """Finds parameters that were frozen meanwhile, and those that no optimizer trains."""
 
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._trainable = self._present_trainable()
+        # When to look whether another optimizer trains the bystanders; none: it is done.
+        self._look_step = replica.step + _LOOK_STEPS
+        self._bystanders = self._present_bystanders()
 
-def _trainable(replica: Replica) -> list[bool]:
-    """Return which parameters take gradients now."""
-    return [parameter.requires_grad for parameter in _parameters(replica)]
+    def _all(self) -> Iterable[torch.Tensor]:
+        """Return the model's parameters, as far as they are known."""
+        if self._replica.rule.model is None:
+            return self._replica.model
+        return self._replica.rule.model.parameters()
 
+    def _present_trainable(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._all()]
 
-def _bystanders(replica: Replica) -> list[tuple[torch.Tensor, int]]:
-    """Return the parameters that take gradients, but are not this optimizer's, and how often each was changed."""
-    trained = set(map(id, replica.model))
-    bystanders = []
-    for parameter in _parameters(replica):
-        if parameter.requires_grad and id(parameter) not in trained:
-            bystanders.append((parameter, parameter._version))
-    return bystanders
+    def _present_bystanders(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the parameters that take gradients, but are not this optimizer's, and how often each was changed."""
+        trained = set(map(id, self._replica.model))
+        bystanders = []
+        for parameter in self._all():
+            if parameter.requires_grad and id(parameter) not in trained:
+                bystanders.append((parameter, parameter._version))
+        return bystanders
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if some were frozen or unfrozen; say once which ones nothing trains."""
+        require(
+            self._trainable == self._present_trainable(),
+            "parameters were frozen or unfrozen: make a new optimizer over the trainable ones, and pass it to "
+            "swarm.optimizer(…) again, at all peers",
+            RuntimeError,
+        )
+        if not self._bystanders or self._replica.step < self._look_step:
+            return
+        left = []
+        for parameter, version in self._bystanders:
+            if parameter.grad is not None and parameter._version == version:
+                left.append(parameter)
+        self._bystanders = []
+        if left:
+            logger.warning(
+                "no optimizer trains %s of model=… (%d in all), nor are they compared: train or freeze them",
+                names_of(self._replica.rule.model, left)[0],
+                len(left),
+            )
 
 
 @dataclass(frozen=True)
@@ -111,9 +140,6 @@ def _less(total: float, part: float) -> float:
     """Return what is left of a sum without this part of it; nothing, if only rounding is left."""
     left = total - part
     return left if left > 1e-9 * part else 0.0
-
-
-ModelVector: TypeAlias = HostVector | DeviceVector
 
 
 def _own(vector: Vector) -> ModelVector:
@@ -134,23 +160,26 @@ class Gradients:
     Memory is what limits the model, so the contribution is the sum itself, scaled, and its mean replaces it.
     ``held(vector)``: another peer may still recover chunks from it. So there are two vectors in turn, and a third
     where a round runs while the next sum begins. If there was no mean, the sum is taken back: `_take_back`.
+    ``placement`` decides where they lie, with at most ``device_memory`` bytes on devices; None: what is free.
     An interrupt within a round may have left means of the group in it; they count as this peer's gradients.
     """
 
     def __init__(
-        self, replica: Replica, held: Callable[[Vector], bool], *, error_feedback: bool = False
+        self,
+        replica: Replica,
+        held: Callable[[Vector], bool],
+        *,
+        error_feedback: bool = False,
+        device_memory: float | None = None,
     ) -> None:
         self._replica = replica
-        self._trainable = _trainable(replica)
-        # When to look whether another optimizer trains them, and which; none: it is done.
-        self._bystanders = replica.step + _LOOK_STEPS, _bystanders(replica)
-        self._held = held
-        self._vectors: list[HostVector] = []
-        self._sum: FlatValues | None = None  # of gradients; None: it is 0, or given
-        self._vector: ModelVector | None = None  # whose values the sum is; None: it must be copied
+        self._trained = TrainedParameters(replica)
+        self.placement = Placement(replica, held, error_feedback=error_feedback, limit_bytes=device_memory)
+        self._sum: FlatValues | None = (
+            None  # of gradients, since the last local step; None: it is 0, or given
+        )
         self._checks: list[GradientCheck] = []  # of gradients in the sum
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
-        self._aside: ModelVector | None = None  # the contribution of a delayed update
         self.feedback: ErrorFeedback | DeviceFeedback | None = None
         if error_feedback:
             self.feedback = ErrorFeedback(replica.numel)
@@ -163,34 +192,13 @@ class Gradients:
         self.loss = MeanLoss()
         self._norms: deque[float] = deque(maxlen=_USUAL_ROUNDS)  # of the last pseudo-gradients
 
-    @property
-    def _in_main_memory(self) -> bool:
-        return all(in_main_memory(parameter.device) for parameter in self._replica.model)
-
     def _all_unused(self) -> list[bool]:
         return [True] * len(self._replica.model)
 
     def check(self) -> None:
         """Raise `RuntimeError` if parameters were frozen or unfrozen, or there is no gradient to count."""
-        require(
-            self._trainable == _trainable(self._replica),
-            "parameters were frozen or unfrozen: make a new optimizer over the trainable ones, and pass it to "
-            "swarm.optimizer(…) again, at all peers",
-            RuntimeError,
-        )
+        self._trained.check()
         require_gradient(self._replica.model)
-        look_step, bystanders = self._bystanders
-        if bystanders and self._replica.step >= look_step:
-            self._bystanders = look_step, []
-            left = []
-            for parameter, version in bystanders:
-                if parameter.grad is not None and parameter._version == version:
-                    left.append(parameter)
-            text = (
-                "no optimizer trains %s of model=… (%d in all), nor are they compared: train or freeze them"
-            )
-            if left:
-                logger.warning(text, names_of(self._replica.rule.model, left)[0], len(left))
 
     def add(
         self,
@@ -208,8 +216,8 @@ class Gradients:
         finite = finite_gradients(model)
         used = [index for index, parameter in enumerate(model) if weight and parameter.grad is not None]
         self._take_back(self._given)
-        if weight and not (self._in_main_memory and not finite.read()):
-            counts = None if self._in_main_memory else finite.value
+        if weight and (self.placement.on_devices or finite.read()):
+            counts = finite.value if self.placement.on_devices else None
             self._total().add_gradients(model, weight=weight, scale=scale, counts=counts)
         self._checks.append(GradientCheck(finite, samples, weight, used))
         self._replica.zero_grad()
@@ -218,7 +226,7 @@ class Gradients:
         self._since += weight
         if loss is not None:
             self.loss.add(loss, weight, finite.value)
-        self.read_checks(newest=self._in_main_memory)
+        self.read_checks(newest=not self.placement.on_devices)
 
     def read_checks(self, *, newest: bool = True) -> None:
         """Read whether the gradients, the ``newest`` too, were finite; take out those that were not."""
@@ -234,53 +242,51 @@ class Gradients:
                 self._since = _less(self._since, check.weight)
 
     def _total(self) -> FlatValues:
-        """Return the sum; a new one takes a vector that no round reads, or memory of the device."""
-        if self._sum is None:
-            model = self._replica.model
-            self._vector = None
-            if self._in_main_memory:
-                vector = self._free_vector()
-                vector.values.fill(0.0)
-                self._sum = FlatValues(model, vector.values[self._replica.front :])
-                self._vector = vector
-            else:
-                self._sum = FlatValues(model)
-                if self._replica.rule.mode is Mode.DIRECT:
-                    front = np.zeros(self._replica.front, np.float32)
-                    self._vector = DeviceVector(front, self._sum.segments)
-        return self._sum
-
-    def _free_vector(self) -> HostVector:
-        for vector in self._vectors:
-            if vector is not self._aside and not self._held(vector):
-                return vector
-        vector = HostVector(host_values(self._replica.numel, self._replica.model[0].device))
-        self._vectors.append(vector)
-        return vector
+        """Return the sum; a model that moved takes it along."""
+        before = self._sum
+        if before is not None and before.lies_with(self._replica.model):
+            return before
+        total = self.placement.new_sum()
+        if before is not None:
+            total.add(before, 1.0)
+        self._sum = total
+        return total
 
     def step(self) -> None:
         if self._since:
             total = self._total()
             total.multiply(1 / self._since)
             self._replica.step_alone(total, self._unused)
-            self._sum = None
+            # Its memory takes the next one.
+            total.clear()
             self._since = 0.0
             self._unused = self._all_unused()
 
     def contribution(self) -> RoundInput:
         """Return what to average; all gradients are settled."""
         self._take_back(self._given)
-        times_usual = 1.0
-        vector: ModelVector
         if self._replica.rule.local:
-            vector = self._pseudo_gradient()
-            times_usual = self._times_usual(vector.values[self._replica.front :])
-        else:
-            vector = self._mean_gradient()
-        with self._replica.lock:
-            self._replica.buffers.write_change(vector.front_of(self._replica.front))
-        if self.feedback is not None:
-            self._begin(vector, self.feedback)
+            # Before it is decided where vectors lie, as it takes memory.
+            self.step()
+            self._sum = None
+        self.placement.decide()
+        try:
+            vector, feedback = self._new_contribution()
+        except torch.OutOfMemoryError as error:
+            if not self.placement.leave_devices(error):
+                raise
+            vector, feedback = self._new_contribution()
+        # From here on nothing takes a device's memory, and nothing is lost.
+        values = self.placement.values_of(vector)
+        times_usual = 1.0
+        if self._replica.rule.local:
+            times_usual = self._times_usual(values)
+        elif self.weight:
+            values.multiply(1 / self.weight)
+        self._sum = None
+        if feedback is not None:
+            self.feedback = feedback
+            vector.begin(feedback, adds=self.weight > 0)
         if isinstance(vector, DeviceVector):
             hand_over(vector.body)
         encoding = UploadEncoding(fine=self._replica.fine)
@@ -292,41 +298,30 @@ class Gradients:
         )
         return self._given
 
-    def _begin(self, vector: ModelVector, feedback: ErrorFeedback | DeviceFeedback) -> None:
-        adds = self.weight > 0
-        if isinstance(vector, DeviceVector):
-            self.feedback = vector.begin(feedback, adds=adds)
-            return
-        if isinstance(feedback, DeviceFeedback):
-            # The model has left the device.
+    def _new_contribution(self) -> tuple[ModelVector, Any]:
+        """Return a vector of the pseudo-gradient or of the sum, and error feedback where it lies, if there is any."""
+        if self._replica.rule.local:
+            vector = self.placement.new_vector()
+            self._replica.pseudo_gradient(self.placement.values_of(vector))
+        else:
+            vector = self.placement.vector_of(self._total())
+        with self._replica.lock:
+            self._replica.buffers.write_change(vector.front_of(self._replica.front))
+        feedback = self.feedback
+        if feedback is None:
+            return vector, None
+        if isinstance(feedback, DeviceFeedback) and not feedback.lies_with(vector):
             feedback = ErrorFeedback(self._replica.numel, feedback.state_dict())
-            self.feedback = feedback
-        vector.begin(feedback, adds=adds)
+        if isinstance(feedback, ErrorFeedback) and isinstance(vector, DeviceVector):
+            feedback = DeviceFeedback(vector, feedback)
+        feedback.begin()
+        return vector, feedback
 
-    def _pseudo_gradient(self) -> HostVector:
-        self.step()
-        vector = self._free_vector()
-        self._replica.pseudo_gradient(vector.values[self._replica.front :])
-        return vector
-
-    def _mean_gradient(self) -> ModelVector:
-        total = self._total()
-        if self.weight:
-            total.multiply(1 / self.weight)
-        vector = self._vector
-        self._vector = None
-        self._sum = None
-        if vector is not None:
-            return vector
-        copy = self._free_vector()
-        total.write_to(copy.values[self._replica.front :])
-        return copy
-
-    def _times_usual(self, pseudo_gradient: Floats) -> float:
-        """Return how many times as long it is as those of the last rounds; 1 for gradients, and at the beginning."""
-        if not (self._replica.rule.local and self.weight):
+    def _times_usual(self, pseudo_gradient: FlatValues) -> float:
+        """Return how many times as long it is as those of the last rounds; 1 at the beginning."""
+        if not self.weight:
             return 1.0
-        norm = float(np.linalg.norm(pseudo_gradient))
+        norm = pseudo_gradient.norm()
         usual = statistics.median(self._norms) if len(self._norms) == _USUAL_ROUNDS else norm
         self._norms.append(norm)
         return norm / usual if usual else 1.0
@@ -345,9 +340,8 @@ class Gradients:
     def forget(self) -> None:
         """Start a new sum; the error feedback stays."""
         if self._given is not None and self._replica.rule.delayed:
-            self._aside = _own(self._given.vector)
+            self.placement.aside = _own(self._given.vector)
         self._sum = None
-        self._vector = None
         self._given = None
         self._checks = []
         self.samples = 0.0
@@ -370,7 +364,7 @@ class Gradients:
 
     def on_returned(self, contribution: RoundInput) -> None:
         """Take back the contribution of a delayed update that found no round."""
-        self._aside = None
+        self.placement.aside = None
         self._replica.stay()
         self._take_back(contribution)
         self.samples += contribution.samples
@@ -386,26 +380,14 @@ class Gradients:
         for index, flag in enumerate(flags):
             self._unused[index] = self._unused[index] and flag
         vector = _own(given.vector)
-        if self._sum is None and not self._held(vector) and self._holds_sums(vector):
-            self._vector = vector
-            self._sum = self._flat_of(vector)
-            self._sum.multiply(given.weight)
+        total = None
+        if self._sum is None:
+            total = self.placement.sum_from(vector)
+        if total is not None:
+            total.multiply(given.weight)
+            self._sum = total
         else:
-            self._total().add(self._flat_of(vector).segments, given.weight)
+            self._total().add(self.placement.values_of(vector), given.weight)
         if self.feedback is not None:
             # The next contribution adds it again.
-            self._total().add(self._flat_of(self.feedback).segments, -given.weight)
-
-    def _holds_sums(self, vector: ModelVector) -> bool:
-        """Return True if the next sum may go on in this vector."""
-        return self._in_main_memory or isinstance(vector, DeviceVector)
-
-    def _flat_of(self, held: ModelVector | ErrorFeedback | DeviceFeedback) -> FlatValues:
-        """Return the values of the parameters, where these are."""
-        model = self._replica.model
-        if isinstance(held, DeviceVector | DeviceFeedback):
-            return FlatValues(model, segments=held.body)
-        values = held.values if isinstance(held, HostVector) else held.residual
-        flat = FlatValues(model, values[self._replica.front :])
-        flat.read_from(values[self._replica.front :])
-        return flat
+            self._total().add(self.placement.values_of(self.feedback), -given.weight)

@@ -76,7 +76,12 @@ class SwarmOptimizer(WrappedOptimizer):
         require(None not in [group.get("lr", 0.0) for group in rule.optimizer.param_groups], text)
         super().__init__(Replica(rule))
         holds = services.averager.holds
-        self._gathered = Gradients(self._replica, holds, error_feedback=settings.error_feedback)
+        self._gathered = Gradients(
+            self._replica,
+            holds,
+            error_feedback=settings.error_feedback,
+            device_memory=settings.device_memory,
+        )
         self._agreement = agreement_of(self._replica, settings)
         _warn_of_frozen(rule)
         self._next = settings.batch_size, None, None

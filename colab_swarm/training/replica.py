@@ -22,7 +22,7 @@ from colab_swarm.averaging.group import flags_of
 from colab_swarm.errors import StateError, require
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.tensors.device import copy_in, copy_out, hand_over, to_host
+from colab_swarm.tensors.device import copy_in, copy_out, hand_over, moved, to_host
 from colab_swarm.tensors.device_vector import DeviceVector
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
@@ -40,6 +40,7 @@ from colab_swarm.training.flat import (
     FlatValues,
     copy_of,
     layout_of,
+    move_state,
     move_to_copies,
     outer_optimizer,
     reals,
@@ -60,7 +61,7 @@ class Mode(enum.Enum):
 
     # The swarm's step updates the model itself, with the wrapped optimizer.
     DIRECT = "direct"
-    # The wrapped optimizer works on copies in main memory. They are ahead of the model, until it shows them.
+    # The wrapped optimizer works on copies. They are ahead of the model, until it shows them.
     DELAYED = "delayed"
     # The wrapped optimizer takes this peer's own steps on the model. SGD takes the swarm's on copies, which are
     # behind the model, until it shows them or, after `Replica.depart`, lands on them.
@@ -133,6 +134,8 @@ class Replica:
         # The model's parameters as a delayed round left them, in `Mode.LOCAL`. `depart` remembers them; they are
         # forgotten when the round ends (`land`, `stay`), and when the model shows newer ones (`show`).
         self._departed: list[torch.Tensor] = []
+        # Copies are on its devices; else in main memory, where they begin.
+        self._beside_model = rule.mode is Mode.DIRECT
         self.buffers = Buffers(rule.model)
         self.front = self.buffers.numel
         self.numel = self.front + sum(reals(parameter).numel() for parameter in self.model)
@@ -145,6 +148,19 @@ class Replica:
         self.lock = threading.RLock()
         self.evidence = Evidence(rule.optimizer, self._optimizer, self.model, self.parameters)
 
+    def place(self, *, beside_model: bool) -> None:
+        """Bring the swarm's copies, and its optimizer's state, to the model's devices or to main memory."""
+        if self.rule.mode is Mode.DIRECT:
+            return
+        with self.lock:
+            self._beside_model = beside_model
+            for mine, copy in zip(self.model, self.parameters, strict=True):
+                values = moved(copy.detach(), mine.device if beside_model else None)
+                if values.device != copy.device:
+                    # The optimizer knows the tensor itself.
+                    torch.utils.swap_tensors(copy, values.requires_grad_())  # type: ignore[no-untyped-call]
+            move_state(self._optimizer)
+
     # Steps of the swarm, and of this peer alone.
 
     def apply(self, mean: Mean) -> bytes:
@@ -154,12 +170,12 @@ class Replica:
         """
         with self.lock:
             lineage = mean.lineage_after(self.lineage)
-            gradient, front, ours = self._gradient_of(mean.vector)
+            gradient, front = self._gradient_of(mean.vector)
             with self.schedule.advanced(mean.loss):
                 # A step that fails may have changed a part: its peer must not pass for one that has not.
                 self.lineage = lineage
                 if within([torch.from_numpy(front), *gradient.segments], _MOST_GRADIENT):
-                    self._update(gradient, flags_of(mean.unused, len(self.model)), ours=ours)
+                    self._update(gradient, flags_of(mean.unused, len(self.model)))
                     self.buffers.add(front)
             self.step = self.step + 1
             self.evidence.on_step()
@@ -168,22 +184,20 @@ class Replica:
             hand_over(self.parameters)
             return lineage
 
-    def _gradient_of(self, mean: Vector) -> tuple[FlatValues, Floats, bool]:
-        """Return a mean where the parameters are, its front, and whether no other peer may read it."""
+    def _gradient_of(self, mean: Vector) -> tuple[FlatValues, Floats]:
+        """Return a mean's values for the parameters, where it is, and its front."""
         if isinstance(mean, DeviceVector):
-            return FlatValues(self.parameters, segments=mean.body), mean.front, False
+            return FlatValues(self.parameters, segments=mean.body), mean.front
         values = mean.read(0, self.numel)
-        gradient = FlatValues(self.parameters, values[self.front :])
-        gradient.read_from(values[self.front :])
-        return gradient, values[: self.front], not gradient.borrowed
+        return FlatValues(self.parameters, values[self.front :]), values[: self.front]
 
-    def _update(self, gradient: FlatValues, unused: Sequence[bool], *, ours: bool) -> None:
-        """Change the swarm's parameters, from which other peers may read."""
+    def _update(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
+        """Change the swarm's parameters by a mean, from which other peers may read."""
         max_grad_norm = self.rule.max_grad_norm
         if self.rule.mode is Mode.LOCAL:
             # The local steps were clipped already.
             max_grad_norm = None
-        take_step(self._optimizer, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=ours)
+        take_step(self._optimizer, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
 
     def step_alone(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Take this peer's own step; ``gradient`` may be changed by it."""
@@ -195,16 +209,24 @@ class Replica:
             self.schedule.accept()
 
     @torch.no_grad()
-    def pseudo_gradient(self, out: Floats) -> None:
-        """Write the swarm's parameters minus the model's to ``out``."""
+    def pseudo_gradient(self, out: FlatValues) -> None:
+        """Write the swarm's parameters minus the model's to ``out``, which lies where the swarm's do."""
         with self.lock:
-            difference = FlatValues(self.parameters, out)
-            for part, swarms, mine in zip(difference.parts, self.parameters, self.model, strict=True):
+            for part, swarms, mine in zip(out.parts, self.parameters, self.model, strict=True):
                 part.copy_(reals(swarms))
-                part.sub_(reals(to_host(mine)).to(part))
-            difference.write_to(out)
+                values = reals(mine)
+                if not self._beside_model:
+                    values = to_host(values)
+                part.sub_(values.to(part))
 
     # The swarm's parameters come to the model.
+
+    def _bring(self, swarms: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a parameter of the swarm's to one that lies where the model does."""
+        if self._beside_model:
+            target.copy_(swarms)
+        else:
+            copy_in(swarms, target)
 
     @torch.no_grad()
     def show(self) -> None:
@@ -212,7 +234,7 @@ class Replica:
         with self.lock:
             if self.rule.mode is not Mode.DIRECT:
                 for mine, updated in zip(self.model, self.parameters, strict=True):
-                    copy_in(updated, mine)
+                    self._bring(updated, mine)
             self._departed = []
             self.buffers.show()
 
@@ -238,7 +260,7 @@ class Replica:
         with self.lock:
             for mine, left, updated in zip(self.model, self._departed, self.parameters, strict=False):
                 newest = torch.empty_like(left)
-                copy_in(updated, newest)
+                self._bring(updated, newest)
                 mine.add_(newest - left)
             self._departed = []
             self.buffers.show()
@@ -295,7 +317,11 @@ class Replica:
             if fits and digest_with_optimizer(self.parameters, optimizer) == before:
                 return
             for copy, shown in zip(self.parameters, self.model, strict=True):
-                if copy is not shown:
+                if copy is shown:
+                    continue
+                if self._beside_model:
+                    copy.copy_(shown)
+                else:
                     copy_out(shown, copy)
             if mark.get("digest") == digest_with_optimizer(self.parameters, optimizer):
                 self.step = mark["step"]

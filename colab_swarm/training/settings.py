@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require
 from colab_swarm.net.peers import Peers
-from colab_swarm.tensors.codecs import Precision, mean_codec_for
+from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.records import MOST_MIN_PEERS
@@ -107,10 +109,11 @@ class RoundInput:
     times_usual: float = 1.0
 
     @property
-    def host_vector(self) -> HostVector:
-        """The vector, which is in main memory after local steps."""
-        assert isinstance(self.vector, HostVector)
-        return self.vector
+    def host_memory(self) -> Floats:
+        """Main memory for a mean: the vector's own, if it lies there."""
+        if isinstance(self.vector, HostVector):
+            return self.vector.values
+        return np.empty(self.vector.numel, np.float32)
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,16 @@ class TrainingSettings:
         mean_compression: of averaged gradients; by default the same, but float16 from onebit on, because a mean
             has no error feedback. With sparseloco and topk its zeros are not sent, where that is less.
         error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory.
-        overlap: average, and take the optimizer's step on copies in main memory, while this peer
-            computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps
-            the model goes on from the round's result as soon as it is there, and keeps the steps since its begin.
+        overlap: average, and take the optimizer's step on copies, while this peer computes on. Updates come exactly
+            one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps the model goes on from the round's
+            result as soon as it is there, and keeps the steps since its begin.
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic.
             With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
             the outer momentum; a contribution has 146 times fewer bytes than float32.
         matchmaking_timeout_s: how long a round waits for slow peers, at most.
+        device_memory: bytes of the GPUs' memory that the swarm may use beside your own loop; None: what is free. With
+            0 gradients are summed in main memory, and each one is copied there.
         min_peers: the first ``step()`` waits until so many peers train, this one included; later it waits for
             nobody. None: as many as the peer that began asks for, which is 1 by default.
     """
@@ -151,6 +156,7 @@ class TrainingSettings:
     local_steps: int = 1
     matchmaking_timeout_s: float = 5.0
     min_peers: int | None = None
+    device_memory: float | None = None
 
     def __post_init__(self) -> None:
         size = self.target_batch_size
@@ -158,6 +164,9 @@ class TrainingSettings:
         require(size > 0, f"target_batch_size={size}: pass the samples per global step, such as 4096")
         if not self.mean_compression:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
+        memory = self.device_memory
+        text = f"device_memory={memory!r}: pass bytes, such as 2e9, or 0"
+        require(memory is None or (isinstance(memory, int | float) and memory >= 0), text)
         for codec in (self.compression, self.mean_compression):
             # Raises ValueError for an unknown codec.
             Precision(codec)

@@ -11,6 +11,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import torch
+
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import MismatchError, StateError
@@ -125,11 +127,22 @@ class Trainer:
     async def _average(self, contribution: RoundInput, *, aside: bool = False) -> RoundResult | None:
         """Contribute, and take a step with each mean that comes of it; ``aside``: while the trainer computes on.
 
-        Returns None if there was no round. An interrupt stops the round, but no step that has begun:
-        parameters and record must agree.
+        Returns None if there was no round, or a device had no memory for it. An interrupt stops the round, but no
+        step that has begun: parameters and record must agree.
         """
         if not aside:
             self._averaging = asyncio.current_task()
+        try:
+            return await self._averaged(contribution, aside=aside)
+        except torch.OutOfMemoryError as error:
+            # What fails in main memory too is the user's.
+            if not await asyncio.to_thread(self._gathered.placement.leave_devices, error):
+                raise
+            text = f"a GPU's memory ended in a round: {self._gathered.placement.where} from now on"
+            self._services.events.emit(Notice(self._runtime.time(), text))
+            return None
+
+    async def _averaged(self, contribution: RoundInput, *, aside: bool) -> RoundResult | None:
         if contribution.times_usual > _MOST_TIMES_USUAL:
             text = (
                 f"this peer's local steps moved its parameters {contribution.times_usual:,.0f} times as far as usual: "

@@ -16,6 +16,7 @@ from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.settings import HEAVIEST
 
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32) for number in range(1, 4))
@@ -23,7 +24,7 @@ ROOT = bytes(32)
 
 
 def contribution(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) -> bytes:
-    content = rounds.encode(codec_of("float32"), values)
+    content = rounds.encode(codec_of("float32"), HostVector(values))
     told = {"weight": weight, "samples": weight, "samples_per_s": 1.0, "seconds": 10.0, "name": ""}
     place = {"prefix": "model", "key": who.public_key, "membership": b"", "round": round, "base": ROOT}
     head = rounds.PseudoGradient(content=rounds.content_digest(content), **place, **told)
@@ -221,7 +222,7 @@ def test_the_mean_is_exact_and_the_same_in_any_order_of_reading() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 5000, rounds.PIECE - 1, rounds.PIECE, rounds.PIECE + 1])
 def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> None:
     codec, values = codec_of(name), np.linspace(-1, 1, numel, dtype=np.float32)
-    content = memoryview(rounds.encode(codec, values))
+    content = memoryview(rounds.encode(codec, HostVector(values)))
     assert len(content) == rounds.encoded_bytes(codec, numel)
     pieces = [codec.encode(values[: rounds.PIECE]), codec.encode(values[rounds.PIECE :])]
     lengths = min(numel, rounds.PIECE), max(numel - rounds.PIECE, 0)

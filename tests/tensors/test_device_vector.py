@@ -34,8 +34,10 @@ def test_a_vector_on_devices_sends_what_one_in_main_memory_does(name: str) -> No
     device, host = on_devices(random_values()), HostVector(random_values())
     before = ErrorFeedback(NUMEL)
     before.residual[:] = 0.1 * random_values()[::-1]
-    feedback = device.begin(before, adds=True)
-    host.begin(before, adds=True)
+    feedback = DeviceFeedback(device, before)
+    for vector, kept in ((device, feedback), (host, before)):
+        kept.begin()
+        vector.begin(kept, adds=True)
     for start, stop in CHUNKS:
         np.testing.assert_allclose(device.read(start, stop), host.read(start, stop))
         sent = codec.decode(device.encode(start, stop, codec), stop - start)
@@ -44,7 +46,7 @@ def test_a_vector_on_devices_sends_what_one_in_main_memory_does(name: str) -> No
     for kept in (before, feedback):
         kept.settle(0.5)
     np.testing.assert_allclose(feedback.state_dict()["residual"].numpy(), before.residual, atol=1e-6)
-    again = DeviceFeedback(FRONT, device.values, ErrorFeedback(NUMEL, feedback.state_dict()))
+    again = DeviceFeedback(device, ErrorFeedback(NUMEL, feedback.state_dict()))
     assert torch.equal(again.state_dict()["residual"], feedback.state_dict()["residual"])
     assert sum(len(piece) for piece in feedback.body) == NUMEL - FRONT
 

@@ -17,22 +17,27 @@ from colab_swarm.events import BatchDropped
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors import device
 from colab_swarm.tensors.device import Flag, copied
+from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
+from colab_swarm.training import placement
 from colab_swarm.training.flat import FlatValues
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
+from colab_swarm.training.placement import Placement
+from colab_swarm.training.records import Mean
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.rounds import RoundOutcome
 from colab_swarm.training.settings import RoundInput
 from tests.training import toy
 
 # What a gradient passes on its way.
-ON_THE_WAY = ("gradients.py", "flat.py", "buffers.py", "replica.py", "trainer.py")
+ON_THE_WAY = ("gradients.py", "placement.py", "flat.py", "buffers.py", "replica.py", "trainer.py")
 OUT_OF_A_DEVICE = ("cpu", "numpy", "item", "tolist")
 
 
 @pytest.fixture
 def meta_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Flag, "read", lambda flag: True)
+    monkeypatch.setattr(FlatValues, "norm", lambda values: 1.0)
 
 
 def moved_to_meta(net: torch.nn.Module) -> None:
@@ -124,8 +129,14 @@ def test_a_sum_on_a_device_leaves_out_what_is_not_finite(nan_at: int | None) -> 
         {"compression": "int8", "error_feedback": True},
         {"compression": "onebit", "error_feedback": True},
         {"overlap": True},
+        {"overlap": True, "compression": "int8", "error_feedback": True},
         {"local_steps": 2},
         {"local_steps": 2, "overlap": True},
+        {"local_steps": 2, "compression": "topk:0.5"},
+        {"local_steps": 2, "compression": "int8", "error_feedback": True, "overlap": True},
+        {"device_memory": 0},
+        {"device_memory": 0, "local_steps": 2, "overlap": True},
+        {"device_memory": 800, "compression": "int8", "error_feedback": True},
     ],
 )
 def test_peers_on_a_device_train_as_on_the_cpu(
@@ -144,7 +155,8 @@ def test_peers_on_a_device_train_as_on_the_cpu(
 
     on_device = run()
     rounds_bytes = device.copied.out_bytes, device.copied.in_bytes
-    assert min(rounds_bytes) > 0
+    assert rounds_bytes[0] > 0
+    assert rounds_bytes[1] > 0 or "device_memory" in settings
     monkeypatch.setattr(device, "_MAIN_MEMORY", ("cpu",))
     for name, parameters in run().items():
         torch.testing.assert_close(on_device[name], parameters, rtol=1e-5, atol=1e-6)
@@ -187,7 +199,7 @@ def test_a_sum_on_a_device_is_taken_back_if_no_round_took_it(
 
 
 @pytest.mark.usefixtures("counting_device")
-def test_a_local_step_copies_nothing_and_a_round_one_vector_each_way() -> None:
+def test_a_local_step_copies_nothing_and_a_round_only_what_a_member_reduces() -> None:
     def train(swarm: Swarm) -> None:
         net = toy.model()
         optimizer = toy.join_training(swarm, net, local_steps=5)
@@ -198,9 +210,9 @@ def test_a_local_step_copies_nothing_and_a_round_one_vector_each_way() -> None:
             device.copied.out_bytes = device.copied.in_bytes = 0
             optimizer.step(samples=10)
             rounds = optimizer.global_step - step
-            # Out: the model's parameters, and what they differ by from the swarm's, which pass for a device's too.
-            assert device.copied.out_bytes == rounds * 2 * numel_bytes
-            assert device.copied.in_bytes == rounds * 2 * numel_bytes
+            # Alone in the group it reduces all, in main memory. The norm is one more value.
+            assert device.copied.out_bytes == rounds * (numel_bytes + 4)
+            assert device.copied.in_bytes == rounds * numel_bytes
         assert optimizer.global_step == 6
 
     toy.alone(train)
@@ -221,6 +233,131 @@ def test_a_round_copies_encoded_values_but_for_the_own_span() -> None:
     assert device.copied.in_bytes < 2 * 8 * 1.2 * numel + 2 * 4 * numel
     # The own half is reduced exactly.
     assert device.copied.out_bytes < 2 * 8 * (1 + 4) / 2 * 1.2 * numel
+
+
+@pytest.mark.usefixtures("meta_flags")
+@pytest.mark.parametrize(
+    "rule", [{"local": True}, {"local": True, "sparse": True, "delayed": True}, {"delayed": True}]
+)
+def test_what_a_round_needs_lies_beside_the_model(rule: dict[str, Any]) -> None:
+    net = toy.model()
+    replica = Replica(UpdateRule(torch.optim.AdamW(net.parameters(), lr=0.1), **rule))
+    gathered = Gradients(replica, lambda vector: False, error_feedback=True)
+    moved_to_meta(net)
+    for _ in range(2):
+        backward(net)
+        gathered.add(4.0, 4.0, None)
+        given = gathered.contribution()
+        assert isinstance(given.vector, DeviceVector)
+        replica.depart()
+        replica.apply(Mean(given.vector, b"digest"))
+        gathered.on_delivered(given)
+        replica.land()
+        gathered.forget()
+    kept = [*replica.parameters]
+    for state in replica._optimizer.state.values():
+        kept.extend(value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+    assert isinstance(gathered.feedback, DeviceFeedback)
+    kept.extend(gathered.feedback.body)
+    assert {tensor.device.type for tensor in kept} == {"meta"}
+
+
+@pytest.mark.usefixtures("counting_device")
+@pytest.mark.parametrize(
+    "settings", [{}, {"overlap": True}, {"local_steps": 2}, {"local_steps": 2, "overlap": True}]
+)
+@pytest.mark.parametrize(
+    ("of", "method", "leaves"),
+    [
+        (Placement, "_sum_there", True),
+        (DeviceFeedback, "begin", True),
+        (Replica, "_update", True),
+        # One chunk takes another way.
+        (DeviceVector, "_encoded_there", False),
+        (DeviceVector, "_take_there", False),
+    ],
+)
+def test_a_peer_goes_on_in_main_memory_when_its_devices_memory_ends(
+    settings: dict[str, Any], of: type, method: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(swarm: Swarm) -> bytes:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, compression="int8", error_feedback=True, **settings)
+        while optimizer.global_step < 12:
+            toy.take(optimizer, net, optimizer.global_step, toy.ROWS[swarm.name])
+            if optimizer.global_step > 3:
+                armed.append(True)
+        places.append(optimizer._gathered.placement.where)
+        return optimizer.lineage
+
+    def ends_once(*values: Any, **options: Any) -> Any:
+        if armed and not fired:
+            fired.append(True)
+            raise torch.OutOfMemoryError("the device's memory has ended")
+        return works(*values, **options)
+
+    armed: list[bool] = []
+    fired: list[bool] = []
+    places: list[str] = []
+    works = getattr(of, method)
+    monkeypatch.setattr(of, method, ends_once)
+    with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0) as sim:
+        lineages = sim.run(train)
+    assert fired
+    assert lineages["alice"] == lineages["bob"]
+    assert sorted(place.startswith("in main memory") for place in places) == [False, leaves]
+
+
+@pytest.mark.usefixtures("counting_device")
+def test_rounds_in_a_bucket_take_vectors_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, local_steps=2, compression="topk:0.5")
+        while optimizer.global_step < 6:
+            toy.take(optimizer, net, optimizer.global_step, toy.ROWS[swarm.name])
+        on_devices.append(isinstance(optimizer._gathered.feedback, DeviceFeedback))
+        return toy.parameters_of(net)
+
+    def run() -> dict[str, torch.Tensor]:
+        with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0, mailbox=True) as sim:
+            return dict(sim.run(train))
+
+    on_devices: list[bool] = []
+    on_device = run()
+    monkeypatch.setattr(device, "_MAIN_MEMORY", ("cpu",))
+    for name, parameters in run().items():
+        torch.testing.assert_close(on_device[name], parameters, rtol=1e-5, atol=1e-6)
+    assert on_devices == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("counting_device")
+@pytest.mark.parametrize(
+    ("memory", "feedback", "sums", "vectors"),
+    [(None, True, True, True), (0, True, False, False), (712, False, True, True), (712, True, True, False)],
+)
+def test_the_swarm_takes_no_more_of_a_devices_memory_than_it_may(
+    memory: float | None, feedback: bool, sums: bool, vectors: bool
+) -> None:
+    net = toy.model()
+    replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
+    assert 4 * replica.numel == 712
+    gathered = Gradients(replica, lambda vector: False, error_feedback=feedback, device_memory=memory)
+    toy.loss_of(net, 0).backward()
+    gathered.add(10.0, 10.0, None)
+    assert gathered.placement.on_devices is sums
+    assert isinstance(gathered.contribution().vector, DeviceVector) is vectors
+
+
+@pytest.mark.usefixtures("counting_device")
+def test_vectors_lie_on_a_device_if_they_fit_beside_what_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free_bytes, fits in ((2 * 712.0, True), (2 * 712.0 - 1, False), (-1.0, False)):
+        monkeypatch.setattr(placement, "free_bytes", lambda device, free=free_bytes: free)
+        net = toy.model()
+        replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
+        gathered = Gradients(replica, lambda vector: False, error_feedback=True)
+        toy.loss_of(net, 0).backward()
+        gathered.add(10.0, 10.0, None)
+        assert isinstance(gathered.contribution().vector, DeviceVector) is fits
 
 
 @pytest.mark.usefixtures("counting_device")

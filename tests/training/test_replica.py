@@ -338,7 +338,7 @@ def test_gradients_are_summed_in_float32_whatever_the_default_and_conjugates_by_
         weight.grad = torch.tensor([1.0 + 2.0j, 3.0 + 4.0j], dtype=torch.complex64).conj()
         assert weight.grad.is_conj()
         gathered.add(1.0, 1.0, None)
-        values = gathered.contribution().host_vector.values
+        values = gathered.contribution().vector.values
         assert all(part.dtype == torch.float32 for part in FlatValues([weight]).segments)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,0 +1,188 @@
+"""Where a trainer's vectors lie: on the model's devices as far as their memory allows, else in main memory."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from colab_swarm.markup import size
+from colab_swarm.tensors.codecs import ErrorFeedback
+from colab_swarm.tensors.device import free_bytes, host_values, in_main_memory
+from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
+from colab_swarm.tensors.vector import HostVector, Vector
+from colab_swarm.training.flat import FlatValues, reals
+from colab_swarm.training.replica import Mode, Replica, UpdateRule
+
+logger = logging.getLogger(__name__)
+
+ModelVector: TypeAlias = HostVector | DeviceVector
+_VALUE_BYTES = 4
+
+
+def vectors_beside(rule: UpdateRule, *, error_feedback: bool) -> int:
+    """Return how many float32 vectors a round keeps beside the user's own loop, and beside the sum of gradients."""
+    count = 0
+    if error_feedback:
+        # The residual and, while a round runs, what it cuts off.
+        count += 2
+    if rule.delayed:
+        # The contribution of the round that runs beside the trainer.
+        count += 1
+    if rule.mode is Mode.LOCAL:
+        # The swarm's parameters, and the model's as a round left them.
+        count += 1 + rule.delayed
+        if not rule.sparse:
+            # The outer momentum, and gradients that Nesterov's changes.
+            count += 2
+    elif rule.mode is Mode.DELAYED:
+        # The swarm's parameters, their gradients, two of the optimizer, and what its step needs meanwhile.
+        count += 6
+    return count
+
+
+class Placement:
+    """Decides where gradients are summed, and where a round's vector, its residual and the swarm's parameters lie.
+
+    Sums lie on the model's devices. The rest follows at the first contribution, if it fits beside what one step took at
+    most: it was measured then. After an out-of-memory all of it lies in main memory for good.
+
+    ``held(vector)``: another peer may still recover chunks from it. ``limit_bytes`` of the devices' memory may be
+    used; None: what is free.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        held: Callable[[Vector], bool],
+        *,
+        error_feedback: bool,
+        limit_bytes: float | None,
+    ) -> None:
+        self._replica = replica
+        self._held = held
+        self._limit_bytes = limit_bytes
+        count = vectors_beside(replica.rule, error_feedback=error_feedback)
+        self._beside_bytes = _VALUE_BYTES * replica.numel * count
+        sum_bytes = _VALUE_BYTES * replica.numel
+        self._sums_there = limit_bytes is None or limit_bytes >= sum_bytes
+        # Whether vectors lie on the devices; None: not decided.
+        self._vectors_there: bool | None = None
+        if limit_bytes is not None and limit_bytes < sum_bytes + self._beside_bytes:
+            self._vectors_there = False
+        self._host_vectors: list[HostVector] = []
+        self._summed: HostVector | None = None  # whose memory the present sum has
+        self.aside: ModelVector | None = None  # the contribution of a delayed update
+
+    @property
+    def on_devices(self) -> bool:
+        """True if sums lie on devices, which compute flags that nothing waits for."""
+        model = self._replica.model
+        return self._sums_there and not all(in_main_memory(parameter.device) for parameter in model)
+
+    def new_sum(self) -> FlatValues:
+        """Return zeros for a sum of gradients."""
+        self._summed = None
+        if self.on_devices:
+            try:
+                return self._sum_there()
+            except torch.OutOfMemoryError as error:
+                self.leave_devices(error, sums=True)
+        vector = self._free_vector()
+        vector.values.fill(0.0)
+        return self._sum_in(vector)
+
+    def _sum_there(self) -> FlatValues:
+        return FlatValues(self._replica.model)
+
+    def _sum_in(self, vector: HostVector) -> FlatValues:
+        self._summed = vector
+        return FlatValues(self._replica.model, vector.values[self._replica.front :])
+
+    def _free_vector(self) -> HostVector:
+        for vector in self._host_vectors:
+            if vector is not self.aside and not self._held(vector):
+                return vector
+        vector = HostVector(host_values(self._replica.numel, self._replica.model[0].device))
+        self._host_vectors.append(vector)
+        return vector
+
+    def new_vector(self) -> ModelVector:
+        """Return a vector for what local steps changed, whose values are to be written."""
+        if self._vectors_there and self.on_devices:
+            return self._device_vector(FlatValues(self._replica.model))
+        return self._free_vector()
+
+    def vector_of(self, total: FlatValues) -> ModelVector:
+        """Return a vector with these values, a sum of `new_sum`, which it takes over."""
+        summed = self._summed
+        self._summed = None
+        if summed is not None:
+            return summed
+        if self._vectors_there and self.on_devices:
+            return self._device_vector(total)
+        vector = self._free_vector()
+        total.write_to(vector.values[self._replica.front :])
+        return vector
+
+    def _device_vector(self, values: FlatValues) -> DeviceVector:
+        return DeviceVector(np.zeros(self._replica.front, np.float32), values.segments)
+
+    def sum_from(self, vector: ModelVector) -> FlatValues | None:
+        """Return a contribution's own values, to add gradients to; None if they must stay, or lie elsewhere."""
+        if self._held(vector) or isinstance(vector, DeviceVector) is not self.on_devices:
+            return None
+        if isinstance(vector, HostVector):
+            return self._sum_in(vector)
+        return self.values_of(vector)
+
+    def values_of(self, held: ModelVector | ErrorFeedback | DeviceFeedback) -> FlatValues:
+        """Return the values of the parameters, where these are."""
+        model = self._replica.model
+        if isinstance(held, DeviceVector | DeviceFeedback):
+            return FlatValues(model, segments=held.body)
+        values = held.values if isinstance(held, HostVector) else held.residual
+        return FlatValues(model, values[self._replica.front :])
+
+    def decide(self) -> None:
+        """Decide where vectors lie, if it is open, and bring the swarm's parameters there."""
+        if not self.on_devices:
+            return
+        if self._vectors_there is None:
+            self._vectors_there = self._fits()
+            logger.info("the swarm's vectors lie %s", self.where)
+        self._replica.place(beside_model=self._vectors_there)
+
+    def _fits(self) -> bool:
+        numel = Counter[torch.device]()
+        for parameter in self._replica.model:
+            numel[parameter.device] += reals(parameter).numel()
+        for device, count in numel.items():
+            needed_bytes = self._beside_bytes * count / self._replica.numel
+            if needed_bytes > max(free_bytes(device), 0):
+                return False
+        return True
+
+    def leave_devices(self, error: torch.OutOfMemoryError, *, sums: bool = False) -> bool:
+        """Bring all vectors to main memory, and future ``sums``; return False if they have been there."""
+        leaves = self._vectors_there is not False or (sums and self._sums_there)
+        self._vectors_there = False
+        if sums:
+            self._sums_there = False
+        self._replica.place(beside_model=False)
+        if leaves:
+            logger.warning("the swarm's vectors lie %s from now on: %s", self.where, error)
+        return leaves
+
+    @property
+    def where(self) -> str:
+        """Say where sums and vectors lie, and what they take of the devices' memory."""
+        if not self.on_devices:
+            return "in main memory"
+        devices = ", ".join(sorted({str(parameter.device) for parameter in self._replica.model}))
+        sum_bytes = _VALUE_BYTES * self._replica.numel
+        if self._vectors_there:
+            return f"on {devices} ({size(sum_bytes + self._beside_bytes)} at most)"
+        return f"in main memory, and sums of gradients on {devices} ({size(sum_bytes)})"
