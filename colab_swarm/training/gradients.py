@@ -269,8 +269,8 @@ class Gradients:
             # Before it is decided where vectors lie, as it takes memory.
             self.step()
             self._sum = None
-        self.placement.decide()
         try:
+            self.placement.decide()
             vector, feedback = self._new_contribution()
         except torch.OutOfMemoryError as error:
             if not self.placement.leave_devices(error):

@@ -343,8 +343,8 @@ def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
 
 
 @cache
-def honest_steps(ahead: int) -> int:
-    """Steps of three honest trainers in 600 s, beside four that train with them for ten steps, then lie if ``ahead``.
+def honest_steps(ahead: int, seconds: float) -> int:
+    """Steps of three honest trainers, beside four that train with them for ten steps, then lie if ``ahead``.
 
     Each of these claims a step so far ahead, on a lineage of its own, and never gives its state.
     """
@@ -367,7 +367,7 @@ def honest_steps(ahead: int) -> int:
             await asyncio.sleep(0.5)
 
     with cs.simulate(7 if ahead else 3, seed=1, samples_per_s=2.0) as simulation:
-        simulation.run(train, seconds=400.0)
+        simulation.run(train, seconds=seconds)
         alice = simulation.swarms["alice"]
         progress = alice.optimizers["model"].collaboration.progress
         liars = {peer: r for peer, r in progress.known.all.items() if r.name not in HONEST}
@@ -380,7 +380,13 @@ def honest_steps(ahead: int) -> int:
         return int(progress.known.own.step)
 
 
-@pytest.mark.parametrize("ahead", [3, pytest.param(5000, marks=pytest.mark.ordeal)])
-def test_four_members_that_trained_and_then_claim_a_later_step_stop_nobody_for_long(ahead: int) -> None:
-    steps = honest_steps(ahead)
-    assert steps >= 0.85 * honest_steps(0), (steps, honest_steps(0))
+@pytest.mark.parametrize(
+    ("ahead", "seconds"), [(3, 200.0), pytest.param(5000, 400.0, marks=pytest.mark.ordeal)]
+)
+def test_four_members_that_trained_and_then_claim_a_later_step_stop_nobody_for_long(
+    ahead: int, seconds: float
+) -> None:
+    steps = honest_steps(ahead, seconds)
+    alone = honest_steps(0, seconds)
+    # What the lies cost does not grow with the time.
+    assert alone - steps <= 10, (steps, alone)

@@ -271,6 +271,7 @@ def test_what_a_round_needs_lies_beside_the_model(rule: dict[str, Any]) -> None:
     [
         (Placement, "_sum_there", True),
         (DeviceFeedback, "begin", True),
+        (Replica, "place", True),
         (Replica, "_update", True),
         # One chunk takes another way.
         (DeviceVector, "_encoded_there", False),
