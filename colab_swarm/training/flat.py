@@ -138,7 +138,7 @@ class FlatValues:
         values: Floats | None = None,
         segments: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Be these ``values`` in main memory, or these ``segments``; else begin with zeros on the tensors' devices."""
+        """Be these ``values`` in main memory, or these ``segments``; else new memory on the tensors' devices."""
         ordered = sorted(tensors, key=_is_large)
         sizes = [reals(tensor).numel() for tensor in ordered]
         self.in_main_memory = values is not None
@@ -150,7 +150,7 @@ class FlatValues:
         elif not segments:
             for device, neighbours in itertools.groupby(ordered, key=_device_of):
                 numel = sum(reals(tensor).numel() for tensor in neighbours)
-                self.segments.append(torch.zeros(numel, dtype=torch.float32, device=device))
+                self.segments.append(torch.empty(numel, dtype=torch.float32, device=device))
         parts = {}
         segments_left = iter(self.segments)
         rest = torch.empty(0)
@@ -160,39 +160,6 @@ class FlatValues:
             parts[id(tensor)] = rest[:numel].view(reals(tensor).shape)
             rest = rest[numel:]
         self.parts = [parts[id(tensor)] for tensor in tensors]
-
-    def add_gradients(
-        self,
-        parameters: Sequence[torch.Tensor],
-        *,
-        weight: float,
-        scale: torch.Tensor | None,
-        counts: torch.Tensor | None,
-    ) -> None:
-        """Add ``weight / scale`` times each parameter's gradient, which is set to 0 unless the bool ``counts``."""
-        groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for parameter, part in zip(parameters, self.parts, strict=True):
-            if parameter.grad is not None:
-                gradient = reals(_dense(parameter.grad.detach()))
-                parts, gradients = groups.setdefault((gradient.device, gradient.dtype), ([], []))
-                parts.append(part)
-                gradients.append(gradient)
-        for parts, gradients in groups.values():
-            if counts is not None:
-                # As integers: times 0.0, a NaN would stay.
-                kind = _INTEGERS[gradients[0].dtype.itemsize]
-                factor = counts.to(gradients[0].device, kind)
-                torch._foreach_mul_([gradient.view(kind) for gradient in gradients], factor)
-            if self.in_main_memory:
-                # Copied one by one: together they would need the memory of a model.
-                for part, gradient in zip(parts, gradients, strict=True):
-                    _accumulate([part], [to_host(gradient)], weight, scale)
-            else:
-                _accumulate(parts, gradients, weight, scale)
-
-    def add(self, other: "FlatValues", factor: float) -> None:
-        for part, addend in zip(self.parts, other.parts, strict=True):
-            part.add_(moved(addend, part.device), alpha=factor)
 
     def clear(self) -> None:
         for segment in self.segments:
@@ -221,14 +188,89 @@ class FlatValues:
             copy_out(segment, piece)
 
 
+class GradientSum:
+    """A sum of gradients, each times its weight, in the memory of ``values``.
+
+    The sum is ``factor`` times the values: so the first gradient is copied as it is, and a mean of one needs no more.
+    Without a ``factor`` it is 0, and its memory may hold anything.
+    """
+
+    def __init__(self, values: FlatValues, factor: float | None = None) -> None:
+        self.values = values
+        self.factor = factor
+
+    def add_gradients(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        weight: float,
+        scale: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> None:
+        """Add ``weight / scale`` times each parameter's gradient, which is set to 0 unless the bool ``counts``."""
+        factor = self.factor
+        groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for parameter, part in zip(parameters, self.values.parts, strict=True):
+            if parameter.grad is not None:
+                gradient = reals(_dense(parameter.grad.detach()))
+                parts, gradients = groups.setdefault((gradient.device, gradient.dtype), ([], []))
+                parts.append(part)
+                gradients.append(gradient)
+            elif factor is None:
+                part.zero_()
+        ratio = None
+        if factor is not None:
+            ratio = weight / factor
+        for parts, gradients in groups.values():
+            if counts is not None:
+                # As integers: times 0.0, a NaN would stay.
+                kind = _INTEGERS[gradients[0].dtype.itemsize]
+                mask = counts.to(gradients[0].device, kind)
+                torch._foreach_mul_([gradient.view(kind) for gradient in gradients], mask)
+            if self.values.in_main_memory:
+                # Copied one by one: together they would need the memory of a model.
+                for part, gradient in zip(parts, gradients, strict=True):
+                    _accumulate([part], [to_host(gradient)], ratio, scale)
+            else:
+                _accumulate(parts, gradients, ratio, scale)
+        if factor is None:
+            self.factor = weight
+
+    def add(self, values: FlatValues, weight: float) -> None:
+        """Add ``weight`` times these values."""
+        if self.factor is None:
+            self.values.clear()
+            self.factor = weight
+        for part, addend in zip(self.values.parts, values.parts, strict=True):
+            part.add_(moved(addend, part.device), alpha=weight / self.factor)
+
+    def mean(self, weight: float) -> FlatValues:
+        """Return the sum divided by ``weight``, in the same memory."""
+        if self.factor is None:
+            self.values.clear()
+        elif weight and weight != self.factor:
+            self.values.multiply(self.factor / weight)
+        self.factor = weight or 1.0
+        return self.values
+
+
 def _accumulate(
-    parts: list[torch.Tensor], gradients: list[torch.Tensor], weight: float, scale: torch.Tensor | None
+    parts: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    weight: float | None,
+    scale: torch.Tensor | None,
 ) -> None:
-    """Add ``weight / scale`` times the gradients."""
-    if scale is None:
+    """Add ``weight / scale`` times the gradients; without a weight, replace what was there by them ``/ scale``."""
+    factor = None
+    if scale is not None:
+        factor = scale.to(parts[0].device).reciprocal()
+    if weight is None:
+        torch._foreach_copy_(parts, gradients)
+        if factor is not None:
+            torch._foreach_mul_(parts, factor)
+    elif factor is None:
         torch._foreach_add_(parts, gradients, alpha=weight)
     else:
-        factor = scale.to(parts[0].device).reciprocal()
         torch._foreach_addcmul_(parts, gradients, [factor] * len(parts), value=weight)
 
 

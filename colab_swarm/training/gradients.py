@@ -18,7 +18,7 @@ from colab_swarm.tensors.device import Flag, all_finite, hand_over
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.fit import names_of
-from colab_swarm.training.flat import FlatValues
+from colab_swarm.training.flat import FlatValues, GradientSum
 from colab_swarm.training.placement import ModelVector, Placement
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
@@ -175,9 +175,8 @@ class Gradients:
         self._replica = replica
         self._trained = TrainedParameters(replica)
         self.placement = Placement(replica, held, error_feedback=error_feedback, limit_bytes=device_memory)
-        self._sum: FlatValues | None = (
-            None  # of gradients, since the last local step; None: it is 0, or given
-        )
+        # Of gradients, since the last local step. None: it is 0, or given.
+        self._sum: GradientSum | None = None
         self._checks: list[GradientCheck] = []  # of gradients in the sum
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
         self.feedback: ErrorFeedback | DeviceFeedback | None = None
@@ -241,24 +240,23 @@ class Gradients:
                 self.weight = _less(self.weight, check.weight)
                 self._since = _less(self._since, check.weight)
 
-    def _total(self) -> FlatValues:
+    def _total(self) -> GradientSum:
         """Return the sum; a model that moved takes it along."""
         before = self._sum
-        if before is not None and before.lies_with(self._replica.model):
+        if before is not None and before.values.lies_with(self._replica.model):
             return before
-        total = self.placement.new_sum()
-        if before is not None:
-            total.add(before, 1.0)
+        total = GradientSum(self.placement.new_sum())
+        if before is not None and before.factor is not None:
+            total.add(before.values, before.factor)
         self._sum = total
         return total
 
     def step(self) -> None:
         if self._since:
             total = self._total()
-            total.multiply(1 / self._since)
-            self._replica.step_alone(total, self._unused)
+            self._replica.step_alone(total.mean(self._since), self._unused)
             # Its memory takes the next one.
-            total.clear()
+            total.factor = None
             self._since = 0.0
             self._unused = self._all_unused()
 
@@ -277,12 +275,9 @@ class Gradients:
                 raise
             vector, feedback = self._new_contribution()
         # From here on nothing takes a device's memory, and nothing is lost.
-        values = self.placement.values_of(vector)
         times_usual = 1.0
         if self._replica.rule.local:
-            times_usual = self._times_usual(values)
-        elif self.weight:
-            values.multiply(1 / self.weight)
+            times_usual = self._times_usual(self.placement.values_of(vector))
         self._sum = None
         if feedback is not None:
             self.feedback = feedback
@@ -304,7 +299,7 @@ class Gradients:
             vector = self.placement.new_vector()
             self._replica.pseudo_gradient(self.placement.values_of(vector))
         else:
-            vector = self.placement.vector_of(self._total())
+            vector = self.placement.vector_of(self._total().mean(self.weight))
         with self._replica.lock:
             self._replica.buffers.write_change(vector.front_of(self._replica.front))
         feedback = self.feedback
@@ -380,12 +375,11 @@ class Gradients:
         for index, flag in enumerate(flags):
             self._unused[index] = self._unused[index] and flag
         vector = _own(given.vector)
-        total = None
+        values = None
         if self._sum is None:
-            total = self.placement.sum_from(vector)
-        if total is not None:
-            total.multiply(given.weight)
-            self._sum = total
+            values = self.placement.sum_from(vector)
+        if values is not None:
+            self._sum = GradientSum(values, given.weight)
         else:
             self._total().add(self.placement.values_of(vector), given.weight)
         if self.feedback is not None:

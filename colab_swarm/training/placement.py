@@ -83,16 +83,14 @@ class Placement:
         return self._sums_there and not all(in_main_memory(parameter.device) for parameter in model)
 
     def new_sum(self) -> FlatValues:
-        """Return zeros for a sum of gradients."""
+        """Return memory for a sum of gradients."""
         self._summed = None
         if self.on_devices:
             try:
                 return self._sum_there()
             except torch.OutOfMemoryError as error:
                 self.leave_devices(error, sums=True)
-        vector = self._free_vector()
-        vector.values.fill(0.0)
-        return self._sum_in(vector)
+        return self._sum_in(self._free_vector())
 
     def _sum_there(self) -> FlatValues:
         return FlatValues(self._replica.model)
@@ -116,7 +114,7 @@ class Placement:
         return self._free_vector()
 
     def vector_of(self, total: FlatValues) -> ModelVector:
-        """Return a vector with these values, a sum of `new_sum`, which it takes over."""
+        """Return a vector with these values, in memory of `new_sum`, which it takes over."""
         summed = self._summed
         self._summed = None
         if summed is not None:

@@ -19,7 +19,7 @@ from colab_swarm.tensors import device
 from colab_swarm.tensors.device import Flag, copied
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.training import placement
-from colab_swarm.training.flat import FlatValues
+from colab_swarm.training.flat import FlatValues, GradientSum
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.placement import Placement
@@ -71,13 +71,13 @@ def test_sums_and_local_steps_copy_nothing(make: Any, scale: torch.Tensor | None
 
 @pytest.mark.usefixtures("meta_flags")
 def test_a_copied_gradient_is_seen_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_gradients = FlatValues.add_gradients
+    add_gradients = GradientSum.add_gradients
 
-    def copying(total: FlatValues, parameters: list[torch.Tensor], **how: Any) -> None:
+    def copying(total: GradientSum, parameters: list[torch.Tensor], **how: Any) -> None:
         parameters[0].grad = parameters[0].grad.cpu()
         add_gradients(total, parameters, **how)
 
-    monkeypatch.setattr(FlatValues, "add_gradients", copying)
+    monkeypatch.setattr(GradientSum, "add_gradients", copying)
     net = toy.model()
     gathered = Gradients(Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1))), lambda vector: False)
     moved_to_meta(net)
