@@ -142,12 +142,12 @@ class ElasticOptimizer(WrappedOptimizer):
     ) -> None:
         """Use `Swarm.elastic_optimizer` or `group_optimizer`."""
         self._runtime = runtime
-        self._inner = optimizer
         self._settings = settings
         self._events = events
         self._pace = pace
         self._closed = False
-        super().__init__(Replica(UpdateRule(optimizer)))
+        self._replica = Replica(UpdateRule(optimizer))
+        super().__init__(optimizer, optimizer)
         most = chunk_values(settings.compression)  # an encoded bucket is one packet on a peer link
         self._buckets = Buckets(self._replica.model, most=most, on_full=self._on_full)
         self._codec = codec_of(settings.compression)
@@ -219,8 +219,8 @@ class ElasticOptimizer(WrappedOptimizer):
         closed, result = self._steps.finished
         with self._replica.lock:
             self._buckets.to_gradients(closed.gradients)
-            self._inner.step()
-            self._inner.zero_grad(set_to_none=True)
+            self._wrapped.step()
+            self._wrapped.zero_grad(set_to_none=True)
         if self._feedback is not None:
             self._feedback.settle()
         self._step = self._step + 1
@@ -229,9 +229,6 @@ class ElasticOptimizer(WrappedOptimizer):
         self._steps.finished = None
         self._history.append(result)
         return result
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._inner.zero_grad(set_to_none)  # what is already sent still counts
 
     def close(self) -> None:
         """Leave the group; the others continue. Idempotent."""
@@ -272,7 +269,7 @@ class ElasticOptimizer(WrappedOptimizer):
         else:
             residual = self._feedback.state_dict()
         debts = {"corrections": corrections, **residual}
-        return self._saved(lambda: {"optimizer": self._inner.state_dict(), **debts})
+        return self._saved(lambda: {"optimizer": self._wrapped.state_dict(), **debts})
 
     async def _corrections(self) -> Floats:
         carried = self._carried
@@ -307,7 +304,7 @@ class ElasticOptimizer(WrappedOptimizer):
             self._carried = corrections
 
     def __repr__(self) -> str:
-        inner = type(self._inner).__name__
+        inner = type(self._wrapped).__name__
         scheduler = self._settings.scheduler
         members = f"{self._exchange.members} members, {len(self._steps.ledger.lost)} lost"
         state = "left" if self._closed else members

@@ -83,6 +83,14 @@ def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return trained
 
 
+def clear_gradients(parameters: Iterable[torch.Tensor], *, set_to_none: bool = True) -> None:
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.detach_().zero_()
+
+
 def copy_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return a trainable copy in main memory."""
     return host_copy(parameter.detach()).requires_grad_()

@@ -18,7 +18,7 @@ from colab_swarm.tensors.device import Flag, all_finite, hand_over
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.fit import names_of
-from colab_swarm.training.flat import FlatValues, GradientSum
+from colab_swarm.training.flat import FlatValues, GradientSum, clear_gradients
 from colab_swarm.training.placement import ModelVector, Placement
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
@@ -219,7 +219,7 @@ class Gradients:
             counts = finite.value if self.placement.on_devices else None
             self._total().add_gradients(model, weight=weight, scale=scale, counts=counts)
         self._checks.append(GradientCheck(finite, samples, weight, used))
-        self._replica.zero_grad()
+        clear_gradients(model)
         self.samples += samples
         self.weight += weight
         self._since += weight

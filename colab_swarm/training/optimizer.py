@@ -74,7 +74,8 @@ class SwarmOptimizer(WrappedOptimizer):
         self.settings = settings
         text = "the optimizer has lr=None, which peers cannot compare: Adafactor(…, lr=1e-3, relative_step=False)"
         require(None not in [group.get("lr", 0.0) for group in rule.optimizer.param_groups], text)
-        super().__init__(Replica(rule))
+        self._replica = Replica(rule)
+        super().__init__(rule.optimizer, self._replica.stepping)
         holds = services.averager.holds
         self._gathered = Gradients(
             self._replica,
@@ -146,6 +147,10 @@ class SwarmOptimizer(WrappedOptimizer):
         return collaboration
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._replica.groups()
+
+    @property
     def global_step(self) -> int:
         return self._replica.step
 
@@ -213,7 +218,7 @@ class SwarmOptimizer(WrappedOptimizer):
             MismatchError: most other peers train with other settings.
         """
         if closure is not None:
-            computed = _loss_of(closure)
+            computed = loss_of(closure)
             if self._next[-1] is None:
                 loss = computed
         next_samples, next_weight, next_loss = self._next
@@ -392,7 +397,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here})"
 
 
-def _loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tensor:
+def loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tensor:
     text = f"step({closure!r:.40}): name what you pass, as in optimizer.step(samples=…, loss=…)"
     require(callable(closure), text, UnnamedValueError)
     with torch.enable_grad():

@@ -38,6 +38,7 @@ from colab_swarm.training.fit import (
 )
 from colab_swarm.training.flat import (
     FlatValues,
+    clear_gradients,
     copy_of,
     layout_of,
     move_state,
@@ -46,6 +47,7 @@ from colab_swarm.training.flat import (
     reals,
     small_values,
     take_step,
+    tensors_of,
     trained_by,
     within,
 )
@@ -111,6 +113,7 @@ class Replica:
         model: the trained parameters of the model. The trainer and `step_alone` change them; `show` and
             `land` bring the swarm's.
         parameters: the swarm's: ``model`` itself, or copies (`Mode`). `apply` changes them, and loading.
+        stepping: the optimizer that takes the swarm's steps.
         schedule: the settings of the wrapped optimizer, which change once per step.
         buffers: the model's, and the swarm's copies of them, which change with ``parameters``.
         step, lineage: of ``parameters``; they change together, in `apply` and in loading.
@@ -124,10 +127,10 @@ class Replica:
         self.rule = rule
         self.model = trained_by(rule.optimizer)
         self.parameters = self.model
-        self._optimizer = rule.optimizer  # the one that takes the swarm's steps
+        self.stepping = rule.optimizer
         if rule.mode is Mode.LOCAL:
             self.parameters = [copy_of(parameter) for parameter in self.model]
-            self._optimizer = outer_optimizer(self.parameters, sparse=rule.sparse)
+            self.stepping = outer_optimizer(self.parameters, sparse=rule.sparse)
         elif rule.mode is Mode.DELAYED:
             self.parameters = move_to_copies(rule.optimizer)
         self.schedule = Schedule(rule.optimizer, rule.scheduler)
@@ -146,7 +149,7 @@ class Replica:
         self.together = 0
         self.lineage = digest_of((*self.model, *self.buffers.shared))
         self.lock = threading.RLock()
-        self.evidence = Evidence(rule.optimizer, self._optimizer, self.model, self.parameters)
+        self.evidence = Evidence(rule.optimizer, self.stepping, self.model, self.parameters)
 
     def place(self, *, beside_model: bool) -> None:
         """Bring the swarm's copies, and its optimizer's state, to the model's devices or to main memory."""
@@ -159,7 +162,7 @@ class Replica:
                 if values.device != copy.device:
                     # The optimizer knows the tensor itself.
                     torch.utils.swap_tensors(copy, values.requires_grad_())  # type: ignore[no-untyped-call]
-            move_state(self._optimizer)
+            move_state(self.stepping)
 
     # Steps of the swarm, and of this peer alone.
 
@@ -197,7 +200,7 @@ class Replica:
         if self.rule.mode is Mode.LOCAL:
             # The local steps were clipped already.
             max_grad_norm = None
-        take_step(self._optimizer, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
+        take_step(self.stepping, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
 
     def step_alone(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Take this peer's own step; ``gradient`` may be changed by it."""
@@ -267,13 +270,6 @@ class Replica:
 
     # The optimizer, as its user sees it.
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self.model:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
-
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups with the model's parameters; copies if updates are delayed."""
         if not self.rule.delayed:
@@ -342,7 +338,7 @@ class Replica:
             "lineage": self.lineage,
             "parameters": [parameter.detach() for parameter in self.parameters],
             "buffers": self.buffers.shared,
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.stepping.state_dict(),
             "scheduler": None,
         }
         if self.rule.scheduler is not None:
@@ -365,7 +361,7 @@ class Replica:
         problem = "in this swarm either all peers take local_steps, or none does"
         require(("local" in state) == self.rule.local, problem, StateError)
         with self.lock:
-            load_optimizers(state, self._optimizer, self.rule.optimizer, self.rule.scheduler)
+            load_optimizers(state, self.stepping, self.rule.optimizer, self.rule.scheduler)
             self.schedule.accept()
             with torch.no_grad():
                 for mine, theirs in zip((*self.parameters, *self.buffers.shared), tensors, strict=True):
@@ -404,12 +400,11 @@ class WrappedOptimizer(Optimizer):
     """
 
     made_by: ClassVar[str]  # the call that makes one, for error messages
-    _replica: Replica
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        stepping = vars(replica._optimizer).items()
-        hooks = {name: value for name, value in stepping if name.startswith("_optimizer_step_")}
+    def __init__(self, wrapped: Optimizer, stepping: Optimizer) -> None:
+        """Show the ``wrapped`` optimizer's attributes, and share the step hooks of the one that takes the steps."""
+        self._wrapped = wrapped
+        hooks = {name: value for name, value in vars(stepping).items() if name.startswith("_optimizer_step_")}
         # Torch's own way to fill an optimizer whose parameter groups exist: ``__init__`` would make groups of its own.
         super().__setstate__(hooks)
 
@@ -421,29 +416,28 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._replica.groups()
+        return self._wrapped.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self._replica.rule.optimizer.state
+        return self._wrapped.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._replica.rule.optimizer.defaults
+        return self._wrapped.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
-        self._replica.zero_grad(set_to_none)
+        clear_gradients(tensors_of(self), set_to_none=set_to_none)
 
     # Of a schedule-free optimizer; others have neither.
     train = property(lambda self: self._mode("train"))
     eval = property(lambda self: self._mode("eval"))
 
     def _mode(self, name: str) -> Any:
-        optimizer = self._replica.rule.optimizer
-        text = f"the wrapped {type(optimizer).__name__} is not schedule-free: it has no {name}()"
-        require(hasattr(optimizer, name), text, AttributeError)
-        return getattr(optimizer, name)
+        text = f"the wrapped {type(self._wrapped).__name__} is not schedule-free: it has no {name}()"
+        require(hasattr(self._wrapped, name), text, AttributeError)
+        return getattr(self._wrapped, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")

@@ -255,7 +255,7 @@ def test_what_a_round_needs_lies_beside_the_model(rule: dict[str, Any]) -> None:
         replica.land()
         gathered.forget()
     kept = [*replica.parameters]
-    for state in replica._optimizer.state.values():
+    for state in replica.stepping.state.values():
         kept.extend(value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
     assert isinstance(gathered.feedback, DeviceFeedback)
     kept.extend(gathered.feedback.body)

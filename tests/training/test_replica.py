@@ -13,7 +13,7 @@ from colab_swarm.errors import StateError
 from colab_swarm.tensors import device
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.fit import check_options
-from colab_swarm.training.flat import SMALL_VALUES, FlatValues, only_reads, set_gradients
+from colab_swarm.training.flat import SMALL_VALUES, FlatValues, clear_gradients, only_reads, set_gradients
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.replica import Replica, UpdateRule
@@ -29,11 +29,11 @@ def adam(net: torch.nn.Module) -> Replica:
 
 
 def test_cleared_gradients_are_zero_or_gone() -> None:
-    replica = adam(net := model())
-    replica.zero_grad(set_to_none=False)
+    loss_of(net := model(), 0).backward()
+    clear_gradients(net.parameters(), set_to_none=False)
     assert not any(torch.count_nonzero(p.grad) for p in net.parameters() if p.grad is not None)
     assert all(p.grad is not None for p in net.parameters())
-    replica.zero_grad()
+    clear_gradients(net.parameters())
     assert all(p.grad is None for p in net.parameters())
 
 
