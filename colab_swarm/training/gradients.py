@@ -14,7 +14,7 @@ from colab_swarm.averaging.group import bits_of, flags_of
 from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback
-from colab_swarm.tensors.device import Flag, all_finite, hand_over
+from colab_swarm.tensors.device import Flag, all_finite, hand_over, in_main_memory
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.fit import names_of
@@ -38,24 +38,30 @@ def _brought(value: float | torch.Tensor, device: torch.device) -> float | torch
 
 
 class MeanLoss:
-    """The weighted mean of the finite losses; tensors stay where they are until it is shown."""
+    """The weighted mean of the finite losses; tensors stay where they are until it is shown.
+
+    ``sums``: of the losses by weight, and of their weights.
+    """
 
     def __init__(self) -> None:
-        self._state: tuple[float | torch.Tensor, float | torch.Tensor] = 0.0, 0.0  # sum by weight, weight
+        self.sums: tuple[float | torch.Tensor, float | torch.Tensor] = 0.0, 0.0
 
     def add(self, loss: float | torch.Tensor, weight: float, counts: torch.Tensor | bool = True) -> None:
         """Add a loss if it is finite, and ``counts``, a bool that may be on a device."""
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
+        if isinstance(counts, torch.Tensor) and in_main_memory(value.device):
+            # The number goes to the flag: a flag that comes here would be waited for.
+            value = torch.full((), float(value), dtype=torch.float32, device=counts.device)
         finite = value.isfinite() & _brought(counts, value.device)
-        total = _brought(self._state[0], value.device) + torch.where(finite, value, 0.0) * weight
-        counted = _brought(self._state[1], value.device) + finite * weight
+        total = _brought(self.sums[0], value.device) + torch.where(finite, value, 0.0) * weight
+        counted = _brought(self.sums[1], value.device) + finite * weight
         # One assignment: another thread may read both.
-        self._state = total, counted
+        self.sums = total, counted
 
     @property
     def value(self) -> float | None:
         """The mean, or None without any; waits for a GPU. Thread-safe."""
-        total, weight = map(float, self._state)
+        total, weight = map(float, self.sums)
         if not weight or not math.isfinite(total):
             return None
         return total / weight
