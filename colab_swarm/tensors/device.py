@@ -169,6 +169,12 @@ def carry_in(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return carried
 
 
+def carry_numbers(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return these numbers on the device, as float32; nothing waits for it."""
+    is_pinned = device.type == "cuda"
+    return carry_in(torch.tensor(numbers, dtype=torch.float32, device="cpu", pin_memory=is_pinned), device)
+
+
 class Arrival:
     """A tensor on its way to main memory, beside what its device computes next. `read` waits for it."""
 

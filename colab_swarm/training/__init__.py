@@ -103,7 +103,8 @@ those within ``gb_per_hour=2`` if you pass it: `swarm.optimizer(…, communicati
 one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else
 None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel`. With float16, each rank has a
 `GradScaler` of its own: `scaler.step(optimizer, samples=…)`, then `scaler.update()`. A rank whose gradient overflows
-adds nothing to that step. This is tested with gloo on CPUs, not yet with NCCL.
+adds nothing to that step. The ranks sum where their models are: by NCCL if all are on GPUs, else by gloo. This is
+tested with gloo on CPUs, not yet with NCCL.
 
 ## Checkpoints
 

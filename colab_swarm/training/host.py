@@ -1,7 +1,7 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
-Only rank 0 talks to the swarm. It sums the ranks' gradients as one micro-batch; if that changed its
-parameters, all ranks get them. All ranks make the same calls in the same order.
+Only rank 0 talks to the swarm. The ranks' gradients are summed where they are, and go there as one micro-batch;
+if that changed its parameters, all ranks get them. All ranks make the same calls in the same order.
 
 A gradient that is not finite is dropped at its rank: with float16 each rank has a scale of its own.
 """
@@ -21,16 +21,19 @@ from torch.optim import Optimizer
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import HostError, require
+from colab_swarm.tensors.device import Flag, carry_numbers, floats_of
 from colab_swarm.training.buffers import buffer_names, buffers_of
-from colab_swarm.training.flat import trained_by
-from colab_swarm.training.gradients import finite_gradients, require_gradient
-from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.flat import FlatValues, GradientSum, clear_gradients, set_gradients, trained_by
+from colab_swarm.training.gradients import MeanLoss, finite_gradients, require_gradient
+from colab_swarm.training.optimizer import SwarmOptimizer, loss_of
+from colab_swarm.training.replica import WrappedOptimizer
+from colab_swarm.training.schedule import NO_SCHEDULER_HERE
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 _LEAD = 0
-_COUNTS = 5  # samples, their weight, samples dropped, the sum of the losses by weight, the weight with a loss
+_COUNTS = 5  # samples dropped, the sum of the losses by weight, the weight with a loss, samples, their weight
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,99 @@ class _Update:
     error: str = ""
 
 
-class HostOptimizer:
+class RankSum:
+    """A rank's gradients and what they count, where its model is; at rank 0, after a reduction, those of all ranks.
+
+    Nothing is read from a device and nothing waits for it, but in `to_gradients`.
+
+    Attributes:
+        tensors: what the ranks sum: the gradients by weight, and last the counts, with how many ranks had a gradient
+            of each parameter.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], rank: int) -> None:
+        self._parameters = parameters
+        self._rank = rank
+        self._gradient = FlatValues(parameters)
+        device = parameters[0].device
+        self._counts = torch.zeros(_COUNTS + len(parameters), dtype=torch.float32, device=device)
+        self.tensors = [*self._gradient.segments, self._counts]
+        self._check: tuple[Flag, float] | None = None  # of the newest gradient, with its samples
+
+    def gather(
+        self,
+        samples: float,
+        weight: float,
+        loss: float | torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> None:
+        """Take this rank's gradient, a mean times ``scale``; it counts if it is finite and has samples."""
+        self.read_check()
+        self._counts.zero_()
+        total = GradientSum(self._gradient)
+        if samples:
+            finite = finite_gradients(self._parameters)
+            self._check = finite, samples
+            total.add_gradients(self._parameters, weight=weight, scale=scale, counts=finite.value)
+            self._count(samples, weight, loss, finite.value)
+        # Of weight 1, so that ranks can be added.
+        total.mean(1.0)
+        clear_gradients(self._parameters)
+
+    def _count(
+        self, samples: float, weight: float, loss: float | torch.Tensor | None, finite: torch.Tensor
+    ) -> None:
+        counts = self._counts
+        if loss is not None:
+            losses = MeanLoss()
+            losses.add(loss, weight, finite)
+            counts[1], counts[2] = losses.sums
+        finite = finite.to(counts.device)
+        counts[0] = finite.logical_not() * samples
+        used = [float(parameter.grad is not None) for parameter in self._parameters]
+        counts[3:] = carry_numbers([samples, weight, *used], counts.device) * finite
+
+    def read_check(self) -> None:
+        """Warn if the newest gradient was not finite: at the next call, so that none waits for the device."""
+        if self._check is not None:
+            finite, samples = self._check
+            self._check = None
+            if not finite.read():
+                text = "rank %d: a gradient of %g samples is not finite (NaN or Inf)"
+                logger.warning(text, self._rank, samples)
+
+    def to_gradients(self) -> tuple[float, float, float | None]:
+        """Set the parameters' gradients to the mean over all ranks; return its samples, weight and mean loss."""
+        counts = floats_of(self._counts)
+        dropped, losses, losses_weight, samples, weight = map(float, counts[:_COUNTS])
+        # A parameter that no rank used stays as it is, as in one process.
+        unused = [count == 0.0 for count in counts[_COUNTS:]]
+        divisor = weight or 1.0
+        loss = None
+        if losses_weight:
+            loss = losses / losses_weight
+        if dropped and not samples:
+            # The swarm's optimizer drops this NaN, and reports it.
+            samples = dropped
+            divisor = math.nan
+            loss = math.nan
+            unused = []
+        self._gradient.multiply(1 / divisor)
+        set_gradients(self._parameters, self._gradient, unused, shared=True)
+        return samples, weight, loss
+
+
+class HostOptimizer(WrappedOptimizer):
     """A rank's part in a peer: use it like a `SwarmOptimizer`, in the same way on all ranks.
+
+    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of rank 0's `SwarmOptimizer`, and step
+    hooks count there; another rank shows its own optimizer, which takes no step.
 
     A `GradScaler` steps it as any optimizer: ``scaler.step(optimizer, samples=…)``, then ``scaler.update()``. Where a
     framework steps, ``scaler.unscale_(optimizer)`` comes first, and ``scaler.update()`` last.
     """
 
+    made_by = "host_optimizer(…)"
     _step_supports_amp_scaling = True  # a GradScaler sets grad_scale and skips no step: the other ranks wait
     grad_scale: torch.Tensor | None
 
@@ -69,30 +158,45 @@ class HostOptimizer:
         self._model = model
         self._buffer_names = buffer_names(model)
         self._parameters = trained_by(optimizer)
-        sizes = [parameter.numel() for parameter in self._parameters]
-        # The sum of the gradients and the `_COUNTS`.
-        self._sum = torch.zeros(sum(sizes) + _COUNTS, device=self._parameters[0].device)
-        views = zip(self._parameters, torch.split(self._sum[:-_COUNTS], sizes), strict=True)
-        self._parts = [(parameter, part.view(parameter.shape)) for parameter, part in views]
+        self._sum = RankSum(self._parameters, dist.get_rank())
         self._sent: object = None  # version of the parameters that the others have
         self._timeout = timedelta(seconds=timeout_s)
         self._messages = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._tensors = dist.new_group(timeout=self._timeout)
+        self._tensors = self._messages
+        if self._places() == {"cuda"} and dist.is_nccl_available():
+            self._tensors = dist.new_group(backend="nccl", timeout=self._timeout)
 
         def enter() -> None:
             if begin is not None:
                 self.lead = begin()
 
         self._follow_lead(enter)
+        shown = self.lead or optimizer
+        super().__init__(shown, shown)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters of the model, for ``scaler.unscale_(optimizer)``."""
-        return [{"params": self._parameters}]
+    def _places(self) -> set[str]:
+        """Return the types of devices that the sums of all ranks are on; raises ValueError if they have other sizes."""
+        own = [(values.device.type, len(values)) for values in self._sum.tensors]
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own, group=self._messages)
+        sizes = [[size for _, size in places] for places in ranks]
+        text = f"the ranks sum {sizes} values: give all ranks equal models, spread over their devices alike"
+        require(all(size == sizes[0] for size in sizes), text)
+        return {place for places in ranks for place, _ in places}
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # A torch scheduler replaces the step of its optimizer.
+        if hasattr(value, "_wrapped_by_lr_sched"):
+            if self.lead is not None:
+                # It refuses, and sets back what the scheduler has changed.
+                setattr(self.lead, name, value)
+            raise ValueError(NO_SCHEDULER_HERE)
+        super().__setattr__(name, value)
 
     @torch.no_grad()
-    def step(
+    def step(  # type: ignore[override]
         self,
+        closure: Callable[[], float | torch.Tensor] | None = None,
         *,
         samples: float | None = None,
         weight: float | None = None,
@@ -101,11 +205,14 @@ class HostOptimizer:
         """Count this rank's gradient: see `SwarmOptimizer.step`. All ranks get the result.
 
         ``samples`` is 0 if there is no batch for this rank, which then scales no loss and updates no
-        `GradScaler`. A rank whose gradient is not finite adds nothing; if no rank has another one, nothing counts.
+        `GradScaler`. A rank whose gradient is not finite adds nothing, and warns at its next call; if no rank has
+        another one, nothing counts.
 
         Raises `HostError` if another rank failed, or did not respond in time, `ValueError` if a number is
         missing or, on rank 0, if no rank has samples, and `RuntimeError` if a batch has no gradient.
         """
+        if closure is not None:
+            loss = loss_of(closure)
         if samples is None:
             samples = self._settings.batch_size
         if samples == 0:
@@ -114,7 +221,14 @@ class HostOptimizer:
             samples, weight = self._settings.counted(samples, weight)
         if samples:
             require_gradient(self._parameters)
-        self._gather(samples, weight, loss)
+        self._sum.gather(samples, weight, loss, getattr(self, "grad_scale", None))
+        try:
+            # The barrier names the missing rank; a reduction would not, and NCCL's would end the process.
+            dist.monitored_barrier(self._messages, timeout=self._timeout)
+            for values in self._sum.tensors:
+                dist.reduce(values, _LEAD, group=self._tensors)
+        except RuntimeError as error:
+            raise self._lost("the ranks' gradients were not summed", error) from error
         return self._follow_lead(self._step)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
@@ -133,58 +247,31 @@ class HostOptimizer:
 
     def close(self) -> None:
         """Leave the collaboration; the model keeps its parameters. No rank waits for another."""
+        self._sum.read_check()
         if self.lead is not None:
             self.lead.close()
 
-    def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of rank 0's `SwarmOptimizer`; another rank's own optimizer has none."""
+        return self._saved(self._wrapped.state_dict)
 
-    def _gather(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> None:
-        total = self._sum.zero_()
-        if samples and finite_gradients(self._parameters).read():
-            for parameter, part in self._parts:
-                if parameter.grad is not None:
-                    part.add_(parameter.grad, alpha=weight)
-            scale = getattr(self, "grad_scale", None)
-            if scale is not None:
-                total.div_(scale)
-            losses = 0.0
-            losses_weight = 0.0
-            if loss is not None:
-                mean_loss = float(torch.as_tensor(loss).mean())
-                if math.isfinite(mean_loss):
-                    losses = mean_loss * weight
-                    losses_weight = weight
-            total[-_COUNTS:] = torch.tensor([samples, weight, 0.0, losses, losses_weight])
-        elif samples:
-            logger.warning(
-                "rank %d: a gradient of %g samples is not finite (NaN or Inf)", dist.get_rank(), samples
-            )
-            total[-_COUNTS + 2] = samples
-        self.zero_grad()
-        try:
-            # The barrier names the missing rank; a reduction would not, and NCCL's would end the process.
-            dist.monitored_barrier(self._messages, timeout=self._timeout)
-            dist.reduce(total, _LEAD, group=self._tensors)
-        except RuntimeError as error:
-            raise self._lost("the ranks' gradients were not summed", error) from error
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take rank 0's state of `state_dict`, after its parameters were loaded into the model; every rank calls it."""
+        self._follow_lead(lambda: self._load(state_dict, self._leading().load_state_dict))
+
+    def _mode(self, name: str) -> Callable[[], object]:
+        return partial(self._follow_lead, super()._mode(name))
 
     def _step(self) -> RoundResult | None:
-        samples, weight, dropped, losses, losses_weight = self._sum[-_COUNTS:].tolist()
-        divisor = weight or 1.0
-        loss = None
-        if dropped and not samples:  # a NaN, which the swarm's optimizer drops
-            samples = dropped
-            divisor = math.nan
-            loss = math.nan
-        for parameter, part in self._parts:
-            parameter.grad = part.div_(divisor).to(parameter.dtype)
-        if losses_weight:
-            loss = losses / losses_weight
-        if self._settings.weight_unit == "samples":
-            weight = None
-        return self._leading().step(samples=samples, weight=weight, loss=loss)
+        samples, total_weight, loss = self._sum.to_gradients()
+        weight = None
+        if self._settings.weight_unit != "samples":
+            weight = total_weight
+        try:
+            return self._leading().step(samples=samples, weight=weight, loss=loss)
+        finally:
+            # Else a backward pass after an error would add to the sum, which the next call begins anew.
+            clear_gradients(self._parameters)
 
     def _leading(self) -> SwarmOptimizer:
         assert self.lead is not None
@@ -222,8 +309,9 @@ class HostOptimizer:
             sent: list[torch.Tensor] = []
             if update.changed:
                 sent = [*self._parameters, *buffers_of(self._model, self._buffer_names)]
+            device = self._parameters[0].device
             for tensor in sent:
-                values = tensor.detach().to(self._sum.device).contiguous()
+                values = tensor.detach().to(device).contiguous()
                 dist.broadcast(values, _LEAD, group=self._tensors)
                 if own is None:
                     tensor.copy_(values)

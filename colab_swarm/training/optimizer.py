@@ -30,7 +30,7 @@ from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 from colab_swarm.training.rounds import Rounds, TrainedModel
 from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint, checkpoint_at
-from colab_swarm.training.schedule import HOW_TO_SCHEDULE, GlobalScheduler
+from colab_swarm.training.schedule import NO_SCHEDULER_HERE, GlobalScheduler
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
 from colab_swarm.training.trainer import Trainer
@@ -183,7 +183,7 @@ class SwarmOptimizer(WrappedOptimizer):
         # A torch scheduler replaces the step of its optimizer.
         if hasattr(value, "_wrapped_by_lr_sched"):
             self._replica.schedule.check()
-            raise ValueError(f"a scheduler here would count this peer's micro-batches: {HOW_TO_SCHEDULE}")
+            raise ValueError(NO_SCHEDULER_HERE)
         super().__setattr__(name, value)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ HOW_TO_SCHEDULE = (
     "pass a scheduler of the wrapped optimizer as scheduler=… to swarm.optimizer(…), and do not step it yourself; a "
     "framework may step its twin, optimizer.scheduler"
 )
+NO_SCHEDULER_HERE = f"a scheduler here would count this peer's micro-batches: {HOW_TO_SCHEDULE}"
 
 
 class Schedule:

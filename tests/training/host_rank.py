@@ -1,5 +1,7 @@
 """One rank of a host, as a process: ``python -m tests.training.host_rank SCENARIO RANK FOLDER``."""
 
+import copy
+import logging
 import os
 import sys
 import time
@@ -9,10 +11,14 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import colab_swarm as cs
 from colab_swarm.errors import HostError
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors import device
 from colab_swarm.training.host import HostOptimizer, host_optimizer
 from colab_swarm.training.layerwise import Lamb
 from tests.training.toy import BATCH, ROWS, loss_of, model, parameters_of, wait_for_peers
@@ -145,6 +151,98 @@ def overflow(swarm: Swarm | None, net: Net, folder: Path) -> None:
     torch.save({"scales": scales, "step": optimizer.global_step, "loss": seen}, folder / f"seen {rank}")
 
 
+RAGGED_STEPS = 20
+NAN_STEP = 7  # at rank 1
+
+
+def ragged_rows(rank: int, step: int) -> slice:
+    """Two to five rows at rank 0; none to four at rank 1."""
+    if rank:
+        return slice(5, 5 + (step + 2) % 5)
+    return slice(0, 2 + step % 4)
+
+
+def ragged(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Micro-batches of any length, one of them not finite; the CPU passes for a device, and counts what it copies."""
+    rank = dist.get_rank()
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("colab_swarm.training.host").addHandler(handler)
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01)
+    device._MAIN_MEMORY = ()
+    optimizer = host_optimizer(swarm, adam, target_batch_size=1, timeout_s=40.0)
+    for step in range(RAGGED_STEPS):
+        rows = ragged_rows(rank, step)
+        samples = rows.stop - rows.start
+        loss = None
+        if samples:
+            loss = loss_of(net, step, rows)
+            loss.backward()
+            if rank and step == NAN_STEP:
+                net[2].weight.grad[0, 0] = torch.nan
+        optimizer.step(samples=samples, loss=loss)
+    copied = device.copied.out_bytes, device.copied.in_bytes
+    torch.save(
+        {"step": optimizer.global_step, "warnings": warnings, "copied": copied}, folder / f"seen {rank}"
+    )
+
+
+def refusal(attempt: Callable[[], object]) -> str:
+    """Return how a call is refused."""
+    try:
+        attempt()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no refusal"
+
+
+def accelerated(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """Accelerate wraps it at each rank, and rank 1's gradient overflows at step 1."""
+    rank = dist.get_rank()
+    Accelerator(cpu=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = host_optimizer(swarm, inner, target_batch_size=1, batch_size=BATCH // 2, timeout_s=40.0)
+    wrapped = AcceleratedOptimizer(optimizer, scaler=scaler)
+    stepped: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(optimizer.global_step))
+    skipped = []
+    scales = []
+    for step in range(4):
+        scaler.scale(loss_of(net, step, slice(5 * rank, 5 * rank + 5))).backward()
+        if rank and step == 1:
+            net[0].bias.grad.fill_(torch.inf)
+        wrapped.step()
+        wrapped.zero_grad()
+        skipped.append(wrapped.step_was_skipped)
+        scales.append(scaler.get_scale())
+    state = optimizer.state_dict()
+    before = optimizer.global_step
+    optimizer.load_state_dict(state)
+    seen = {
+        "is an optimizer": isinstance(optimizer, torch.optim.Optimizer),
+        "step": (before, optimizer.global_step),
+        "stepped": len(stepped),
+        "skipped": skipped,
+        "scales": scales,
+        "moments": len(state["state"]),
+        "shown": optimizer.param_groups[0]["params"][0] is net[0].weight
+        and optimizer.state is inner.state
+        and optimizer.defaults is inner.defaults,
+        "schedule": refusal(lambda: LambdaLR(optimizer, lambda epoch: 0.5)),
+        "group": refusal(lambda: optimizer.add_param_group({"params": []})),
+        "copy": refusal(lambda: copy.deepcopy(optimizer)),
+        "lr": inner.param_groups[0]["lr"],
+    }
+    loss_of(net, 4).backward()
+    optimizer.zero_grad(set_to_none=False)
+    seen["zeros"] = all(not parameter.grad.any() for parameter in net.parameters())
+    optimizer.zero_grad()
+    seen["none"] = all(parameter.grad is None for parameter in net.parameters())
+    torch.save(seen, folder / f"seen {rank}")
+
+
 def buffers(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """Ranks with other statistics get rank 0's; a batch without a gradient is refused before the exchange."""
     net, rank = with_batch_norm(), dist.get_rank()
@@ -168,7 +266,7 @@ def buffers(swarm: Swarm | None, net: Net, folder: Path) -> None:
 Scenario: TypeAlias = Callable[[Swarm | None, Net, Path], None]
 SCENARIOS: dict[str, Scenario] = {
     "equal": make_equal,
-    **{one.__name__: one for one in (train, delay, die, hang, overflow, buffers)},
+    **{one.__name__: one for one in (train, delay, die, hang, overflow, ragged, accelerated, buffers)},
 }
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.training import placement
 from colab_swarm.training.flat import FlatValues, GradientSum
 from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.host import RankSum
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.placement import Placement
 from colab_swarm.training.records import Mean
@@ -30,7 +31,15 @@ from colab_swarm.training.settings import RoundInput
 from tests.training import toy
 
 # What a gradient passes on its way.
-ON_THE_WAY = ("gradients.py", "placement.py", "flat.py", "buffers.py", "replica.py", "trainer.py")
+ON_THE_WAY = (
+    "gradients.py",
+    "placement.py",
+    "flat.py",
+    "buffers.py",
+    "replica.py",
+    "trainer.py",
+    "host.py",
+)
 OUT_OF_A_DEVICE = ("cpu", "numpy", "item", "tolist")
 
 
@@ -67,6 +76,25 @@ def test_sums_and_local_steps_copy_nothing(make: Any, scale: torch.Tensor | None
     assert (copied.out_bytes, copied.in_bytes) == before
     assert all(parameter.grad is None for parameter in net.parameters())
     assert all(parameter.device.type == "meta" for parameter in net.parameters())
+
+
+@pytest.mark.usefixtures("meta_flags")
+@pytest.mark.parametrize("loss", [None, 0.5, torch.empty((), device="meta")])
+@pytest.mark.parametrize("scale", [None, torch.empty((), device="meta")])
+def test_a_rank_of_a_host_copies_nothing(
+    loss: float | torch.Tensor | None, scale: torch.Tensor | None
+) -> None:
+    net = toy.model()
+    moved_to_meta(net)
+    ranks = RankSum(list(net.parameters()), rank=1)
+    for _ in range(3):
+        backward(net)
+        ranks.gather(4.0, 4.0, loss, scale)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(values.device.type == "meta" for values in ranks.tensors)
+    # Only rank 0 reads.
+    with pytest.raises(NotImplementedError, match="meta"):
+        ranks.to_gradients()
 
 
 @pytest.mark.usefixtures("meta_flags")
@@ -118,6 +146,48 @@ def test_a_sum_on_a_device_leaves_out_what_is_not_finite(nan_at: int | None) -> 
     torch.testing.assert_close(
         torch.from_numpy(contribution.vector.read(0, len(total))) * contribution.weight, total
     )
+
+
+@pytest.mark.usefixtures("counting_device")
+@pytest.mark.parametrize("nan_at", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@torch.no_grad()
+def test_ranks_sum_on_their_devices_and_only_the_counts_are_read(
+    nan_at: tuple[int, ...], scale: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    nets = [toy.model(), toy.model()]
+    ranks = [RankSum(list(net.parameters()), rank) for rank, net in enumerate(nets)]
+    expected = torch.zeros(len(toy.parameters_of(nets[0])))
+    for rank, net in enumerate(nets):
+        with torch.enable_grad():
+            loss = toy.loss_of(net, rank)
+            (loss * (scale or 1.0)).backward()
+        # Neither rank uses the last bias.
+        net[2].bias.grad = None
+        if rank in nan_at:
+            net[0].weight.grad[0, 0] = torch.nan
+        else:
+            gradients = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
+            expected[:-2] += (rank + 1.0) * torch.cat(gradients) / (scale or 1.0)
+        ranks[rank].gather(10.0, rank + 1.0, loss, None if scale is None else torch.tensor(scale))
+    for total, values in zip(ranks[0].tensors, ranks[1].tensors, strict=True):
+        total.add_(values)
+    assert device.copied.out_bytes == 0 and not caplog.records
+    samples, weight, mean_loss = ranks[0].to_gradients()
+    assert device.copied.out_bytes == 4 * (5 + 4) and device.copied.in_bytes == 0
+    finite = {0, 1} - set(nan_at)
+    assert (samples, weight) == (10.0 * (len(finite) or 2), sum(rank + 1.0 for rank in finite))
+    if finite:
+        losses = [(rank + 1.0) * toy.loss_of(nets[rank], rank).item() for rank in finite]
+        assert mean_loss == pytest.approx(sum(losses) / weight)
+        assert nets[0][2].bias.grad is None
+        means = torch.cat([p.grad.flatten() for p in nets[0].parameters() if p.grad is not None])
+        torch.testing.assert_close(means, expected[:-2] / weight)
+    else:
+        assert mean_loss is not None and all(p.grad.isnan().all() for p in nets[0].parameters())
+    for rank_sum in ranks:
+        rank_sum.read_check()
+    assert [record.args for record in caplog.records] == [(rank, 10.0) for rank in nan_at]
 
 
 @pytest.mark.usefixtures("counting_device")

@@ -1,24 +1,29 @@
 """A peer of two gloo processes, on loopback."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 import colab_swarm as cs
 from colab_swarm.errors import HostError
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.host import HostOptimizer, host_optimizer
 from colab_swarm.training.layerwise import Lamb
 from tests.training import toy
-from tests.training.host_rank import RANKS, STEPS
+from tests.training.host_rank import NAN_STEP, RAGGED_STEPS, RANKS, STEPS, ragged_rows
 
 pytestmark = pytest.mark.slow
 ALONE_STEPS, RANK = 2, "tests.training.host_rank"
 Alive: TypeAlias = Callable[[], bool]
+Places: TypeAlias = list[tuple[str, int]]
 
 
 def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch(tmp_path: Path) -> None:
@@ -75,6 +80,45 @@ def test_a_rank_whose_gradient_overflows_adds_nothing_halves_its_scale_and_all_c
         torch.testing.assert_close(torch.load(tmp_path / f"parameters {rank}"), toy.parameters_of(net))
 
 
+def test_ranks_on_devices_with_ragged_batches_equal_one_process_and_copy_nothing(tmp_path: Path) -> None:
+    assert toy.run_ranks(RANK, "ragged", tmp_path) == [0, 0]
+    lead, other = (torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS))
+    assert lead["step"] == other["step"] == RAGGED_STEPS
+    assert other["warnings"] == ["rank 1: a gradient of 4 samples is not finite (NaN or Inf)"]
+    assert lead["warnings"] == [] and other["copied"] == (0, 0) < lead["copied"]
+    net = toy.model()
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(RAGGED_STEPS):
+        ranks = [0] if step == NAN_STEP else [0, 1]
+        batches = [ragged_rows(rank, step) for rank in ranks]
+        batches = [rows for rows in batches if rows.stop > rows.start]
+        counts = [rows.stop - rows.start for rows in batches]
+        for rows, count in zip(batches, counts, strict=True):
+            (toy.loss_of(net, step, rows) * count / sum(counts)).backward()
+        adam.step()
+        adam.zero_grad()
+    for rank in range(RANKS):
+        parameters = torch.load(tmp_path / f"parameters {rank}")
+        torch.testing.assert_close(parameters, toy.parameters_of(net), rtol=0, atol=1e-5)
+
+
+def test_a_rank_has_an_optimizer_of_torch_which_accelerate_steps(tmp_path: Path) -> None:
+    assert toy.run_ranks(RANK, "accelerated", tmp_path) == [0, 0]
+    lead, other = (torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS))
+    for seen in (lead, other):
+        assert seen["is an optimizer"] and seen["shown"] and seen["zeros"] and seen["none"]
+        assert seen["step"] == (4, 4) and seen["skipped"] == [False] * 4 and seen["lr"] == 0.01
+        assert seen["schedule"].startswith(
+            "ValueError: a scheduler here would count this peer's micro-batches"
+        )
+        assert seen["group"].startswith("TypeError: the peers have agreed on the parameters")
+        assert seen["copy"].startswith("TypeError: a HostOptimizer cannot be copied")
+    assert (lead["scales"], other["scales"]) == ([8.0] * 4, [8.0, 4.0, 4.0, 4.0])
+    assert torch.equal(*(torch.load(tmp_path / f"parameters {rank}") for rank in range(RANKS)))
+    # Only rank 0's optimizer steps, and so has hooks that are called, and moments.
+    assert (lead["stepped"], other["stepped"]) == (4, 0) and (lead["moments"], other["moments"]) == (4, 0)
+
+
 @pytest.mark.ordeal
 def test_ranks_get_the_buffers_of_rank_0_and_no_batch_counts_without_a_gradient(tmp_path: Path) -> None:
     assert toy.run_ranks(RANK, "buffers", tmp_path) == [0, 0]
@@ -112,20 +156,168 @@ def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
     assert "did not respond within 6 s" in output and "Rank 1 failed" in output
 
 
-def test_without_a_process_group_or_with_a_swarm_at_the_wrong_rank_the_call_says_what_to_do(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_process_group_the_call_says_what_to_do() -> None:
     lamb = Lamb(toy.model().parameters())
     with pytest.raises(RuntimeError, match="init_process_group"):
         host_optimizer(None, lamb, target_batch_size=10)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
-        with pytest.raises(ValueError, match="give it the swarm"):
-            host_optimizer(None, lamb, target_batch_size=10)
-    finally:
-        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_with_a_swarm_at_the_wrong_rank_the_call_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="give it the swarm"):
+        host_optimizer(None, Lamb(toy.model().parameters()), target_batch_size=10)
+
+
+def put_beside(monkeypatch: pytest.MonkeyPatch, places_of_own: Callable[[Places], list[Places]]) -> list[str]:
+    """Let a rank see these devices and sizes of all ranks; returns the backends of the groups that it makes."""
+
+    def gather(ranks: list[Places], own: Places, group: object) -> None:
+        ranks[:] = places_of_own(own)
+
+    def group_of(*, backend: str, timeout: timedelta) -> None:
+        backends.append(backend)
+
+    backends: list[str] = []
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "new_group", group_of)
+    return backends
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("devices", "has_nccl", "backends"),
+    [
+        (["cuda", "cuda"], True, ["gloo", "nccl"]),
+        (["cuda", "cuda"], False, ["gloo"]),
+        (["cuda", "cpu"], True, ["gloo"]),
+        (["cpu", "cpu"], True, ["gloo"]),
+    ],
+)
+def test_sums_go_by_nccl_where_all_ranks_have_theirs_on_gpus(
+    devices: list[str], has_nccl: bool, backends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = toy.model()
+        seen = put_beside(monkeypatch, lambda own: [[(place, size) for _, size in own] for place in devices])
+        optimizer = host_optimizer(swarm, Lamb(net.parameters(), lr=0.01), target_batch_size=toy.BATCH)
+        assert seen == backends
+        for step in range(2):
+            optimizer.step(lambda step=step: backward(net, step), samples=toy.BATCH)
+        return toy.parameters_of(net)
+
+    def backward(net: torch.nn.Module, step: int) -> torch.Tensor:
+        loss = toy.loss_of(net, step)
+        loss.backward()
+        return loss
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
+    torch.testing.assert_close(toy.alone(train), toy.joint_reference(2))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("size", [1, 177, 179])
+def test_ranks_with_unequal_models_are_refused(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_beside(monkeypatch, lambda own: [own, [("cpu", size), own[1]]])
+    with pytest.raises(ValueError, match="give all ranks equal models"):
+        toy.alone(lambda swarm: host_optimizer(swarm, Lamb(toy.model().parameters()), target_batch_size=10))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "refused", [{"samples": 0}, {"samples": toy.BATCH}, {"samples": 3, "weight": 2.0}], ids=str
+)
+def test_a_gradient_after_an_error_of_the_lead_counts_whole(refused: dict[str, float]) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = toy.model()
+        lamb = Lamb(net.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(lamb)
+        optimizer = host_optimizer(
+            swarm, lamb, target_batch_size=toy.BATCH, scheduler=plateau, weight_unit="rows"
+        )
+        toy.loss_of(net, 0).backward()
+        # No rank has samples, or none a loss.
+        with pytest.raises(ValueError, match=r"samples=0|goes by the swarm's loss"):
+            optimizer.step(**{"weight": 1.0, **refused})
+        for step in range(2):
+            loss = toy.loss_of(net, step)
+            loss.backward()
+            optimizer.step(samples=toy.BATCH, weight=1.0, loss=loss)
+        return toy.parameters_of(net)
+
+    torch.testing.assert_close(toy.alone(train), toy.joint_reference(2))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (StepLR, {"step_size": 1}),
+        (CosineAnnealingLR, {"T_max": 5}),
+        (OneCycleLR, {"max_lr": 1.0, "total_steps": 5}),
+    ],
+)
+def test_a_scheduler_over_it_is_refused_and_changes_nothing(kind: Any, settings: dict[str, Any]) -> None:
+    def train(swarm: Swarm) -> torch.Tensor:
+        net = toy.model()
+        inner = SGD(net.parameters(), lr=0.1, momentum=0.5)
+        optimizer = host_optimizer(swarm, inner, target_batch_size=toy.BATCH)
+        with pytest.raises(ValueError, match="pass a scheduler of the wrapped optimizer as scheduler="):
+            kind(optimizer, **settings)
+        for step in range(2):
+            toy.loss_of(net, step).backward()
+            optimizer.step(samples=toy.BATCH)
+        assert (inner.param_groups[0]["lr"], inner.param_groups[0]["momentum"]) == (0.1, 0.5)
+        return toy.parameters_of(net)
+
+    net = toy.model()
+    sgd = SGD(net.parameters(), lr=0.1, momentum=0.5)
+    for step in range(2):
+        sgd.zero_grad()
+        toy.loss_of(net, step).backward()
+        sgd.step()
+    torch.testing.assert_close(toy.alone(train), toy.parameters_of(net))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("make", [SGD, AdamW, Lamb])
+def test_a_parameter_that_no_rank_uses_stays(make: Callable[..., torch.optim.Optimizer]) -> None:
+    def train(swarm: Swarm) -> None:
+        net = toy.model()
+        inner = make(net.parameters(), lr=0.1, weight_decay=0.5)
+        optimizer = host_optimizer(swarm, inner, target_batch_size=toy.BATCH)
+        before = net[2].weight.detach().clone()
+        toy.loss_of(net, 0).backward()
+        net[2].weight.grad = None
+        optimizer.step(samples=toy.BATCH)
+        assert optimizer.global_step == 1 and torch.equal(net[2].weight, before)
+        assert not torch.equal(net[0].weight, toy.model()[0].weight)
+
+    toy.alone(train)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_modes_of_a_schedule_free_optimizer_reach_it_through_the_lead() -> None:
+    def train(swarm: Swarm) -> list[str]:
+        modes: list[str] = []
+        inner = SGD(toy.model().parameters(), lr=0.1)
+        optimizer = host_optimizer(swarm, inner, target_batch_size=toy.BATCH)
+        with pytest.raises(AttributeError, match="not schedule-free"):
+            optimizer.eval()
+        inner.train = lambda: modes.append("train")
+        inner.eval = lambda: modes.append("eval")
+        optimizer.eval()
+        optimizer.train()
+        return modes
+
+    assert toy.alone(train) == ["eval", "train"]
 
 
 def test_a_failed_exchange_sends_again_and_hides_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
