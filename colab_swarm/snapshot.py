@@ -86,6 +86,7 @@ class SwarmSnapshot:
     uptime_s: float  # seconds since it joined
     log: tuple[str, ...]  # the last events as lines, oldest first
     own_samples_per_s: float = 0.0  # speed of this peer
+    computing: float = 0.0  # part of its time in the last minute outside `step()`; 0 if unknown
     eta_s: float | None = None  # until the next global step at this speed; None if no peer trains
     last_share: float | None = None  # its part of the last global step's samples; None before the first
     rounds: tuple[events.RoundFinished, ...] = ()  # the last averaging rounds, oldest first

@@ -198,6 +198,8 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     if snapshot.target_batch_size > 0:
         if snapshot.own_samples_per_s:
             figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
+        if snapshot.computing:
+            figures["I compute"] = f"{snapshot.computing:.0%}\nof the time"
         if snapshot.last_share is not None:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step"
         if snapshot.forecast:

@@ -34,7 +34,6 @@ from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution, Contributions
 
 if TYPE_CHECKING:
-    from colab_swarm.training.collaboration import Collaboration
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 logger = logging.getLogger(__name__)
@@ -210,9 +209,9 @@ class Overview:
             return replace(snapshot, state="left")
         return snapshot
 
-    def _with_training(self, snapshot: SwarmSnapshot, trained: "Collaboration", now: float) -> SwarmSnapshot:
+    def _with_training(self, snapshot: SwarmSnapshot, trained: "SwarmOptimizer", now: float) -> SwarmSnapshot:
         """Return the snapshot with the progress of the model that this peer trains."""
-        progress = trained.progress
+        progress = trained.collaboration.progress
         eta_s = progress.forecast.seconds_to_batch(now)
         return replace(
             snapshot,
@@ -223,6 +222,7 @@ class Overview:
             forecast=self._forecast(),
             accumulated=sum(record.samples for record in progress.known.all.values()),
             own_samples_per_s=progress.known.own.samples_per_s,
+            computing=trained.times.share(now),
             eta_s=None if eta_s == float("inf") else eta_s,
         )
 
@@ -236,9 +236,8 @@ class Overview:
         forecast = f"forecast {size(planned.sent_bytes)} in {planned.round_s:.2g} s"
         return f"{size(sent_bytes)} in {seconds:.2g} s\n{forecast}"
 
-    def _trained(self) -> "Collaboration | None":
-        newest = next(reversed(self._optimizers.values()), None)
-        return None if newest is None else newest.collaboration
+    def _trained(self) -> "SwarmOptimizer | None":
+        return next(reversed(self._optimizers.values()), None)
 
     def names(self) -> Mapping[str, str]:
         """Return the names of all peers seen so far, by short id."""
@@ -273,7 +272,8 @@ class Overview:
         """Return the trainers and the assistants: of the model trained here, else as last read."""
         trained = self._trained()
         if trained is not None:
-            return dict(trained.progress.known.all), dict(trained.progress.known.assistants)
+            known = trained.collaboration.progress.known
+            return dict(known.all), dict(known.assistants)
         reading = None if self._trainers is None else self._trainers.look(now)
         if reading is None:
             return {}, {}

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -194,6 +195,27 @@ class Arrival:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
+
+
+class Moment:
+    """Now; on a GPU, when it has done what was enqueued until now."""
+
+    def __init__(self, device: torch.device, now: float) -> None:
+        self._at = now
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def since(self, earlier: "Moment") -> float:
+        """Return the seconds between two moments that have passed."""
+        if self._event is None:
+            return self._at - earlier._at
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class Flag:

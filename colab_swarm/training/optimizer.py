@@ -22,7 +22,7 @@ from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import UnnamedValueError, require
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import agreement_of
-from colab_swarm.training.collaboration import Collaboration
+from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.link_rounds import LinkRounds
@@ -33,6 +33,7 @@ from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint, checkp
 from colab_swarm.training.schedule import NO_SCHEDULER_HERE, GlobalScheduler
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
+from colab_swarm.training.timing import StepTimes
 from colab_swarm.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class SwarmOptimizer(WrappedOptimizer):
         else:
             resumed = self.checkpoint.resume(folder)
         self.collaboration = runtime.call(self._start(rounds, name, syncing=not resumed))
+        self.times = StepTimes(self._replica.model[0].device)
         self._trainer = Trainer(
             runtime, services, self._replica, self._gathered, self.collaboration, lambda: self.over
         )
@@ -228,6 +230,7 @@ class SwarmOptimizer(WrappedOptimizer):
         require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
         if self.closed.is_set() and not self.raises_at_end:
             return None
+        self.times.begin(self._runtime.time())
         with self._trainer_call():
             self._gathered.check()
             landed = self._trainer.land()
@@ -242,7 +245,11 @@ class SwarmOptimizer(WrappedOptimizer):
             dropped = self._gathered.dropped
             due = self._runtime.call(self.collaboration.report(samples, dropped=dropped, changed=changed))
             self._gathered.dropped = 0.0
-            return self._trainer.act(due) or landed
+            result = self._trainer.act(due) or landed
+            if landed is not None and due is not Due.ROUND:
+                due = Due.LANDING
+            self.times.end(self._runtime.time(), due)
+            return result
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -268,6 +275,7 @@ class SwarmOptimizer(WrappedOptimizer):
         For a peer that has no more data for now. The model has the newest parameters afterwards. Returns None after
         ``timeout_s``, or if the swarm moved on without this peer: it has caught up then, and lost its samples.
         """
+        self.times.begin(self._runtime.time())
         with self._trainer_call():
             return self._trainer.wait_step(timeout_s)
 

@@ -64,6 +64,7 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
         SNAPSHOT,
         peers=(ALICE, bob),
         own_samples_per_s=20.5,
+        computing=0.934,
         eta_s=9.6,
         last_share=0.25,
         leaderboard=(
@@ -71,7 +72,7 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
             ContributionRow("carol", "ca401000", 512.0, 1e6, me=False),
         ),
     )
-    facts = ("step 13 in about 10 s", "20.5 samples/s", "25% of the last step")
+    facts = ("step 13 in about 10 s", "20.5 samples/s", "93% of the time", "25% of the last step")
     facts += ("23 ms", "via alice", "1,024", "2 MB", "carol away")
     for shown in (words(trained), " ".join(draw(trained).text().split())):
         assert [fact for fact in facts if fact not in shown] == []
