@@ -41,7 +41,7 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 | `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `units_view` |
 | web page of a backbone or coordinator | the panel of each model, or of the job; `/status.json`, `/metrics` | `page` |
 | `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `meters` |
-| `cs.doctor(…)` | traffic lights, each with its fix | `colab_swarm.swarm.doctor` |
+| `cs.doctor(…)` | traffic lights, each with its fix; by `step=…` the cost of a step | `colab_swarm.swarm.doctor` |
 | `cs.join()` without an invitation | runs in the local network | `invitation` |
 | `swarm.invite()` | the text, a QR code, badges | `invitation` |
 | `simulation.play(train)` | a simulated swarm with sliders and a kill button | `lessons` |

@@ -1,19 +1,30 @@
-"""How much memory and time a model needs on this machine, measured by training it for two seconds."""
+"""How much memory and time a model needs on this machine, and what the swarm adds to a step. Nothing is trained."""
 
 import contextlib
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from colab_swarm.markup import milliseconds, size
+from colab_swarm.training.collaboration import Due
+from colab_swarm.training.settings import TrainingSettings
+
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
+
+    from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.training.timing import Turn
 
 _CALIBRATION_S = 2.0
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
 _MAX_MICRO_BATCH = 512
+_MOST_FACTOR = 1.1  # of a step as a peer by a step alone, without advice
+_MOST_WAITS = 0.1  # of the time, in rounds, without advice
 
 
 @dataclass(frozen=True)
@@ -45,35 +56,35 @@ def calibrate(
         saved_bytes[address] = 0 if address in own_storages else storage.nbytes()
         return tensor
 
-    with _restored(model, trained):
+    with _restored(model):
+        model.train()
         passes = _train(model, batches)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             micro_batch = next(passes)
         # the first passes are slow
-        _measure(passes, seconds / 4, 1)
-        samples_per_s = _measure(passes, seconds, 3)
+        _measure(passes.__next__, seconds / 4, 1)
+        samples_per_s = _measure(passes.__next__, seconds, 3)
     numel = sum(parameter.numel() for parameter in trained)
     sample_bytes = sum(saved_bytes.values()) / micro_batch
     return Subject(type(model).__name__, numel, sample_bytes, samples_per_s)
 
 
 @contextlib.contextmanager
-def _restored(model: "Module", trained: "list[Parameter]") -> Iterator[None]:
+def _restored(model: "Module") -> Iterator[None]:
     """Restore the model's gradients, buffers and modes, and torch's random state, at the end."""
     import torch
 
-    gradients = [parameter.grad for parameter in trained]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
-            model.train()
             model.zero_grad(set_to_none=True)
             yield
         finally:
             for module, training in modes:
                 module.training = training
-            for parameter, gradient in zip(trained, gradients, strict=True):
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -91,7 +102,7 @@ def _train(model: "Module", batches: "Iterable[Mapping[str, Tensor]]") -> Iterat
     raise ValueError("the batches ran out during the calibration: pass an endless iterable, or more of them")
 
 
-def _measure(passes: Iterator[int], seconds: float, min_passes: int) -> float:
+def _measure(train: Callable[[], int], seconds: float, min_passes: int) -> float:
     """Return the samples per second of at least ``min_passes`` passes within ``seconds``."""
     import torch
 
@@ -99,12 +110,70 @@ def _measure(passes: Iterator[int], seconds: float, min_passes: int) -> float:
     passes_done = 0
     began_at = time.perf_counter()
     while passes_done < min_passes or time.perf_counter() - began_at < seconds:
-        samples += next(passes)
+        samples += train()
         passes_done += 1
     # kernels of a GPU run asynchronously
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return samples / (time.perf_counter() - began_at)
+
+
+def calibrate_step(optimizer: "SwarmOptimizer", compute: Callable[[], object]) -> float:
+    """Return the seconds of a loop's turn alone: ``compute`` and, with local steps, the optimizer. Trains nothing."""
+    model = optimizer.rule.model
+    if model is None:
+        raise ValueError("pass model=… to swarm.optimizer(…) too: step=… may change its buffers")
+    with _restored(model):
+        _measure(lambda: _turn(compute), 0.0, 1)
+        if all(parameter.grad is None for parameter in model.parameters()):
+            raise ValueError("step=… left no gradient: end it with loss.backward(), before optimizer.step()")
+        alone_s = 1 / _measure(lambda: _turn(model.zero_grad, compute), _CALIBRATION_S, 3)
+    if optimizer.rule.local:
+        # A twin works on copies. Hooks stay behind, and a scheduler's ``step``, which would step the original.
+        inner = optimizer.rule.optimizer
+        own = {name: value for name, value in vars(inner).items() if not name.endswith(("_hooks", "step"))}
+        twin = object.__new__(type(inner))
+        twin.__setstate__(deepcopy(own))
+        for group in twin.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach().clone()
+        alone_s += 1 / _measure(lambda: _turn(twin.step), _CALIBRATION_S / 4, 3)
+    return alone_s
+
+
+def _turn(*works: Callable[[], object]) -> int:
+    for work in works:
+        work()
+    return 1
+
+
+def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) -> list[tuple[str, str, str]]:
+    """Compare a loop's turns with one alone: name, facts, and what to change, which is empty if all is well."""
+    due = Due.NOTHING if settings.local_steps == 1 else Due.LOCAL_STEP
+    usual = [turn for turn in turns if turn.due is due] or turns
+    own_s = statistics.median(turn.own_s for turn in usual)
+    step_s = statistics.median(turn.step_s for turn in usual)
+    factor = (own_s + step_s) / alone_s
+    words = f"a step here takes {factor:.2f} of what it takes alone, {milliseconds(alone_s)}: "
+    words += f"{milliseconds(own_s)} before step() and {milliseconds(step_s)} in it"
+    fix = "take larger micro-batches: step() takes as long for small ones"
+    if own_s > _MOST_FACTOR * alone_s:
+        fix = "end other work on this machine; or step=… must do all that your loop does before step()"
+    # Where each turn has a round, the next fact says what to do.
+    facts = [("step", words, fix if factor > _MOST_FACTOR and usual is not turns else "")]
+    rounds = [turn.due for turn in turns].count(Due.ROUND)
+    if rounds:
+        round_s = sum(turn.step_s for turn in turns if turn.due not in (Due.NOTHING, Due.LOCAL_STEP)) / rounds
+        # A usual time before each `step()`: the loop may have had a break.
+        period_s = (sum(turn.step_s for turn in turns) + own_s * len(turns)) / rounds
+        copied = size((turns[-1].copied_bytes - turns[0].copied_bytes) / rounds)
+        words = f"a round takes {round_s:,.2f} s of every {period_s:,.2f} s, and copies {copied} to and from devices"
+        steps = max(30, 2 * settings.local_steps)
+        fix = f"pass local_steps={steps} with compression='sparseloco' at all peers (see swarm.plan)"
+        if not settings.overlap:
+            fix += ", or overlap=True"
+        facts.append(("rounds", words, fix if round_s > _MOST_WAITS * period_s else ""))
+    return facts
 
 
 def fitting_batch(free_bytes: float, subject: Subject) -> int:

@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from colab_swarm.notebook import theme
 from colab_swarm.notebook.explanation import install_line
 from colab_swarm.notebook.platforms import Platform, platform
 from colab_swarm.runtime import free_ram_bytes
-from colab_swarm.swarm.calibration import Subject, calibrate, fitting_batch
+from colab_swarm.swarm.calibration import Subject, advice, calibrate, calibrate_step, fitting_batch
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions, internet
 from colab_swarm.swarm.overview import MODEL
@@ -152,6 +152,7 @@ def doctor(
     *,
     model: "Module | str | None" = None,
     batches: "Iterable[Mapping[str, Tensor]] | None" = None,
+    step: Callable[[], object] | None = None,
 ) -> Diagnosis:
     """Examine this machine, its connection and the model; show with traffic lights what to fix.
 
@@ -161,11 +162,12 @@ def doctor(
         swarm: a swarm, or an invitation, which is joined for the examination and left.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
+        step: what your loop does before ``optimizer.step()``: it is measured, and compared with what the loop takes.
     """
     has_data = model is None or isinstance(model, str) or batches is not None
     require(has_data, "a model is measured with its own data: pass batches=… as well")
     if not isinstance(swarm, str):
-        return _examine(swarm, model, batches)
+        return _examine(swarm, model, batches, step)
     try:
         visit = join(swarm, peer_name="doctor", options=NetworkOptions(lan=False))
     except SwarmError as error:
@@ -174,13 +176,14 @@ def doctor(
         failed = judge("swarm", str(error), fix, RED)
         return replace(diagnosis, checks=(*diagnosis.checks, failed))
     with visit:
-        return _examine(visit, model, batches)
+        return _examine(visit, model, batches, step)
 
 
 def _examine(
     swarm: Swarm | None,
     model: "Module | str | None",
     batches: "Iterable[Mapping[str, Tensor]] | None",
+    step: Callable[[], object] | None = None,
 ) -> Diagnosis:
     gpus = gpu_checks()
     # a GPU that torch was not built for cannot try the model
@@ -197,6 +200,8 @@ def _examine(
     ]
     if swarm is not None:
         checks += _swarm_checks(swarm)
+    if step is not None:
+        checks += _step_checks(swarm, step)
     return Diagnosis(tuple(checks))
 
 
@@ -215,6 +220,14 @@ def _swarm_checks(swarm: Swarm) -> list[Check]:
     if swarm.network is not None:
         behind_s = swarm.network.node.linker.clock.behind_s
     return [*checks, check_clock(-behind_s), check_bandwidth(uplink)]
+
+
+def _step_checks(swarm: Swarm | None, step: Callable[[], object]) -> list[Check]:
+    trained = list(swarm.optimizers.values()) if swarm else []
+    if swarm is None or swarm.services.pace or not (trained and trained[-1].times.turns):
+        raise ValueError("step=… is compared with your loop: train first, then cs.doctor(swarm, step=…)")
+    alone_s = calibrate_step(trained[-1], step)
+    return [judge(*fact) for fact in advice(alone_s, list(trained[-1].times.turns), trained[-1].settings)]
 
 
 def _subject(

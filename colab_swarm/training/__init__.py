@@ -97,7 +97,7 @@ differently take the state of the peer that began. Options for slow links:
 
 `swarm.plan(model, step_s=12)` forecasts ways to communicate on the measured line in one table, and chooses one, of
 those within ``gb_per_hour=2`` if you pass it: `swarm.optimizer(…, communication=plan)`. Who joins passes
-``communication="auto"``, and does as the others.
+``communication="auto"``, and does as the others. `cs.doctor(swarm, step=…)` compares a step here with one alone.
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are
 one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else

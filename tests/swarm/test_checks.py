@@ -17,6 +17,9 @@ from colab_swarm.swarm import calibration
 from colab_swarm.swarm import doctor as checks
 from colab_swarm.swarm.calibration import Subject
 from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light
+from colab_swarm.training.collaboration import Due
+from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.timing import Turn
 from tests.notebook.test_views import parsed, tags
 
 T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
@@ -128,6 +131,102 @@ def test_a_measured_speed_is_told() -> None:
 
 def test_a_line_that_is_too_fast_to_measure_is_shown() -> None:
     assert "too fast to measure up" in checks.check_bandwidth(Speed(math.inf, 1e9, 0.0)).text
+
+
+def turns(*spent: tuple[Due, float, float], copied_bytes: int = 0) -> list[Turn]:
+    """What `step()` did, the seconds before it and in it; each copies so many bytes."""
+    return [
+        Turn(float(index), due, index * copied_bytes, own_s, step_s)
+        for index, (due, own_s, step_s) in enumerate(spent)
+    ]
+
+
+def told(alone_s: float, spent: list[Turn], **options: object) -> dict[str, tuple[str, str]]:
+    settings = TrainingSettings("prefix", 256.0, **options)  # type: ignore[arg-type]
+    return {name: (words, fix) for name, words, fix in calibration.advice(alone_s, spent, settings)}
+
+
+BATCH = (Due.NOTHING, 0.039, 0.001)
+LOCAL = (Due.LOCAL_STEP, 0.038, 0.006)
+LOCALLY = {"local_steps": 30, "compression": "sparseloco"}
+LARGER = "larger micro-batches"
+OTHER = "other work on this machine"
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "usual", "options", "factor", "fix"),
+    [
+        (0.037, BATCH, {}, "1.08", ""),
+        (0.042, LOCAL, LOCALLY, "1.05", ""),
+        # the first run on a GPU: a micro-batch's step() took six times as long as computing, a local step ten times
+        (0.037, (Due.NOTHING, 0.039, 0.210), {}, "6.73", LARGER),
+        (0.042, (Due.LOCAL_STEP, 0.040, 0.400), LOCALLY, "10.48", LARGER),
+        # two processes shared the GPU
+        (0.037, (Due.NOTHING, 0.063, 0.001), {}, "1.73", OTHER),
+        (0.042, (Due.LOCAL_STEP, 0.063, 0.006), LOCALLY, "1.64", OTHER),
+        (0.037, (Due.ROUND, 0.039, 2.0), {}, "55.11", ""),
+    ],
+)
+def test_a_step_is_compared_with_one_alone(
+    alone_s: float, usual: tuple[Due, float, float], options: dict[str, object], factor: str, fix: str
+) -> None:
+    words, advised = told(alone_s, turns(*[usual] * 5), **options)["step"]
+    assert words.startswith(f"a step here takes {factor} of what it takes alone, {alone_s * 1e3:.0f} ms: ")
+    assert (fix in advised) if fix else not advised
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        (
+            {},
+            "pass local_steps=30 with compression='sparseloco' at all peers (see swarm.plan), or overlap=True",
+        ),
+        (
+            {"overlap": True},
+            "pass local_steps=30 with compression='sparseloco' at all peers (see swarm.plan)",
+        ),
+        ({**LOCALLY, "overlap": True}, "pass local_steps=60 with"),
+        (LOCALLY, "pass local_steps=60 with"),
+        ({"local_steps": 10}, "pass local_steps=30 with"),
+    ],
+)
+def test_a_round_that_takes_much_of_the_time_is_told_with_the_setting_to_change(
+    options: dict[str, object], fix: str
+) -> None:
+    usual = Due.LOCAL_STEP if "local_steps" in options else Due.NOTHING
+    period = [*[(usual, 1.9, 0.1)] * 2, (Due.ROUND, 2.0, 4.0)]
+    words, advised = told(2.0, turns(*period * 4), **options)["rounds"]
+    assert words.startswith("a round takes 4.00 s of every 9.90 s")
+    assert advised.startswith(fix)
+    assert ("overlap=True" in advised) is not options.get("overlap", False)
+
+
+@pytest.mark.parametrize("round_s", [0.0, 0.3, 0.4])
+def test_a_short_round_is_green(round_s: float) -> None:
+    period = [*[(Due.NOTHING, 1.0, 0.0)] * 2, (Due.ROUND, 1.0, round_s)]
+    assert bool(told(1.0, turns(*period * 4))["rounds"][1]) is (round_s > 0.33)
+
+
+def test_landing_and_catching_up_count_as_time_of_rounds_and_a_break_of_the_loop_does_not() -> None:
+    period = [
+        (Due.LOCAL_STEP, 1.0, 0.0),
+        (Due.ROUND, 1.0, 0.2),
+        (Due.LANDING, 1.0, 0.5),
+        (Due.CATCH_UP, 1.0, 1.3),
+    ]
+    spent = turns(*period * 3, (Due.LOCAL_STEP, 600.0, 0.0))
+    assert told(1.0, spent, **LOCALLY)["rounds"][0].startswith("a round takes 2.00 s of every 6.33 s")
+
+
+def test_without_a_round_nothing_is_said_of_rounds() -> None:
+    assert told(0.037, turns(BATCH, BATCH)).keys() == {"step"}
+
+
+def test_bytes_copied_by_a_round_are_told() -> None:
+    period = [*[BATCH] * 4, (Due.ROUND, 0.039, 0.001)]
+    words, _ = told(0.037, turns(*period, *period, copied_bytes=10**8))["rounds"]
+    assert words.endswith("and copies 450 MB to and from devices")
 
 
 GOOD = Check("disk", Light.GREEN, "50.0 GB free here")

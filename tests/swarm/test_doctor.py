@@ -1,5 +1,6 @@
 """The doctor as a user meets it: without a swarm, with one, and with an invitation."""
 
+import copy
 import itertools
 import socket
 import subprocess
@@ -16,10 +17,12 @@ from torch import Tensor
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
 from colab_swarm.runtime import free_ram_bytes
+from colab_swarm.swarm import calibration, network
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm import network
-from colab_swarm.swarm.calibration import calibrate
+from colab_swarm.swarm.calibration import calibrate, calibrate_step
 from colab_swarm.swarm.doctor import Diagnosis, Light, doctor
+from colab_swarm.training.optimizer import SwarmOptimizer
+from tests.training import toy
 
 
 class Net(torch.nn.Module):
@@ -182,3 +185,220 @@ def test_saved_bytes_do_not_include_the_parameters() -> None:
 def test_too_few_batches_raise() -> None:
     with pytest.raises(ValueError, match="ran out"):
         calibrate(Noisy(), itertools.islice(BATCHES, 2), seconds=0.01)
+
+
+def backward(net: Noisy) -> None:
+    net(torch.rand(4, 8)).loss.backward()
+
+
+def muon(net: Noisy) -> torch.optim.Optimizer:
+    return cs.recipes.muon(net)
+
+
+def adamw(net: Noisy) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3), amsgrad=True)
+
+
+def sgd(net: Noisy) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+def state_of(optimizer: SwarmOptimizer, net: Noisy) -> dict[str, Any]:
+    """All that a measurement could change; tensors as copies."""
+    gathered = optimizer._gathered
+    inner = optimizer.rule.optimizer
+    state: dict[str, Any] = {
+        "model": net.state_dict(),
+        "modes": [module.training for module in net.modules()],
+        "versions": [parameter._version for parameter in net.parameters()],
+        "gradients": [parameter.grad for parameter in net.parameters()],
+        "optimizer": inner.state_dict(),
+        "places": [parameter.data_ptr() for group in inner.param_groups for parameter in group["params"]],
+        "counts": (gathered.samples, gathered.weight, gathered.loss.value, gathered._unused),
+        "sum": gathered._sum.segments if gathered._sum is not None else None,
+        "swarm": optimizer.checkpoint.state(),
+        "step": (optimizer.global_step, optimizer.lineage, optimizer._replica.evidence.changed),
+        "turns": list(optimizer.times.turns),
+        "chance": torch.get_rng_state(),
+    }
+    return copy.deepcopy(state)
+
+
+def assert_equal(before: Any, after: Any, where: str = "") -> None:
+    """Bit for bit."""
+    assert type(before) is type(after), where
+    if isinstance(before, Tensor):
+        assert before.dtype == after.dtype and torch.equal(before, after), where
+    elif isinstance(before, dict):
+        assert before.keys() == after.keys(), where
+        for key, value in before.items():
+            assert_equal(value, after[key], f"{where} {key}")
+    elif isinstance(before, list | tuple):
+        assert len(before) == len(after), where
+        for index, value in enumerate(before):
+            assert_equal(value, after[index], f"{where} {index}")
+    else:
+        assert before == after, where
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"overlap": True}, {"local_steps": 3}, {"local_steps": 3, "overlap": True}]
+)
+@pytest.mark.parametrize("make", [muon, adamw, sgd])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_measured_step_changes_nothing(
+    make: Any, settings: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_CALIBRATION_S", 0.001)
+    calls: list[str] = []
+
+    def train(swarm: cs.Swarm) -> None:
+        torch.manual_seed(1)
+        net = Noisy()
+        inner = make(net)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+        inner.register_step_pre_hook(lambda *_: calls.append("hook"))
+        optimizer = swarm.optimizer(inner, target_batch_size=8, model=net, scheduler=schedule, **settings)
+        for _ in range(steps):
+            backward(net)
+            optimizer.step(samples=4, loss=1.0)
+        # a gradient that is not counted yet
+        backward(net)
+        before = state_of(optimizer, net)
+        hooks = len(calls)
+        alone_s = calibrate_step(optimizer, lambda: backward(net))
+        assert alone_s > 0
+        assert_equal(before, state_of(optimizer, net))
+        assert len(calls) == hooks
+        # and the next step is what it would have been
+        optimizer.step(samples=4, loss=1.0)
+
+    toy.alone(train)
+
+
+def test_the_next_steps_are_those_of_a_peer_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_CALIBRATION_S", 0.001)
+    measured: list[bool] = []
+
+    def train(swarm: cs.Swarm) -> dict[str, Any]:
+        torch.manual_seed(1)
+        net = Noisy()
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, local_steps=2)
+        for index in range(12):
+            if measured and index in (3, 6):
+                calibrate_step(optimizer, lambda: backward(net))
+            backward(net)
+            optimizer.step(samples=4)
+        return net.state_dict()
+
+    undisturbed = toy.alone(train)
+    measured.append(True)
+    assert_equal(undisturbed, toy.alone(train))
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "measured", "alone_s"),
+    [(1, [["backward"], ["backward"]], 0.25), (2, [["backward"], ["backward"], ["AdamW"]], 0.5)],
+)
+def test_the_optimizers_step_counts_where_each_peer_takes_it(
+    local_steps: int, measured: list[list[str]], alone_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[list[str]] = [[]]
+    step = torch.optim.AdamW.step
+
+    def watched(inner: torch.optim.AdamW, closure: Any = None) -> None:
+        turns[-1].append("AdamW")
+        step(inner, closure)
+
+    def measure(work: Any, seconds: float, min_passes: int) -> float:
+        turns.append([])
+        work()
+        return 4.0
+
+    def train(swarm: cs.Swarm) -> None:
+        net = Noisy()
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, local_steps=local_steps)
+        monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+        monkeypatch.setattr(calibration, "_measure", measure)
+
+        def compute() -> None:
+            turns[-1].append("backward")
+            backward(net)
+
+        assert calibrate_step(optimizer, compute) == alone_s
+        assert turns[1:] == measured
+
+    toy.alone(train)
+
+
+@pytest.mark.parametrize("does", ["nothing", "a step", "a step after backward()"])
+def test_a_measured_step_without_a_gradient_is_refused(does: str) -> None:
+    def train(swarm: cs.Swarm) -> None:
+        net = Noisy()
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net)
+
+        def compute() -> None:
+            if does.endswith("backward()"):
+                backward(net)
+                optimizer.step(samples=1)
+            elif does == "a step":
+                backward(net)
+                optimizer.zero_grad()
+
+        with pytest.raises(ValueError, match="left no gradient: end it with"):
+            calibrate_step(optimizer, compute)
+
+    toy.alone(train)
+
+
+def test_a_measured_step_needs_the_model_whose_buffers_it_changes() -> None:
+    def train(swarm: cs.Swarm) -> None:
+        net = Noisy()
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8)
+        with pytest.raises(ValueError, match=r"pass model=… to swarm.optimizer"):
+            calibrate_step(optimizer, lambda: backward(net))
+
+    toy.alone(train)
+
+
+def test_a_step_is_compared_only_with_a_loop_that_trains_in_real_time(swarm: cs.Swarm) -> None:
+    net = Noisy()
+
+    def refused(where: cs.Swarm | str | None) -> None:
+        with pytest.raises(ValueError, match=r"train first, then cs.doctor\(swarm, step=…\)"):
+            doctor(where, step=lambda: backward(net))
+
+    refused(None)
+    refused(swarm)
+    optimizer = swarm.optimizer(adamw(net), target_batch_size=4, model=net)
+    refused(swarm)
+    backward(net)
+    optimizer.step(samples=4)
+    # one call has no turn before it
+    refused(swarm)
+
+    def train(simulated: cs.Swarm) -> None:
+        twin = Noisy()
+        optimizer = simulated.optimizer(adamw(twin), target_batch_size=4, model=twin)
+        for _ in range(3):
+            backward(twin)
+            optimizer.step(samples=4)
+        refused(simulated)
+
+    toy.alone(train)
+
+
+@pytest.mark.slow
+def test_the_doctor_compares_a_step_with_the_loop(swarm: cs.Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_CALIBRATION_S", 0.01)
+    net = Noisy()
+    optimizer = swarm.optimizer(adamw(net), target_batch_size=12, model=net)
+    for _ in range(7):
+        backward(net)
+        optimizer.step(samples=4)
+    assert 0.0 < swarm.snapshot().computing < 1.0
+    found = texts(doctor(swarm, step=lambda: backward(net)))
+    assert found["step"].startswith("a step here takes ")
+    assert found["rounds"].startswith("a round takes ") and found["rounds"].endswith(
+        "copies 0 B to and from devices"
+    )
