@@ -226,8 +226,10 @@ def _step_checks(swarm: Swarm | None, step: Callable[[], object]) -> list[Check]
     trained = list(swarm.optimizers.values()) if swarm else []
     if swarm is None or swarm.services.pace or not (trained and trained[-1].times.turns):
         raise ValueError("step=… is compared with your loop: train first, then cs.doctor(swarm, step=…)")
-    alone_s = calibrate_step(trained[-1], step)
-    return [judge(*fact) for fact in advice(alone_s, list(trained[-1].times.turns), trained[-1].settings)]
+    optimizer = trained[-1]
+    alone_s = calibrate_step(optimizer, step)
+    checks = [judge(*fact) for fact in advice(alone_s, list(optimizer.times.turns), optimizer.settings)]
+    return [*checks, judge("vectors", f"the swarm's vectors lie {optimizer.vectors_at}", "")]
 
 
 def _subject(

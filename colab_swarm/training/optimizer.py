@@ -162,6 +162,11 @@ class SwarmOptimizer(WrappedOptimizer):
         return self.closed.is_set() or self._hand_over_s is not None
 
     @property
+    def vectors_at(self) -> str:
+        """Where the swarm's vectors lie, and what they take of the GPUs' memory."""
+        return self._gathered.placement.where
+
+    @property
     def loss(self) -> float | None:
         """This peer's mean loss over its samples of the last step; None if no loss was passed."""
         return self.collaboration.progress.known.own.loss

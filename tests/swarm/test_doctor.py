@@ -206,6 +206,10 @@ def sgd(net: Noisy) -> torch.optim.Optimizer:
 def state_of(optimizer: SwarmOptimizer, net: Noisy) -> dict[str, Any]:
     """All that a measurement could change; tensors as copies."""
     gathered = optimizer._gathered
+    total = gathered._sum
+    if total is not None and total.factor is None:
+        # Its memory holds anything.
+        total = None
     inner = optimizer.rule.optimizer
     state: dict[str, Any] = {
         "model": net.state_dict(),
@@ -215,7 +219,7 @@ def state_of(optimizer: SwarmOptimizer, net: Noisy) -> dict[str, Any]:
         "optimizer": inner.state_dict(),
         "places": [parameter.data_ptr() for group in inner.param_groups for parameter in group["params"]],
         "counts": (gathered.samples, gathered.weight, gathered.loss.value, gathered._unused),
-        "sum": gathered._sum.segments if gathered._sum is not None else None,
+        "sum": total and (total.factor, total.values.segments),
         "swarm": optimizer.checkpoint.state(),
         "step": (optimizer.global_step, optimizer.lineage, optimizer._replica.evidence.changed),
         "turns": list(optimizer.times.turns),
@@ -398,6 +402,7 @@ def test_the_doctor_compares_a_step_with_the_loop(swarm: cs.Swarm, monkeypatch: 
         optimizer.step(samples=4)
     assert 0.0 < swarm.snapshot().computing < 1.0
     found = texts(doctor(swarm, step=lambda: backward(net)))
+    assert found["vectors"] == "the swarm's vectors lie in main memory"
     assert found["step"].startswith("a step here takes ")
     assert found["rounds"].startswith("a round takes ") and found["rounds"].endswith(
         "copies 0 B to and from devices"
