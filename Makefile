@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-kernels test-lowest ordeal storms classic binder check docs map picture bench publish-links clean
+.PHONY: demo test test-kernels test-device test-lowest ordeal storms classic binder check docs map picture bench publish-links clean
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -34,6 +34,12 @@ test-kernels: $(VENV)/installed
 	OMP_NUM_THREADS=4 $(KERNEL_TESTS)
 	OMP_NUM_THREADS=16 $(KERNEL_TESTS)
 
+# The CPU passes for a device; what looks into vectors in main memory has its twins in test_device.py, where both are.
+ON_DEVICE := tests/training tests/integrations tests/mailbox tests/moe
+IN_MAIN_MEMORY := $(addprefix --ignore=tests/training/test_,device.py feedback.py gradients.py replica.py)
+test-device: $(VENV)/installed
+	COLAB_SWARM_AS_DEVICE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -r fEs -m "not ordeal" $(IN_MAIN_MEMORY) $(ON_DEVICE)
+
 # The lowest versions that pyproject.toml declares, in an environment of their own.
 LOWEST := .venv-lowest
 LOWEST_TESTS := tests/recipes tests/tensors tests/net tests/notebook tests/workunits tests/moe tests/backbone tests/mailbox
@@ -45,7 +51,7 @@ test-lowest: $(VENV)/installed
 	$(LOWEST)/bin/python -m pytest -r fEs -m "not ordeal" $(LOWEST_TESTS)
 
 # Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
-ordeal: test-kernels test-lowest
+ordeal: test-kernels test-device test-lowest
 	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
 
 # More storms of faults, such as make storms N=2000 FIRST=500: on all cores, about 2 s each on one.
