@@ -161,11 +161,18 @@ def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) 
         fix = "end other work on this machine; or step=… must do all that your loop does before step()"
     # Where each turn has a round, the next fact says what to do.
     facts = [("step", words, fix if factor > _MOST_FACTOR and usual is not turns else "")]
-    rounds = [turn.due for turn in turns].count(Due.ROUND)
-    if rounds:
-        round_s = sum(turn.step_s for turn in turns if turn.due not in (Due.NOTHING, Due.LOCAL_STEP)) / rounds
+    rounds = 0
+    in_rounds_s = 0.0
+    all_s = 0.0
+    for turn in turns:
+        rounds += turn.due is Due.ROUND
+        if turn.due not in (Due.NOTHING, Due.LOCAL_STEP):
+            in_rounds_s += turn.step_s
         # A usual time before each `step()`: the loop may have had a break.
-        period_s = (sum(turn.step_s for turn in turns) + own_s * len(turns)) / rounds
+        all_s += turn.step_s + own_s
+    if rounds:
+        round_s = in_rounds_s / rounds
+        period_s = all_s / rounds
         copied = size((turns[-1].copied_bytes - turns[0].copied_bytes) / rounds)
         words = f"a round takes {round_s:,.2f} s of every {period_s:,.2f} s, and copies {copied} to and from devices"
         steps = max(30, 2 * settings.local_steps)

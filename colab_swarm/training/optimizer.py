@@ -237,24 +237,28 @@ class SwarmOptimizer(WrappedOptimizer):
             return None
         self.times.begin(self._runtime.time())
         with self._trainer_call():
-            self._gathered.check()
-            landed = self._trainer.land()
-            self._trainer.recover()
-            scale = getattr(self, "grad_scale", None)
-            uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
-            with self._replica.lock:
-                self._replica.schedule.check()
-            if not self._trainer.wait_for_peers():
-                return landed
-            changed = self._replica.evidence.changed
-            dropped = self._gathered.dropped
-            due = self._runtime.call(self.collaboration.report(samples, dropped=dropped, changed=changed))
-            self._gathered.dropped = 0.0
-            result = self._trainer.act(due) or landed
-            if landed is not None and due is not Due.ROUND:
-                due = Due.LANDING
-            self.times.end(self._runtime.time(), due)
-            return result
+            return self._count(samples, weight, loss)
+
+    def _count(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> RoundResult | None:
+        """Count a gradient, and do what is due then."""
+        self._gathered.check()
+        landed = self._trainer.land()
+        self._trainer.recover()
+        scale = getattr(self, "grad_scale", None)
+        uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
+        with self._replica.lock:
+            self._replica.schedule.check()
+        if not self._trainer.wait_for_peers():
+            return landed
+        changed = self._replica.evidence.changed
+        dropped = self._gathered.dropped
+        due = self._runtime.call(self.collaboration.report(samples, dropped=dropped, changed=changed))
+        self._gathered.dropped = 0.0
+        result = self._trainer.act(due) or landed
+        if landed is not None and due is not Due.ROUND:
+            due = Due.LANDING
+        self.times.end(self._runtime.time(), due)
+        return result
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -50,6 +50,10 @@ class StepTimes:
 
     def share(self, now: float) -> float:
         """Return the part of the last minute's turns that was the user's loop's; 0 if unknown. Thread-safe."""
-        recent = [turn for turn in list(self.turns) if turn.at > now - 60.0]
-        own_s = sum(turn.own_s for turn in recent)
-        return own_s / (own_s + sum(turn.step_s for turn in recent) or 1.0)
+        own_s = 0.0
+        step_s = 0.0
+        for turn in list(self.turns):
+            if turn.at > now - 60.0:
+                own_s += turn.own_s
+                step_s += turn.step_s
+        return own_s / (own_s + step_s or 1.0)
