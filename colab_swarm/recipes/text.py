@@ -7,6 +7,7 @@ or in another process. Files are never loaded whole.
 import glob
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+logger = logging.getLogger(__name__)
 DOCUMENT_CHARS = 1 << 14  # texts and lines are joined to about this size; longer rows are cut
 SHARD_BYTES = LINE_BYTES = 1 << 18  # of a local file; lines up to this size stay whole
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
@@ -116,8 +118,11 @@ def _open_rows(path: str, configuration: str | None = None, **options: str) -> l
     from datasets import load_dataset
 
     data_set = load_dataset(path, configuration, split="train", streaming=True, **options)
-    if data_set.num_shards < 64:
+    if data_set.num_shards < 64 and hasattr(data_set, "reshard"):
         data_set = data_set.reshard()  # so that peers differ
+    elif data_set.num_shards < 64:
+        # The extra [train] asks for datasets 5; Colab brings its own, and datasets before 4.6 cannot split.
+        logger.warning("peers may read the same text of %s at first: install 'datasets>=5'", path)
     count: int = data_set.num_shards
 
     def shard(number: int) -> Iterator[str]:

@@ -151,20 +151,36 @@ def test_text_jsonl_parquet_patterns_and_folders_are_sources(tmp_path: Path) -> 
     assert sorted(read(tmp_path / "folder")) == expected[::2]
 
 
-@pytest.mark.slow
-def test_one_large_parquet_file_is_many_shards(tmp_path: Path) -> None:
-    import datasets
+def write_parquet(file: Path, rows: int) -> list[str]:
+    """Write a file of row groups of ten; return its documents."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    rows = pa.Table.from_pylist([{"text": f"row {n}"} for n in range(50)])
-    parquet.write_table(rows, tmp_path / "all.parquet", row_group_size=10)
+    documents = [f"row {n}" for n in range(rows)]
+    parquet.write_table(pa.table({"text": documents}), file, row_group_size=10)
+    return sorted(documents)
+
+
+@pytest.mark.slow
+def test_one_large_parquet_file_is_many_shards(tmp_path: Path) -> None:
+    documents = write_parquet(tmp_path / "all.parquet", 50)
     shards = open_text(str(tmp_path / "all.parquet"))
-    splits_row_groups = int(datasets.__version__.partition(".")[0]) >= 5
-    assert len(shards) == (5 if splits_row_groups else 1)
-    assert sorted(document for shard in shards for document in shard()) == sorted(
-        f"row {n}" for n in range(50)
-    )
+    assert len(shards) == 5
+    assert sorted(document for shard in shards for document in shard()) == documents
+
+
+@pytest.mark.slow
+def test_datasets_that_cannot_split_a_file_are_read_whole_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    documents = write_parquet(tmp_path / "all.parquet", 50)
+    monkeypatch.delattr(datasets.IterableDataset, "reshard")
+    with caplog.at_level(logging.WARNING):
+        (shard,) = open_text(str(tmp_path / "all.parquet"))
+    assert sorted(shard()) == documents
+    assert "install 'datasets>=5'" in caplog.text
 
 
 def test_a_garbled_row_ends_its_shard_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
