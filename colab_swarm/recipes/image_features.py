@@ -11,7 +11,7 @@ worker"); it counts from a fixed global step on, so all peers start using it tog
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -192,6 +192,7 @@ class SwavSize:
     queue_from_step: int = 4_692  # features change too fast before
 
 
+RESNET50 = SwavSize({}, large=Crops(2, 224, (0.14, 1.0)), small=Crops(6, 96, (0.05, 0.14)))
 SIZES = {
     "tiny": SwavSize(
         {"layer_type": "basic", "embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [1, 1, 1]},
@@ -207,9 +208,14 @@ SIZES = {
         queue=256,
         queue_from_step=30,
     ),
-    "resnet50": SwavSize({}, large=Crops(2, 224, (0.14, 1.0)), small=Crops(6, 96, (0.05, 0.14))),
+    "resnet50": RESNET50,
+    "dedloc": replace(RESNET50, epsilon=0.03, queue_from_step=3_062),
 }
-"""The paper's size, and one that learns digits within seconds on one CPU core."""
+"""SwAV's size, DeDLOC's, and one that learns digits within seconds on one CPU core.
+
+DeDLOC's code starts the queue after 98,000 micro-batches of 64 at each worker, and frees the prototypes after
+5,005. With its 16 equal workstations these are 3,062 and 156 global steps of 32,768 samples.
+"""
 
 
 @dataclass(frozen=True)
@@ -302,14 +308,35 @@ class SwavSettings:
 
     lr: float = 4.8
     trust: float = 1e-3
+    first_lr: float = 0.0
     final_lr: float = 0.0048
     warmup_steps: int = 3_130
     total_steps: int = 250_400
     frozen_steps: int = 313
+    target_batch_size: int = 4_096
 
 
-TINY = SwavSettings(lr=0.2, trust=0.02, final_lr=0.002, warmup_steps=10, total_steps=150, frozen_steps=10)
-SETTINGS = {"tiny": TINY, "resnet50": SwavSettings()}
+SETTINGS = {
+    "tiny": SwavSettings(
+        lr=0.2,
+        trust=0.02,
+        final_lr=0.002,
+        warmup_steps=10,
+        total_steps=150,
+        frozen_steps=10,
+        target_batch_size=128,
+    ),
+    "resnet50": SwavSettings(),
+    "dedloc": SwavSettings(
+        lr=2.4,
+        first_lr=0.3,
+        warmup_steps=500,
+        total_steps=5_000,
+        frozen_steps=156,
+        target_batch_size=32_768,
+    ),
+}
+"""By size. DeDLOC trained with another batch than SwAV (section 4.1), and with the rates of its published code."""
 
 
 def _batches(images: Sequence[Any], size: SwavSize, batch_size: int, rng: torch.Generator) -> Batches:
@@ -346,7 +373,7 @@ def swav(
     the same ``size`` and ``seed`` get equal parameters. A `ValueError` if an argument is unusable.
 
     Args:
-        size: ``"tiny"`` or ``"resnet50"``.
+        size: ``"tiny"``, ``"resnet50"``, or ``"dedloc"``, a ResNet-50 with DeDLOC's settings.
         images: see `open_images`.
         swarm: its ``id`` seeds this peer's order.
         batch_size: samples of one micro-batch, in which batches are normalized, assignments balanced.
@@ -377,7 +404,8 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
 
     def body_share(step: int) -> float:
         if step < chosen.warmup_steps:
-            return (step + 1) / chosen.warmup_steps
+            first = chosen.first_lr / chosen.lr
+            return first + (1 - first) * (step + 1) / chosen.warmup_steps
         done = (step - chosen.warmup_steps) / max(1, chosen.total_steps - chosen.warmup_steps)
         least = chosen.final_lr / chosen.lr
         return least + (1 - least) * (1 + math.cos(math.pi * min(1.0, done))) / 2

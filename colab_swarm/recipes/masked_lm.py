@@ -152,7 +152,7 @@ SETTINGS = {
     "large": AlbertSettings(),
     "xlarge": AlbertSettings(lr=5e-3, warmup_steps=3_125, total_steps=15_625, target_batch_size=16_384),
 }
-"""By size. Large is sahajBERT, xlarge is sahajBERT-XL (DeDLOC, appendix I.7)."""
+"""By size. Large is sahajBERT; xlarge is ALBERT's own, with more samples a step."""
 
 
 def albert_optimizer(

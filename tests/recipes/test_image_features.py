@@ -135,8 +135,34 @@ def test_resnet50_has_its_published_number_of_parameters() -> None:
     assert model.prototypes.shape == (3000, 128)
 
 
+@pytest.mark.parametrize(
+    ("size", "steps", "first", "highest", "batch_size"),
+    [("resnet50", 250_400, 0.0015, 4.8, 4_096), ("dedloc", 5_000, 0.304, 2.4, 32_768)],
+)
+def test_swav_and_dedloc_have_their_published_rates(
+    size: str, steps: int, first: float, highest: float, batch_size: int
+) -> None:
+    settings = image_features.SETTINGS[size]
+    assert (settings.total_steps, settings.target_batch_size) == (steps, batch_size)
+    _, scheduler = image_features.swav_optimizer(swav(images=PICTURES)[0], size)
+    body_share = scheduler.lr_lambdas[0]
+    times = (0, settings.warmup_steps, settings.total_steps)
+    assert [settings.lr * body_share(step) for step in times] == pytest.approx(
+        [first, highest, 0.0048], abs=1e-3
+    )
+
+
+def test_dedlocs_prototypes_and_queue_begin_after_as_many_samples_as_in_its_code() -> None:
+    workers, micro_batch = 16, 64
+    shape, settings = image_features.SIZES["dedloc"], image_features.SETTINGS["dedloc"]
+    micro_batches = settings.target_batch_size // (workers * micro_batch)
+    assert settings.frozen_steps == 5_005 // micro_batches
+    assert shape.queue_from_step == 98_000 // micro_batches
+    assert (shape.large.count, shape.small.count, shape.queue) == (2, 6, 3_840)
+
+
 def test_a_wrong_size_or_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="'huge' is none of tiny, resnet50"):
+    with pytest.raises(ValueError, match="'huge' is none of tiny, resnet50, dedloc"):
         swav("huge")
     with pytest.raises(ValueError, match="at least 2"):
         swav(images=PICTURES, batch_size=1)
