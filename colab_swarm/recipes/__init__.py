@@ -7,6 +7,8 @@
 | `cs.recipes.swav(…)` | image features without labels | Caron et al. 2020; section 4.1 |
 | `cs.recipes.muon(model)` | Muon for hidden matrices, AdamW for the rest | MuLoCo (arXiv 2505.23725) |
 | `cs.recipes.parameter_groups(model)` | no decay for biases and layer norms | |
+| `cs.recipes.half_precision(device)` | float16 with a loss scale, or bfloat16, by the GPU | section 4.3 |
+| `cs.recipes.evaluate("sahajbert", "ner")` | fine-tunes a model, scored beside Table 2 | section 4.3 |
 
 Text is streamed, shuffled and mixed by weights (`{"texts/wiki*.parquet": 0.23, "me/web-text:bn": 0.77}`); each peer
 reads it in a different order. `batch_size=None` chooses the micro-batch that fits your GPU.
@@ -14,8 +16,9 @@ reads it in a different order. `batch_size=None` chooses the micro-batch that fi
 `notebooks/sahajbert.ipynb` is the whole run with fine-tuning; `notebooks/reproduce` repeats the papers' figures.
 """
 
+from colab_swarm.recipes.downstream import evaluate
 from colab_swarm.recipes.image_features import swav
-from colab_swarm.recipes.masked_lm import albert, parameter_groups
+from colab_swarm.recipes.masked_lm import albert, half_precision, parameter_groups
 from colab_swarm.recipes.muon_adamw import muon
 
-__all__ = ["albert", "muon", "parameter_groups", "swav"]
+__all__ = ["albert", "evaluate", "half_precision", "muon", "parameter_groups", "swav"]

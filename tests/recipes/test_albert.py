@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import torch
 from transformers import AlbertForPreTraining
 from transformers import PreTrainedTokenizerFast as Words
 
+import colab_swarm as cs
 from colab_swarm.recipes import masked_lm
 from colab_swarm.recipes.batches import StreamedBatches
 from colab_swarm.recipes.masked_lm import SIZES, AlbertSize, albert, fit_memory, parameter_count
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 
 
@@ -182,6 +185,66 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory(tokenizer: Word
     assert gradients.keys() == dict(plain.named_parameters()).keys()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name].grad)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype"),
+    [
+        ((7, 0), torch.float16),  # a V100
+        ((7, 5), torch.float16),  # a T4, as of sahajBERT's volunteers
+        ((8, 0), torch.bfloat16),  # an A100
+        ((8, 9), torch.bfloat16),
+        ((9, 0), torch.bfloat16),
+    ],
+)
+def test_a_gpu_up_to_the_t4_calculates_in_float16_and_a_newer_one_in_bfloat16(
+    gpu: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"is_available": True, "get_device_capability": gpu, "is_bf16_supported": True}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    autocast, scaler = masked_lm.half_precision("cuda")
+    assert (autocast.device, autocast.fast_dtype) == ("cuda", dtype)
+    assert scaler.is_enabled() == (dtype is torch.float16)
+
+
+def test_a_cpu_calculates_in_float32() -> None:
+    autocast, scaler = masked_lm.half_precision("cpu")
+    weight = torch.ones(2, 2, requires_grad=True)
+    with autocast:
+        product = weight @ weight
+    assert product.dtype == torch.float32 and not scaler.is_enabled()
+    assert scaler.scale(product) is product
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_update_in_half_precision_is_nearly_that_of_float32(tokenizer: Words, dtype: torch.dtype) -> None:
+    """The loop of sahajBERT's notebook, on a CPU; two peers, whose updates come one step late."""
+
+    def train(swarm: Swarm, dtype: torch.dtype) -> torch.Tensor:
+        trained = model(tokenizer)
+        lamb, schedule = masked_lm.albert_optimizer(trained, "tiny")
+        optimizer = swarm.optimizer(lamb, scheduler=schedule, target_batch_size=8, overlap=True)
+        autocast = torch.autocast("cpu", dtype, enabled=dtype is not torch.float32)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        while optimizer.global_step < 2:
+            with autocast:
+                loss = trained(**batch()).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, samples=2, loss=loss.detach())
+            scaler.update()
+        optimizer.close()
+        return torch.nn.utils.parameters_to_vector(trained.parameters()).detach()
+
+    ends = []
+    for kind in (torch.float32, dtype):
+        with cs.simulate(peers=2) as sim:
+            ends.append(list(sim.run(partial(train, dtype=kind)).values()))
+    (single, _), (half, other) = ends
+    begun = torch.nn.utils.parameters_to_vector(model(tokenizer).parameters()).detach()
+    assert torch.equal(half, other)
+    assert (half - single).norm() < 0.1 * (single - begun).norm()
 
 
 @pytest.mark.parametrize(
