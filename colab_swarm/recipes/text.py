@@ -300,8 +300,11 @@ def _wrapped(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **known)
 
 
-ENDS = re.compile(r"(?<=[।॥。！？])\s*|(?<=[.!?|৷])\s+|\s*\n\s*")
-"""Sentence borders. A danda needs no space after it; Bengali text often has a bar instead."""
+ENDS = re.compile(r"(?<=[।॥。！？])\s*|(?<=[!?|৷])\s+|(?<=\.)(?<![\u0980-\u09FF]\.)\s+|\s*\n\s*")
+"""Sentence borders. A danda needs no space after it; Bengali text often has a bar instead.
+
+A full stop after a Bengali letter abbreviates, as for bnlp, which split sahajBERT's text.
+"""
 Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
 
 
