@@ -1,17 +1,27 @@
 """The sahajBERT notebook from top to bottom, by an organizer and a volunteer together, at its smallest size."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.notebooks.kernel import Kernel, opened
+from tests.recipes.test_downstream import soham, wikiann
 from tests.recipes.test_tokenizer import BENGALI
 
 FEWER_SAMPLES = """import dataclasses
 settings = dataclasses.replace(settings, target_batch_size=8, matchmaking_timeout_s=1.0)"""
-TAGGED = {"tokens": ["আমি", "ঢাকায়", "যাই"], "ner_tags": ["O", "B-LOC", "O"]}
-LABELLED = [{"text": text, "label": label} for text, label in (("ঢাকা জয়ী", "sport"), ("আমি যাই", "travel"))]
+TRACKER = """
+def init(project):
+    print("tracking", project)
+
+def log(metrics, step):
+    with open("log.jsonl", "a") as opened:
+        opened.write(json.dumps({**metrics, "step": step}) + "\\n")
+
+import json
+"""
 
 
 def until_trained(kernel: Kernel, sources: dict[str, float], **form: object) -> list[str]:
@@ -25,16 +35,24 @@ def until_trained(kernel: Kernel, sources: dict[str, float], **form: object) -> 
     return shown
 
 
+def check_table(shown: str, task: str) -> None:
+    """The own model has a score in the column of the task, and only there; the baselines have none."""
+    rows = re.findall(r"<tr>(.*?)</tr>", shown)
+    cells = {row[0]: row[1:] for row in (re.findall(r">([^<]+)</t", row) for row in rows)}
+    own = dict(zip(("ner", "ncc"), cells["sahajbert"][1::2], strict=True))
+    other = {"ner": "ncc", "ncc": "ner"}[task]
+    assert 0 <= float(own[task]) <= 100 and own[other] == "not measured"
+    assert cells["FacebookAI/xlm-roberta-large"][1::2] == ["not measured"] * 2
+
+
 @pytest.mark.slow
 def test_an_organizer_and_a_volunteer_train_a_bengali_model_together(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(BENGALI * 20), encoding="utf-8")
-    for task, rows in (("ner", [TAGGED] * 20), ("classify", LABELLED * 10)):
-        (tmp_path / task).mkdir()
-        (tmp_path / task / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     sources = {str(tmp_path / "text.txt"): 1.0, str(tmp_path / "t*.txt"): 2.0}
     homes = {name: tmp_path / name for name in ("organizer", "volunteer")}
     for home in homes.values():
         home.mkdir()
+        (home / "trackio.py").write_text(TRACKER)
     form = {"SIZE": "tiny", "MICRO_BATCH": 2, "MINUTES": 0.1}
     first, second = (opened("sahajbert", home) for home in homes.values())
     with first as organizer, second as volunteer:
@@ -43,18 +61,23 @@ def test_an_organizer_and_a_volunteer_train_a_bengali_model_together(tmp_path: P
         share = "print(swarm.invite(settings=wanted | {'tokenizer': '../organizer/tokenizer'}))"
         invitation = organizer.execute(share).strip()
         until_trained(volunteer, sources, INVITATION=invitation, MY_NAME="carol", **form | {"SIZE": "large"})
+        assert "tracking sahajbert" in volunteer.run(TRACKER="trackio")
         volunteer.run()
         volunteer.train_to(1, **form)
         shown = volunteer.run_all(
-            **form, HELD_OUT=str(tmp_path / "text.txt"), TASK="classify", DATA=str(tmp_path / "classify")
+            **form, HELD_OUT=str(tmp_path / "text.txt"), NER_DATA="", NCC_DATA=soham(tmp_path)
         )
-        assert "eval_accuracy" in shown[-1]
+        check_table(shown[-1], "ncc")
         assert "1 peer linked" not in volunteer.execute("print(swarm)")
         organizer.run()
+        organizer.run()
         organizer.train_to(1, **form)
-        assert "eval_f1" in organizer.run_all(**form, DATA=str(tmp_path / "ner"))[-1]
+        check_table(organizer.run_all(**form, NER_DATA=wikiann(tmp_path), NCC_DATA="")[-1], "ner")
         same = "print([tuple(batches.tokenizer('আমি যাই')['input_ids']), optimizer.global_step > 0])"
         assert volunteer.execute(same) == organizer.execute(same)
         assert "True" in volunteer.execute(same)
-    assert all((home / "finetuned" / "model.safetensors").exists() for home in homes.values())
-    assert all((home / "text.state").stat().st_size > 1000 for home in homes.values())
+    for home, task in zip(homes.values(), ("ner", "ncc"), strict=True):
+        assert (home / "finetuned" / task / "model.safetensors").exists()
+        assert (home / "text.state").stat().st_size > 1000
+    logged = [json.loads(line) for line in (homes["volunteer"] / "log.jsonl").read_text().splitlines()]
+    assert logged[0]["step"] >= 1 and logged[0]["loss"] > 0
