@@ -9,6 +9,7 @@ Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabul
 - per token 3 V: logits, their softmax, and its gradient.
 
 With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed.
+Half precision needs less; its micro-batch is chosen as for float32.
 
 An evaluation gives each module its mode back. Evaluate between two steps, on the training thread.
 """

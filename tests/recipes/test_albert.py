@@ -175,6 +175,14 @@ def test_a_layer_keeps_as_many_values_as_the_arithmetic_says(tokenizer: Words) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_keeps_less_in_half_precision(tokenizer: Words, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype):
+        more, fewer = (kept_values_per_token(model(tokenizer, layers)) for layers in (5, 3))
+    assert 0 < (more - fewer) / 2 / HIDDEN < masked_lm.LAYER_VALUES
+
+
+@pytest.mark.slow
 def test_checkpointing_gives_the_same_gradients_from_less_memory(tokenizer: Words) -> None:
     plain, saving = model(tokenizer), model(tokenizer)
     masked_lm.checkpoint_layers(saving)
