@@ -15,6 +15,7 @@ from colab_swarm.errors import PeerError
 from colab_swarm.net.addresses import is_loopback, relay_of
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.page import StatusPage, join_page
+from colab_swarm.notebook.platforms import Consent
 from colab_swarm.notebook.views import draw, metrics
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.joining import create
@@ -136,7 +137,7 @@ def status_page(look: Callable[[], tuple[SwarmSnapshot, ...]]) -> StatusPage[tup
 
 @contextmanager
 def serve(
-    file: RunFile, options: NetworkOptions | None = None, *, accept_terms: bool = False
+    file: RunFile, options: NetworkOptions | None = None, *, accept_terms: Consent = False
 ) -> Iterator[Backbone]:
     """Start or continue a run until the block ends.
 

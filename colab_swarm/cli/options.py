@@ -34,6 +34,10 @@ INVITE: Arguments = {"invite": ("invitation: the line that swarm.invite() gives"
 LEAVE: Arguments = {"--hours": ("leave after this many hours", HOURS)}
 COMMON: Arguments = {
     "--accept-terms": ("confirm that Colab's terms allow this", FLAG),
+    "--accept-tunnels": (
+        "confirm that the platform's terms allow tunnels and relays, on Colab with paid compute units",
+        {"action": "store_const", "const": "tunnels", "dest": "accept_terms"},
+    ),
     "--json-lines": ("print one JSON object per event", FLAG),
 }
 NAME: Arguments = {"--peer-name": ("name shown to others", TEXT)}

@@ -68,6 +68,7 @@ class NodeSettings:
         announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
         iroh: let others reach this peer by iroh: at its IP addresses (``direct``), through the free relays of
             iroh's makers (``public``), or through the iroh relay at this https address. None: it only dials.
+        iroh_relays: whether it dials peers that wait at an iroh relay.
         upload_bps, download_bps: limits over all links, bits per second; None for no limit.
         keep_alive_s: seconds between pings of a link; one silent for three times as long is closed.
         idle_link_s: seconds until an unused link is closed, unless one of its ends cannot be dialled.
@@ -84,6 +85,7 @@ class NodeSettings:
     listen: bool = True
     announce: tuple[str, ...] | None = None
     iroh: str | None = None
+    iroh_relays: bool = True
     upload_bps: float | None = None
     download_bps: float | None = None
     keep_alive_s: float = 10.0

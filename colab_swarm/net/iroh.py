@@ -256,6 +256,8 @@ class IrohEndpoint:
     async def connect(self, address: str, receiver: HandshakeReceiver) -> WebSocket:
         """Open a stream to ``iroh://ID@HOST``; raises `PeerUnreachable`."""
         host = host_of(address)
+        may_dial = self._settings.iroh_relays or ip_of(host) is not None
+        require(may_dial, f"{host} is an iroh relay, which this peer may not use", PeerUnreachable)
         if is_at_public_relay(address):
             fault = f"{host} is a public iroh relay, which only iroh='public' allows"
             require(self._public, fault, PeerUnreachable)

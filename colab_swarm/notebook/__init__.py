@@ -71,7 +71,19 @@ your own machine, a lab's, or `cs.simulate`, which needs no network and no permi
 `cs.join` and `cs.create` require `accept_terms=True`. On Kaggle, read the terms too, and switch the
 internet on (*Settings, Internet*; it needs a verified phone number).
 
-Tokens of ngrok and Hugging Face come from the platform's secrets and are never shown. The organizer
+No machine reaches these platforms by itself, and no tunnel or relay opens there without a second consent:
+"I use paid compute units, and my terms allow tunnels and relays" on Colab, the latter alone on Kaggle and Binder.
+
+| consent | what may open on Colab, Kaggle, Binder |
+|---|---|
+| none | nothing; Colab trains nothing either |
+| `accept_terms=True` | links that this peer dials, to peers that can be reached, which may relay for it; a bucket |
+| `accept_terms="tunnels"` | iroh's relays, cloudflared and ngrok too: by `cs.connect`, or `tunnel=` and `iroh=` |
+
+The form of `cs.connect()` has a box for each, and a field for the token of ngrok, which is emptied and stored
+nowhere. In a shell it is `--accept-tunnels`. On a machine of your own there is no second box.
+
+Tokens of ngrok and Hugging Face come from the platform's secrets, or are typed, and are never shown. The organizer
 of an allowlist sees the Hugging Face tokens of those who join: create one that may only read.
 
 ## Failures

@@ -4,21 +4,36 @@ Its button works on the user's thread, which alone repaints on Colab; cells that
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from colab_swarm.credentials import Secret
 from colab_swarm.errors import JoinError, SwarmError, require
 from colab_swarm.markup import text
 from colab_swarm.notebook.panel import make_button, update_button
-from colab_swarm.notebook.platforms import Platform
+from colab_swarm.notebook.platforms import Consent, Platform
 from colab_swarm.notebook.theme import Document
 
-_CONSENT = (
-    "I may use this machine for a swarm. If no peer reaches it otherwise, it may use iroh's free relays or a tunnel, "
-    "which see addresses, sizes and times but no contents."
+_CONSENT = "I may use this machine for a swarm."
+_TUNNELS = (
+    "If no peer reaches it otherwise, it may use iroh's free relays or a tunnel by cloudflared or ngrok, which see "
+    "addresses, sizes and times but no contents."
 )
 Say: TypeAlias = Callable[[str], None]
-Connect: TypeAlias = Callable[[str, str, bool, Say], Any]
-"""Takes the invitation (empty: start a run), the name, the consent; says each stage; returns the peer."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What the user entered; an empty invitation starts a run, and the token of ngrok may be empty."""
+
+    invitation: str = field(repr=False)
+    name: str
+    consent: Consent
+    ngrok_token: str = field(default="", repr=False)
+
+
+Connect: TypeAlias = Callable[[Entries, Say], Any]
+"""Acts on the entries, says each stage, and returns the peer."""
 
 
 class Connection:
@@ -28,7 +43,7 @@ class Connection:
         import ipywidgets
 
         self._connect = connect
-        self._must_agree = here.must_agree
+        self._here = here
         self._swarm: Any = None
         hint = "paste one to join; empty, or a bucket's address: start a run"
         if saved:
@@ -42,13 +57,25 @@ class Connection:
             description="Your name", placeholder="what the others see", style=style, layout=layout
         )
         self._agreed = ipywidgets.Checkbox(indent=False, layout={"width": "auto"})
-        consent = ipywidgets.HTML(_lines(f"{here.terms} {_CONSENT}"))
-        agreed = ipywidgets.HBox([self._agreed, consent])
+        self._tunnels = ipywidgets.Checkbox(indent=False, layout={"width": "auto"})
+        self._token = ipywidgets.Password(
+            description="ngrok token",
+            placeholder="only for ngrok; it is not stored",
+            style=style,
+            layout=layout,
+        )
+        consent = f"{here.terms} {_CONSENT}"
+        if not here.tunnels_if:
+            consent += f" {_TUNNELS}"
+        consents = [ipywidgets.HBox([self._agreed, ipywidgets.HTML(_lines(consent))])]
+        if here.tunnels_if:
+            tunnels = ipywidgets.HTML(_lines(f"{here.tunnels_if}. {_TUNNELS}"))
+            consents += [ipywidgets.HBox([self._tunnels, tunnels]), self._token]
         self._button = make_button("Start / Join", "plug", "make this notebook a peer", self._on_click)
         self._button.layout.align_self = "flex-start"
         self._stages: list[str] = []
         self._log = ipywidgets.HTML()
-        self._box = ipywidgets.VBox([self._invitation, self._name, agreed, self._button, self._log])
+        self._box = ipywidgets.VBox([self._invitation, self._name, *consents, self._button, self._log])
 
     @property
     def swarm(self) -> Any:
@@ -82,10 +109,7 @@ class Connection:
         update_button(self._button, disabled=True)
         self._stages.clear()
         try:
-            text = "read the terms, and tick the box if they allow this"
-            require(self._agreed.value or not self._must_agree, text)
-            name = self._name.value.strip()
-            self._swarm = self._connect(self._invitation.value, name, self._agreed.value, self._say)
+            self._swarm = self._connect(self._read(), self._say)
         except (SwarmError, ValueError, OSError) as error:
             self._say(f"✖ {error}")
             update_button(self._button, disabled=False, description="Try again")
@@ -93,6 +117,19 @@ class Connection:
         # an invitation is a key to the run, which a saved notebook must not hold
         self._invitation.value = ""
         self._box.children = (self._log, *self._views())
+
+    def _read(self) -> Entries:
+        """Return the entries, and empty the token's field, because a saved notebook must not hold it."""
+        text = "read the terms, and tick the box if they allow this"
+        require(self._agreed.value or not self._here.must_agree, text)
+        token = Secret(self._token.value.strip())
+        text = f"ngrok opens only if you tick the second box: “{self._here.tunnels_if}”"
+        require(self._tunnels.value or not token, text)
+        consent: Consent = self._agreed.value
+        if self._tunnels.value:
+            consent = "tunnels"
+        self._token.value = ""
+        return Entries(self._invitation.value, self._name.value.strip(), consent, token)
 
     def _views(self) -> list[Any]:
         """Return the invitation of a peer that started a run, and its panel."""

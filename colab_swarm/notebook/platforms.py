@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from colab_swarm.errors import TermsError, require
 from colab_swarm.events import EventLog, Notice
@@ -18,6 +19,13 @@ from colab_swarm.snapshot import SessionTime
 
 LEAVE_BEFORE_S = 600.0  # time between leaving and the end of the session; less if the session ends soon
 _WARN_BEFORE_S = 600.0  # time between the warning and leaving
+Consent: TypeAlias = bool | Literal["tunnels"]
+"""What a user has agreed to: nothing, to train here, or also to the tunnels and relays of other companies."""
+WITHOUT_TUNNELS = (
+    "No tunnel or relay is needed for a bucket, cs.create('my-run', mailbox='s3://bucket/folder', accept_terms=True), "
+    "or for a friend who can be reached: `colab-swarm create my-run` there, and here "
+    "cs.join('swarm://…', accept_terms=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -27,11 +35,19 @@ class Platform:
     limits: str = ""  # duration and resources of a session; empty if unknown
     internet_help: str = ""  # how to switch the internet on; empty where there is no switch
     must_agree: bool = False  # whether training here needs `require_terms`
-    proxies: bool = True  # whether its terms allow relays and tunnels
+    tunnels_if: str = (
+        ""  # what the user confirms before tunnels and relays open; empty on machines of one's own
+    )
     alone: bool = False  # no other machine is in its network
     limit_s: float | None = None  # longest duration of a session; None if unknown
     lasting: str = ""  # the folder that outlives a session; empty if all folders do, or none
 
+    def allows_tunnels(self, consent: Consent) -> bool:
+        """Return True if the user agreed to what tunnels and relays need here."""
+        return consent == "tunnels" or (bool(consent) and not self.tunnels_if)
+
+
+_TERMS_ALLOW = "My terms allow tunnels and relays"
 
 COLAB = Platform(
     "Google Colab",
@@ -42,14 +58,18 @@ COLAB = Platform(
     ),
     limits="free runtimes end after at most 12 hours, earlier without an open page",
     must_agree=True,
-    proxies=False,
+    tunnels_if="I use paid compute units, and my terms allow tunnels and relays",
     alone=True,
     limit_s=12 * 3600.0,
     lasting="/content/drive",
 )
 KAGGLE = Platform(
     "Kaggle",
-    terms="Read https://www.kaggle.com/terms: you are responsible for what you train there.",
+    terms=(
+        "Read https://www.kaggle.com/terms: you are responsible for what you train there. What Kaggle says about "
+        "tunnels is not known to colab_swarm."
+    ),
+    tunnels_if=_TERMS_ALLOW,
     limits="12 hours a session, about 30 GPU hours a week",
     alone=True,
     internet_help="open Settings at the right of the notebook, switch Internet on (needs a verified phone number)",
@@ -60,6 +80,7 @@ KAGGLE_TPU = replace(KAGGLE, limits="9 hours a session, about 20 TPU hours a wee
 BINDER = Platform(
     "Binder",
     limits="2 GB of memory, 1 core, 1 Mbit/s, outgoing to port 443 and few others; ends after 10 idle minutes",
+    tunnels_if=_TERMS_ALLOW,
     alone=True,
     limit_s=6 * 3600.0,
 )
@@ -107,12 +128,28 @@ def platform() -> Platform:
     return JUPYTER if in_notebook() else PLAIN
 
 
-def require_terms(agreed: bool) -> None:
+def require_terms(consent: Consent) -> None:
+    """Raise TermsError unless the user agreed to train here; ValueError if ``consent`` is not known."""
+    require(
+        consent in (False, True, "tunnels"),
+        f"accept_terms={consent!r} is unknown: pass True, or 'tunnels' if tunnels and relays are allowed too",
+    )
     here = platform()
     require(
-        not here.must_agree or agreed,
+        not here.must_agree or consent,
         f"this notebook runs on {here.name}. {here.terms}. If they allow it, pass "
         "accept_terms=True; cs.simulate(…) and viewing a run need no permission",
+        TermsError,
+    )
+
+
+def require_tunnels(consent: Consent, service: str) -> None:
+    """Raise TermsError unless the user agreed to a tunnel or relay, the ``service``; "" needs no consent."""
+    here = platform()
+    require(
+        not service or not here.tunnels_if or consent == "tunnels",
+        f"this notebook runs on {here.name}, where {service} opens only if you pass accept_terms='tunnels': "
+        f"“{here.tunnels_if}”. {WITHOUT_TUNNELS}",
         TermsError,
     )
 
@@ -120,14 +157,13 @@ def require_terms(agreed: bool) -> None:
 def ways_out() -> str:
     """Return what to do where nobody could reach a run that starts here."""
     here = platform()
-    relay = ""
-    if here.proxies:
-        relay = "accept the terms, so that iroh's free relays may be used (pip install iroh); or "
-    return (
-        f"No other machine reaches {here.name} by itself. To start a run, {relay}run `colab-swarm create my-run` on a "
-        "machine of your own that others reach, and join it from here by its invitation. Or try a whole swarm in this "
-        "notebook: cs.simulate(peers=4)"
-    )
+    text = f"No other machine reaches {here.name} by itself. {WITHOUT_TUNNELS}. "
+    if here.tunnels_if:
+        text += (
+            f"If you can say “{here.tunnels_if}”: accept_terms='tunnels' uses iroh (pip install iroh), cloudflared or "
+            "ngrok, whichever is installed. "
+        )
+    return f"{text}Or try a whole swarm in this notebook: cs.simulate(peers=4)"
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from colab_swarm.net.addresses import is_local, own_ips
 from colab_swarm.net.iroh import is_at_public_relay
 from colab_swarm.net.peers import short
 from colab_swarm.net.reachability import ReachabilityLevel
+from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook import platforms
-from colab_swarm.notebook.connecting import Connection, Say
-from colab_swarm.notebook.platforms import Platform
+from colab_swarm.notebook.connecting import Connection, Entries, Say
+from colab_swarm.notebook.platforms import Consent, Platform
 from colab_swarm.swarm import joining
 from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions
 from colab_swarm.swarm.saved import folder_of, read_saved
@@ -42,17 +43,17 @@ IROH = Door("iroh's free relays", {"iroh": "public"})
 TUNNELS = tuple(Door(f"a tunnel by {kind}", {"tunnel": kind}) for kind in ("cloudflared", "ngrok"))
 
 
-def doors(here: Platform, *, public: bool, agreed: bool, usable: Collection[str]) -> list[Door]:
+def doors(here: Platform, *, public: bool, consent: Consent, usable: Collection[str]) -> list[Door]:
     """Return the doors to try, the best first; ``usable`` are the helpers at hand: iroh, cloudflared, ngrok.
 
-    Relays and tunnels need the user's consent. Colab's FAQ forbids proxies, and Kaggle ends sessions with tunnels.
+    Relays and tunnels need the user's consent: on Colab, Kaggle and Binder "tunnels", elsewhere that to train.
     """
     if public:
         return [LISTEN]
     doors = []
-    if agreed and here.proxies and "iroh" in usable:
-        doors.append(IROH)
-    if agreed and not here.alone:
+    if here.allows_tunnels(consent):
+        if "iroh" in usable:
+            doors.append(IROH)
         doors += [door for door in TUNNELS if door.changes["tunnel"] in usable]
     if not here.alone:
         doors.append(LAN)
@@ -65,7 +66,7 @@ def connect(
     name: str = "",
     run: str = "my-swarm",
     mailbox: str = "",
-    accept_terms: bool = False,
+    accept_terms: Consent = False,
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
 ) -> Swarm | Connection:
@@ -77,13 +78,14 @@ def connect(
     peer. The result has all attributes of a `Swarm`.
 
     A new run opens the best door: a public address, iroh's relays, a tunnel by cloudflared or ngrok, the local
-    network. Relays and tunnels open only after ``accept_terms``, and never on Colab.
+    network. Relays and tunnels open only after ``accept_terms``, on Colab, Kaggle and Binder after "tunnels".
 
     Args:
         name: what the others see of this peer.
         run: name of a run that is started.
         mailbox: confirms where the rounds of an invitation are; see `join`.
-        accept_terms: the platform's terms allow this, and relays or tunnels may be used.
+        accept_terms: the platform's terms allow this; on a machine of your own, relays or tunnels may be used.
+            "tunnels": you use paid compute units on Colab, and the platform's terms allow tunnels and relays.
         options: how this peer takes part; a tunnel, relay or address given there is the door.
         state_dir: see `create`; a peer that it saves is resumed.
 
@@ -95,7 +97,7 @@ def connect(
     act = partial(_connect, run=run, mailbox=mailbox, options=options, state_dir=state_dir)
     saves = state_dir is not None and read_saved(folder_of(state_dir)) is not None
     if invitation is not None or saves or not platforms.has_frontend():
-        return act(invitation or "", name, accept_terms, print)
+        return act(Entries(invitation or "", name, accept_terms), print)
     if _connection is None or not _connection.is_open:
         _connection = Connection(act, platforms.platform(), saved=find_secret(SAVED) is not None)
     from IPython.display import display
@@ -105,9 +107,7 @@ def connect(
 
 
 def _connect(
-    invitation: str,
-    name: str,
-    agreed: bool,
+    entries: Entries,
     say: Say,
     *,
     run: str,
@@ -115,7 +115,7 @@ def _connect(
     options: NetworkOptions,
     state_dir: str | Path | None,
 ) -> Swarm:
-    invitation = invitation.strip() or str(find_secret(SAVED) or "")
+    invitation = entries.invitation.strip() or str(find_secret(SAVED) or "")
     saved = None if state_dir is None else read_saved(folder_of(state_dir))
     if invitation.startswith(SCHEMES):
         say(f"… starting {run} in {invitation}")
@@ -123,25 +123,25 @@ def _connect(
             run,
             mailbox=invitation,
             options=options,
-            peer_name=name,
+            peer_name=entries.name,
             state_dir=state_dir,
-            accept_terms=agreed,
+            accept_terms=entries.consent,
         )
     elif saved is not None:
         say(f"… coming back as {saved.name}")
-        swarm = joining.resume(folder_of(state_dir or ""), accept_terms=agreed)
+        swarm = joining.resume(folder_of(state_dir or ""), accept_terms=entries.consent)
     elif invitation:
-        options = _options_to_join(invitation, options, say, agreed=agreed)
+        options = _options_to_join(invitation, options, entries, say)
         swarm = joining.join(
             invitation,
             mailbox=mailbox,
             options=options,
-            peer_name=name,
+            peer_name=entries.name,
             state_dir=state_dir,
-            accept_terms=agreed,
+            accept_terms=entries.consent,
         )
     else:
-        swarm = _start(run, options, say, name=name, state_dir=state_dir, agreed=agreed)
+        swarm = _start(run, options, entries, say, state_dir=state_dir)
     _say_links(swarm, say)
     return swarm
 
@@ -155,45 +155,55 @@ def _say_links(swarm: Swarm, say: Say) -> None:
     say(f"{symbol} others reach you: {swarm.reachability}")
 
 
-def _options_to_join(invitation: str, options: NetworkOptions, say: Say, *, agreed: bool) -> NetworkOptions:
-    """Return the options to join by; peers at iroh's public relays are met there, if the user agreed."""
+def _options_to_join(invitation: str, options: NetworkOptions, entries: Entries, say: Say) -> NetworkOptions:
+    """Return the options to join by, as far as the user agreed.
+
+    Peers at iroh's public relays are met there, and others reach this peer by ngrok if its token was entered.
+    """
     invite = Invite.parse(invitation)
+    if entries.ngrok_token:
+        options = replace(options, tunnel=_by_ngrok(entries.ngrok_token))
+    at_relay = any(is_at_public_relay(address) for contact in invite.entries for address in contact.addresses)
+    here = platforms.platform()
+    if at_relay and here.allows_tunnels(entries.consent):
+        options = replace(options, iroh=options.iroh or "public")
+    elif at_relay and here.tunnels_if:
+        say(f"○ the way by iroh's relays stays closed. {platforms.WITHOUT_TUNNELS}")
     say(f"… joining {invite.name}")
-    if not (agreed and platforms.platform().proxies):
-        return options
-    for contact in invite.entries:
-        if any(map(is_at_public_relay, contact.addresses)):
-            return replace(options, iroh=options.iroh or "public")
     return options
+
+
+def _by_ngrok(token: str) -> TunnelSettings:
+    return TunnelSettings("ngrok", auth_token=token)
 
 
 def _start(
     run: str,
     options: NetworkOptions,
+    entries: Entries,
     say: Say,
     *,
-    name: str,
     state_dir: str | Path | None,
-    agreed: bool,
 ) -> Swarm:
     """Create a run through the first door that opens; JoinError if none does."""
-    platforms.require_terms(agreed)
-    swarm = joining.find_open(run=run, name=name)
+    platforms.require_terms(entries.consent)
+    swarm = joining.find_open(run=run, name=entries.name)
     if swarm is not None:
         return swarm
-    if options.tunnel or options.announce or options.iroh:
+    has_door = options.tunnel or options.announce or options.iroh
+    if has_door and not entries.ngrok_token:
         doors_to_try = [Door("the given options")]
     else:
-        doors_to_try = _doors_here(agreed)
+        doors_to_try = _doors_here(entries)
     for door in doors_to_try:
         say(f"… trying {door.name}")
         try:
             swarm = joining.create(
                 run,
                 options=replace(options, **door.changes),
-                peer_name=name,
+                peer_name=entries.name,
                 state_dir=state_dir,
-                accept_terms=agreed,
+                accept_terms=entries.consent,
             )
         except (TunnelError, PeerError) as error:
             say(f"✖ {door.name}: {error}")
@@ -206,15 +216,21 @@ def _start(
     raise JoinError(platforms.ways_out())
 
 
-def _doors_here(agreed: bool) -> list[Door]:
+def _doors_here(entries: Entries) -> list[Door]:
+    """Return the doors to try; that of a token comes first, because the user entered it for that."""
     here = platforms.platform()
     usable = []
     if find_spec("iroh"):
         usable.append("iroh")
     if which("cloudflared"):
         usable.append("cloudflared")
-    if find_spec("pyngrok") and find_secret("NGROK_AUTHTOKEN"):
+    # Colab asks the user before it gives a secret
+    may_ask = here.allows_tunnels(entries.consent) and not entries.ngrok_token
+    if may_ask and find_spec("pyngrok") and find_secret("NGROK_AUTHTOKEN"):
         usable.append("ngrok")
     public_ips = [ip for ip in own_ips() if ip.version == 4 and not is_local(str(ip))]
     public = bool(public_ips) and not here.alone
-    return doors(here, public=public, agreed=agreed, usable=usable)
+    usual = doors(here, public=public, consent=entries.consent, usable=usable)
+    if not entries.ngrok_token:
+        return usual
+    return [Door("a tunnel by ngrok", {"tunnel": _by_ngrok(entries.ngrok_token)}), *usual]

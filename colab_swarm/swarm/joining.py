@@ -23,6 +23,7 @@ from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
 from colab_swarm.notebook import platforms
 from colab_swarm.notebook.invitation import LanSwarms
+from colab_swarm.notebook.platforms import Consent
 from colab_swarm.runtime import Runtime, loop_now
 from colab_swarm.swarm import saved as saving
 from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions, NetworkSession, assemble
@@ -46,7 +47,7 @@ def create(
     peer_name: str = "",
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
-    accept_terms: bool = False,
+    accept_terms: Consent = False,
 ) -> Swarm:
     """Create a run, with this peer as its authority. `Swarm.invite` returns a line to join it by.
 
@@ -63,18 +64,21 @@ def create(
             `colab_swarm.mailbox`. Members have its keys as secrets or in the environment.
         options: how this peer takes part in the network.
         state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
-        accept_terms: confirm that the platform's terms allow this; required on Colab.
+        accept_terms: confirm that the platform's terms allow this; required on Colab. "tunnels" confirms more: you
+            use paid compute units there, and the terms allow tunnels and relays. On Colab, Kaggle and Binder the
+            options' ``tunnel`` and ``iroh`` need it.
 
     Raises:
         ValueError: the name or the list is not usable, the folder saves a peer of another run, or the run is
             open with other options or another list.
         StateError: the folder is in use, damaged or read-only, or its peer or run is open unsaved.
-        TermsError: the platform's terms were not accepted.
+        TermsError: the platform's terms were not accepted, or not those that a tunnel or relay needs.
         TunnelError, SecretError, PortError: the tunnel, its token, or the port cannot be used.
         BucketError: the mailbox is a folder that cannot be made, or a bucket that refuses this peer or is away.
         JoinError: the mailbox lacks the run that ``state_dir`` saves.
     """
     platforms.require_terms(accept_terms)
+    platforms.require_tunnels(accept_terms, options.service)
     swarm = _open_in(state_dir)
     if swarm is not None and swarm.run == name and swarm.is_owner:
         return swarm
@@ -107,7 +111,7 @@ def join(
     peer_name: str = ...,
     options: NetworkOptions = ...,
     state_dir: str | Path | None = ...,
-    accept_terms: bool = ...,
+    accept_terms: Consent = ...,
 ) -> Swarm: ...
 @overload
 def join() -> LanSwarms: ...
@@ -118,7 +122,7 @@ def join(
     peer_name: str = "",
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
-    accept_terms: bool = False,
+    accept_terms: Consent = False,
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. A second call under the same name returns the same swarm.
 
@@ -152,6 +156,7 @@ def join(
         mailbox = _mailbox_of(invitation, mailbox)
         # viewers compute nothing
         platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
+        platforms.require_tunnels(accept_terms, options.service)
         options, identity = _with_identity(options, store)
         token = ""
         if invitation.access == "allowlist":
@@ -161,7 +166,7 @@ def join(
         return _open(run_access, identity, peer_name, options, store)
 
 
-def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
+def resume(folder: str | Path, *, accept_terms: Consent = False) -> Swarm:
     """Come back as the peer saved in a folder by ``create`` or ``join``; you can re-run cells.
 
     It has the same id. Then make the model and call `Swarm.optimizer` as before: training continues
@@ -433,6 +438,8 @@ async def _start_node(
         listen=options.listen,
         announce=tuple(options.announce) or None,
         iroh=options.iroh,
+        # a tunnel or relay in the options shows that the user agreed to one
+        iroh_relays=bool(options.service) or not platforms.platform().tunnels_if,
         upload_bps=_bps(options.upload_mbit_s),
         download_bps=_bps(options.download_mbit_s),
     )

@@ -96,6 +96,13 @@ class NetworkOptions:
     def __repr__(self) -> str:
         return settings(self)
 
+    @property
+    def service(self) -> str:
+        """The tunnel or relay of another company that these options use; empty if they use none."""
+        if self.tunnel:
+            return f"a tunnel by {getattr(self.tunnel, 'kind', self.tunnel)}"
+        return "an iroh relay" if self.iroh not in (None, "direct") else ""
+
     def to_saved(self) -> dict[str, Any]:
         """Return what a folder saves: no key file, as the folder has its own, and no tunnel token."""
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel

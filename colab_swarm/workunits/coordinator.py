@@ -29,7 +29,7 @@ from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel
-from colab_swarm.notebook.platforms import require_terms
+from colab_swarm.notebook.platforms import Consent, require_terms, require_tunnels
 from colab_swarm.notebook.units_view import JOB_VIEWS, draw_job, job_line
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
@@ -61,6 +61,8 @@ class CoordinatorOptions(TypedDict, total=False):
         host, port: to listen on; by default all interfaces, and the same port as last time or a free one.
         url: where volunteers reach it, such as ``https://train.example.org``, if something forwards to it.
         tunnel: ``ngrok`` or ``cloudflared``: open a public https address for it.
+        accept_terms: True if the platform's terms allow this, needed on Colab; "tunnels" if they also allow the
+            tunnel, needed with one on Colab, Kaggle and Binder.
     """
 
     folder: str | Path
@@ -70,6 +72,7 @@ class CoordinatorOptions(TypedDict, total=False):
     port: int
     url: str
     tunnel: Literal["ngrok", "cloudflared"]
+    accept_terms: Consent
 
 
 class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
@@ -371,7 +374,6 @@ def coordinate(
     job: Job | str | Path,
     *,
     access: Access = "invite",
-    accept_terms: bool = False,
     **options: Unpack[CoordinatorOptions],
 ) -> Coordinator:
     """Hand a job out to volunteers and merge their results into the model (VC-ASGD).
@@ -385,13 +387,12 @@ def coordinate(
     Args:
         job: a `Job`, or the file that defines one.
         access: who may volunteer: everyone with the link (``invite``), or everyone (``open``).
-        accept_terms: True if the platform's terms allow this; needed on Colab.
         **options: see `CoordinatorOptions`.
     """
     if not isinstance(job, Job):
         job = Job.load(job)
     require(access != "allowlist", "access='allowlist' needs a swarm: use swarm.coordinate(job)")
-    require_terms(accept_terms)
+    require_terms(options.get("accept_terms", False))
     key_file = _folder(job, options) / "organizer.key"
     key_file.parent.mkdir(parents=True, exist_ok=True)
     identity = Identity.load_or_create(key_file)
@@ -405,6 +406,7 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
     for running in _coordinators:
         if running.folder == folder:
             return running
+    require_tunnels(options.get("accept_terms", False), options.get("tunnel", ""))
     tunnel = settings_of(options["tunnel"]) if "tunnel" in options else None
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:

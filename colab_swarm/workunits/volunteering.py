@@ -28,7 +28,7 @@ from colab_swarm.errors import CallRefused, JoinError, PeerError, require
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.patience import backoff
 from colab_swarm.notebook.panel import Panel
-from colab_swarm.notebook.platforms import require_terms
+from colab_swarm.notebook.platforms import Consent, require_terms
 from colab_swarm.notebook.units_view import VOLUNTEER_VIEWS, draw_volunteer, volunteer_line
 from colab_swarm.runtime import DeviceThread, PauseGate, Runtime
 from colab_swarm.workunits.client import (
@@ -385,7 +385,7 @@ def volunteer(
     name: str = "",
     folder: str | Path | None = None,
     device: str | torch.device | None = None,
-    accept_terms: bool = False,
+    accept_terms: Consent = False,
 ) -> Volunteer:
     """Train units of a job on this machine, by outgoing HTTP(S) requests only.
 

@@ -58,6 +58,19 @@ async def test_a_public_relay_is_used_only_after_a_yes() -> None:
         assert alice.linker.iroh._endpoint is None  # nothing was sent
 
 
+async def test_a_peer_that_may_use_no_relay_dials_none_and_meets_others_at_their_ip_addresses() -> None:
+    alone = replace(LOOPBACK, iroh_relays=False)
+    async with peers("alice", settings=alone) as (alice,), peers("bob", settings=BY_IROH) as (bob,):
+        for relay in ("relay.test", "use1-1.relay.n0.iroh.link"):
+            with pytest.raises(
+                PeerUnreachable, match=f"{relay} is an iroh relay, which this peer may not use"
+            ):
+                await alice.linker.dial_direct(bob.id, f"iroh://{ID}@{relay}")
+        assert alice.linker.iroh._endpoint is None  # nothing was sent
+        alice.learn(bob.contact)
+        assert await alice.call(bob.id, Echo(b"direct"), Echo, timeout_s=10) == Echo(b"direct")
+
+
 async def test_an_own_relay_that_is_dead_leaves_the_direct_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "ONLINE_S", 0.2)
     dead = replace(BY_IROH, iroh="https://127.0.0.1:9")

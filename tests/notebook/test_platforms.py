@@ -70,6 +70,31 @@ def test_colab_requires_the_terms_and_says_how_to_agree(monkeypatch: pytest.Monk
     platforms.require_terms(True)
 
 
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("COLAB_RELEASE_TAG", "“I use paid compute units, and my terms allow tunnels and relays”"),
+        ("KAGGLE_KERNEL_RUN_TYPE", "“My terms allow tunnels and relays”"),
+        ("BINDER_SERVICE_HOST", "“My terms allow tunnels and relays”"),
+    ],
+)
+def test_a_tunnel_needs_a_consent_of_its_own_and_the_refusal_says_what_needs_none(
+    monkeypatch: pytest.MonkeyPatch, variable: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, "x")
+    for consent in (False, True):
+        with pytest.raises(TermsError, match=f"a tunnel by ngrok opens only.*{words}.*mailbox=.*cs.join"):
+            platforms.require_tunnels(consent, "a tunnel by ngrok")
+        platforms.require_tunnels(consent, "")
+    platforms.require_tunnels("tunnels", "a tunnel by ngrok")
+    platforms.require_terms("tunnels")
+
+
+def test_on_a_machine_of_ones_own_a_tunnel_needs_no_consent() -> None:
+    platforms.require_tunnels(False, "a tunnel by ngrok")
+    assert platforms.PLAIN.allows_tunnels(True) and not platforms.PLAIN.allows_tunnels(False)
+
+
 H = 3600.0
 
 

@@ -12,6 +12,10 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.invite import Invite
+from tests.net import agents
+from tests.net.test_tunnels import folder as folder
+from tests.net.test_tunnels import needs_posix, read, running
 from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
 from tests.notebooks.test_tutorials import code_of
 
@@ -23,6 +27,20 @@ class UserSecretsClient:
         return open(name).read()
 """
 SMALL = {"target_batch_size": 32, "size": "tiny", "lr": 1e-2, "codec": "float16"}
+
+TOKEN = "2abcDEFsecretTOKEN"
+ELSEWHERE = """
+from colab_swarm import invite
+from colab_swarm.net.node import Node
+
+invite.only_local = lambda contacts: False  # the stand-in's public end is a port of this machine
+Node.listening = lambda node: ()  # nobody can dial this kernel
+"""
+PORT = "print(swarm.network.node.port)"
+
+
+def tunnels_of(folder: Path) -> list[int]:
+    return [pid for pid in running(folder) if b"--log-format" in read(pid, "cmdline")]
 
 
 @pytest.fixture(params=ALL)
@@ -74,9 +92,10 @@ def connects(kernel: Kernel, max_steps: int) -> str:
     return kernel.run() + kernel.run()
 
 
-def press(kernel: Kernel, *, name: str, invitation: str = "", agreed: bool = False) -> str:
-    """Fill in the form, and click; return its log."""
+def press(kernel: Kernel, *, name: str, invitation: str = "", agreed: bool = False, token: str = "") -> str:
+    """Fill in the form, with a token its second box too, and click; return its log."""
     fields = {"_name": name, "_invitation": invitation, "_agreed": agreed}
+    fields |= {"_tunnels": bool(token), "_token": token}
     filled = "; ".join(f"swarm.{field}.value = {value!r}" for field, value in fields.items())
     kernel.execute(f"{filled}; swarm._button.click()")
     return kernel.execute("print(swarm._log.value)")
@@ -94,6 +113,33 @@ def test_on_colab_the_terms_come_first(tmp_path: Path) -> None:
         )  # nobody could join a run that starts here
         assert "reached" in press(colab, name="carol", invitation=invitation, agreed=True)
         assert "Swarm(class-of-26, carol, 1 peer linked)" in colab.execute("print(swarm)")
+
+
+@pytest.mark.slow
+@needs_posix
+def test_two_kernels_on_colab_meet_through_a_tunnel_after_the_second_yes_and_not_before(
+    folder: Path,
+) -> None:
+    environment = {"HOME": str(folder), "PYNGROK_NGROK_PATH": agents.install("ngrok", folder)}
+    first, second = (opened("swarm", folder, **environment) for _ in range(2))
+    with first as alice, second as bob:
+        for kernel in (alice, bob):
+            kernel.execute(f"{COLAB}\n{ELSEWHERE}")
+            connects(kernel, 1)
+        assert "by itself" in press(alice, name="alice", agreed=True) and tunnels_of(folder) == []
+        assert "others reach you: tunnel" in press(alice, name="alice", agreed=True, token=TOKEN)
+        invitation = alice.execute("print(swarm.invite())").strip()
+        (address,) = Invite.parse(invitation).entries[0].addresses
+        assert not address.endswith(alice.execute(PORT).strip())
+        log = press(bob, name="bob", invitation=invitation, agreed=True, token=TOKEN)
+        assert "✔ reached" in log and "others reach you: tunnel" in log
+        assert "Swarm(my-swarm, bob, 1 peer linked)" in bob.execute("print(swarm)")
+        # each has a guardian and an agent
+        assert len(tunnels_of(folder)) == 4
+        for kernel in (bob, alice):
+            assert TOKEN not in kernel.execute("print(swarm._token.value, swarm._log.value, swarm)")
+            kernel.execute("swarm.leave()")
+        assert tunnels_of(folder) == []
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`cs.connect`: which door it opens, by a form and by arguments."""
 
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,22 @@ from typing import Any
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.errors import InviteError, JoinError, TermsError
+from colab_swarm.errors import InviteError, JoinError, TermsError, TunnelError
+from colab_swarm.events import Notice
+from colab_swarm.net.iroh import IrohEndpoint
 from colab_swarm.net.membership import SLACK_S
+from colab_swarm.net.reachability import ReachabilityLevel
+from colab_swarm.net.tunnels import Tunnel
 from colab_swarm.notebook import platforms
 from colab_swarm.notebook.connecting import Connection
-from colab_swarm.notebook.platforms import COLAB, JUPYTER, KAGGLE
+from colab_swarm.notebook.platforms import BINDER, COLAB, JUPYTER, KAGGLE, Platform
 from colab_swarm.swarm import connecting
 from colab_swarm.swarm.connecting import IROH, LAN, LISTEN, TUNNELS, doors
+from colab_swarm.workunits import Job
+from colab_swarm.workunits.coordinator import coordinate
+from tests.net import agents
+from tests.net.test_tunnels import agent_of, needs_posix, read, running
+from tests.net.test_tunnels import folder as folder
 
 ALL = ("iroh", "cloudflared", "ngrok")
 
@@ -32,16 +42,18 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_doors_are_tried_in_order_and_others_are_used_only_after_a_yes() -> None:
-    assert doors(JUPYTER, public=True, agreed=True, usable=ALL) == [LISTEN]
-    assert doors(JUPYTER, public=False, agreed=True, usable=ALL) == [IROH, *TUNNELS, LAN]
-    assert doors(JUPYTER, public=False, agreed=True, usable=["ngrok"]) == [TUNNELS[1], LAN]
-    assert doors(JUPYTER, public=False, agreed=False, usable=ALL) == [LAN]
+    assert doors(JUPYTER, public=True, consent=True, usable=ALL) == [LISTEN]
+    assert doors(JUPYTER, public=False, consent=True, usable=ALL) == [IROH, *TUNNELS, LAN]
+    assert doors(JUPYTER, public=False, consent=True, usable=["ngrok"]) == [TUNNELS[1], LAN]
+    assert doors(JUPYTER, public=False, consent=False, usable=ALL) == [LAN]
 
 
-def test_colab_uses_no_proxy_and_kaggle_no_tunnel() -> None:
-    assert doors(COLAB, public=False, agreed=True, usable=ALL) == []
-    assert doors(KAGGLE, public=False, agreed=True, usable=ALL) == [IROH]
-    assert doors(KAGGLE, public=False, agreed=False, usable=ALL) == []
+@pytest.mark.parametrize("here", [COLAB, KAGGLE, BINDER])
+def test_a_platform_of_others_opens_relays_and_tunnels_only_after_the_second_yes(here: Platform) -> None:
+    assert doors(here, public=False, consent=False, usable=ALL) == []
+    assert doors(here, public=False, consent=True, usable=ALL) == []
+    assert doors(here, public=False, consent="tunnels", usable=ALL) == [IROH, *TUNNELS]
+    assert doors(here, public=False, consent="tunnels", usable=["cloudflared"]) == [TUNNELS[0]]
 
 
 def test_friends_connect_by_arguments_and_again_for_the_same_peer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +82,13 @@ def test_a_saved_peer_comes_back(tmp_path: Path) -> None:
 def test_where_nobody_could_join_no_run_starts_and_the_ways_out_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for here, words in ((KAGGLE, "iroh's free relays"), (COLAB, "colab-swarm create my-run")):
-        monkeypatch.setattr(platforms, "platform", lambda here=here: here)
-        with pytest.raises(JoinError, match=f"{here.name} by itself.*{words}.*simulate"):
-            cs.connect("", name="alice", accept_terms=True)
+    monkeypatch.setattr(platforms, "platform", lambda: KAGGLE)
+    with pytest.raises(JoinError, match=r"Kaggle by itself.*“My terms allow tunnels and relays”.*simulate"):
+        cs.connect("", name="alice", accept_terms=True)
+    monkeypatch.setattr(platforms, "platform", lambda: COLAB)
+    ways = r"Colab by itself.*mailbox='s3://.*colab-swarm create my-run.*“I use paid compute units.*simulate"
+    with pytest.raises(JoinError, match=ways):
+        cs.connect("", name="alice", accept_terms=True)
     with pytest.raises(TermsError):
         cs.connect("", name="alice")
     assert connecting.joining.find_open(run="my-swarm") is None
@@ -102,11 +117,11 @@ class Clicked(Connection):
         return str(self._log.value)
 
 
-def open_form() -> Clicked:
+def open_form(here: Platform = JUPYTER) -> Clicked:
     act: Any = connecting.partial(
         connecting._connect, run="mine", mailbox="", options=cs.NetworkOptions(), state_dir=None
     )
-    return Clicked(act, JUPYTER, saved=False)
+    return Clicked(act, here, saved=False)
 
 
 def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +154,123 @@ def test_a_starters_form_becomes_the_invitation() -> None:
 def test_a_text_that_is_no_invitation_is_refused_at_once() -> None:
     with pytest.raises(InviteError):
         cs.connect("https://colab.research.google.com/drive/1", name="bob")
+
+
+TOKEN = "2abcDEFsecretTOKEN"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The agents that were started and the iroh relays that were asked on a kernel that poses as Colab."""
+    services: list[str] = []
+
+    async def run_agent(tunnel: Tunnel) -> Tunnel:
+        services.append(tunnel._settings.kind)
+        raise TunnelError("the stand-in opens nothing")
+
+    async def ask_relay(endpoint: IrohEndpoint) -> None:
+        services.append("iroh")
+
+    monkeypatch.setattr(Tunnel, "open", run_agent)
+    monkeypatch.setattr(IrohEndpoint, "start", ask_relay)
+    monkeypatch.setattr(connecting, "find_spec", lambda name: True)
+    monkeypatch.setattr(connecting, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "of the environment")
+    monkeypatch.setattr(platforms, "platform", lambda: COLAB)
+    return services
+
+
+def test_on_colab_nothing_opens_without_the_second_yes(
+    opened: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as at_home:
+        at_home.setattr(platforms, "platform", lambda: JUPYTER)
+        line = str(cs.create("theirs", peer_name="bob").invite())
+    with pytest.raises(JoinError, match="by itself"):
+        cs.connect("", name="alice", accept_terms=True)
+    for way in ({"tunnel": "ngrok"}, {"tunnel": "cloudflared"}, {"iroh": "public"}):
+        options = cs.NetworkOptions(**way)  # type: ignore[arg-type]
+        for begin in (cs.create, cs.join, cs.connect):
+            run = "ours" if begin is cs.create else line
+            with pytest.raises(
+                TermsError, match=r"accept_terms='tunnels'.*mailbox='s3://.*cs.join"
+            ) as refusal:
+                begin(run, options=options, accept_terms=True, state_dir=tmp_path / "alice")
+            assert "paid compute units" in str(refusal.value)
+    job = Job("signs", lambda: None, data=([1], [1]), validation=([1], [1]))  # type: ignore[arg-type]
+    with pytest.raises(TermsError, match="cloudflared opens only"):
+        coordinate(job, tunnel="cloudflared", accept_terms=True, folder=tmp_path / "job")
+    cs.connect(line, name="alice", accept_terms=True)
+    assert opened == []
+
+
+def test_after_the_second_yes_each_door_is_tried(
+    opened: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(JoinError, match="by itself"):
+        cs.connect("", name="alice", accept_terms="tunnels")
+    assert opened == ["iroh", "cloudflared", "ngrok"]
+    assert "✖ a tunnel by cloudflared: the stand-in opens nothing" in capsys.readouterr().out
+
+
+def test_an_iroh_relay_of_a_friend_is_not_dialled_from_colab_without_a_yes(opened: list[str]) -> None:
+    relays = {}
+    for name, consent, options in (
+        ("alice", True, cs.NetworkOptions()),
+        ("bob", "tunnels", cs.NetworkOptions(iroh="https://relay.test")),
+    ):
+        swarm = cs.create(name, options=options, accept_terms=consent)  # type: ignore[arg-type]
+        assert swarm.network is not None
+        relays[name] = swarm.network.node.linker.iroh._settings.iroh_relays
+    assert relays == {"alice": False, "bob": True} and opened == ["iroh"]
+
+
+def test_a_consent_that_is_unknown_is_refused_with_the_right_ones() -> None:
+    with pytest.raises(ValueError, match="accept_terms='yes' is unknown: pass True, or 'tunnels'"):
+        cs.create("ours", accept_terms="yes")  # type: ignore[arg-type]
+
+
+def test_the_form_on_colab_has_a_second_box_and_a_field_for_the_token(opened: list[str]) -> None:
+    form = open_form(COLAB)
+    assert len(form._box.children) == 7 and len(open_form(JUPYTER)._box.children) == 5
+    assert "I use paid compute units" in form._box.children[3].children[1].value
+    assert form._agreed.value is form._tunnels.value is False
+    form._tunnels.value = True
+    form.press(name="alice")
+    assert "read the terms" in form.log
+    form._agreed.value, form._tunnels.value, form._token.value = True, False, TOKEN
+    form.press(name="alice")
+    assert "tick the second box" in form.log and opened == []
+    form._tunnels.value = True
+    form.press(name="alice")
+    # the user entered the token for ngrok
+    assert opened == ["ngrok", "iroh", "cloudflared"] and form._token.value == ""
+    assert TOKEN not in form.log
+
+
+@needs_posix
+def test_the_token_opens_the_door_and_stays_nowhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr("pyngrok.conf.DEFAULT_NGROK_PATH", agents.install("ngrok", folder))
+    monkeypatch.delenv("PYNGROK_NGROK_PATH", raising=False)
+    monkeypatch.setattr(platforms, "platform", lambda: COLAB)
+    # the stand-in's public end is a port of this machine
+    monkeypatch.setattr("colab_swarm.invite.only_local", lambda contacts: False)
+    act: Any = connecting.partial(
+        connecting._connect, run="ours", mailbox="", options=cs.NetworkOptions(), state_dir=folder / "alice"
+    )
+    form = Clicked(act, COLAB, saved=False)
+    form._agreed.value, form._tunnels.value, form._token.value = True, True, TOKEN
+    form.press(name="alice")
+    assert form.reachability.level is ReachabilityLevel.TUNNEL and TOKEN.encode() not in read(
+        agent_of(folder), "cmdline"
+    )
+    texts = [repr(form), form.log, repr(form.network.options), str(form.invite()), caplog.text]
+    texts += [str(widget.value) for widget in (form._token, form._invitation, form._name)]
+    texts += [event.text for event in form.events.recent(Notice)]
+    form.leave()
+    saved = [path.read_bytes() for path in (folder / "alice").rglob("*") if path.is_file()]
+    assert len(saved) >= 2 and not any(TOKEN.encode() in content for content in saved)
+    assert not any(TOKEN in text for text in texts) and running(folder) == []
