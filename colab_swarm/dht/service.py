@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -483,3 +484,6 @@ class RunServices:
     rng: random.Random
     run_id: str  # begins the keys of a run's records in the DHT
     gate: PauseGate = field(default_factory=PauseGate)  # closed while this peer is paused
+    expert_calls: Counter[PeerId] = field(
+        default_factory=Counter
+    )  # that each peer's experts answered for this one

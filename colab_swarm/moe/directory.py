@@ -132,6 +132,7 @@ class Directory:
 
     def __init__(self, services: RunServices, settings: DirectorySettings = DirectorySettings()) -> None:
         self.settings = settings
+        self._expert_calls = services.expert_calls
         self._peers = services.peers
         self._dht = services.dht
         self._events = services.events
@@ -444,6 +445,8 @@ class Directory:
             self._events.emit(ExpertBanned(self._now(), info.uid, reason, seconds))
 
     def on_success(self, info: ExpertInfo) -> None:
+        """Credit the host of an expert that answered, and lift its ban."""
+        self._expert_calls[info.host.id] += 1
         self._bans.forgive((info.uid, info.host.id))
 
     def banned(self) -> set[str]:

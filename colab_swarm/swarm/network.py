@@ -141,6 +141,7 @@ class NetworkSession:
         self._services = services
         self.trust = Trust(node, services.dht, services.events, services.rng, access)
         self.trust.contributions.saved = access.tally
+        self.trust.contributions.expert_calls = services.expert_calls
         self.store: PeerStore | None = None  # the folder that saves this peer
         self.clock: SessionClock | None = None  # None if the session's end is unknown
         self.stops: list[Callable[[], None]] = []  # give work back at the session's end

@@ -79,7 +79,7 @@ class ContributionLedger:
 
     def __init__(self, own: PeerId) -> None:
         self._own = own
-        self._relayed: dict[PeerId, int] = {}
+        self._totals: dict[tuple[Kind, PeerId], int] = {}
         self._amounts: dict[PeerId, list[float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
@@ -93,11 +93,11 @@ class ContributionLedger:
         if len(self._amounts) > 2 * MAX_ROWS:
             self._amounts = dict(self._largest())
 
-    def on_relayed(self, totals: Mapping[PeerId, int]) -> None:
-        """Count what relays carried for this peer; ``totals`` are bytes since the start."""
-        for relay, total in totals.items():
-            self.credit(relay, "relayed_bytes", (total - self._relayed.get(relay, 0)) / 2)
-            self._relayed[relay] = total
+    def on_totals(self, kind: Kind, totals: Mapping[PeerId, int], part: float = 1.0) -> None:
+        """Count what others did for this peer since the last time, a ``part`` of it; ``totals`` began at its start."""
+        for peer, total in totals.items():
+            self.credit(peer, kind, part * (total - self._totals.get((kind, peer), 0)))
+            self._totals[kind, peer] = total
 
     def on_bucket_round(self, samples: Mapping[PeerId, float]) -> None:
         """Count a round in a bucket, by its contributors' samples: all members confirm an equal part of each."""
@@ -175,6 +175,7 @@ class Contributions:
         self._resumed = False
         self.ledger = ContributionLedger(peers.id)
         self.saved: tuple[TallyRow, ...] = ()
+        self.expert_calls: Mapping[PeerId, int] = {}  # that the experts of each host have answered
         self._key = tally_key(run_id, peers.id)
 
     async def tick(self) -> None:
@@ -203,8 +204,7 @@ class Contributions:
 
     async def publish(self) -> None:
         """Store the tally if it has changed, or again after a quarter of its record's life."""
-        self.ledger.on_relayed(self._relayed_bytes())
-        rows = self.ledger.rows()
+        rows = self._own_tally().rows
         now = self._loop.time()
         if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
             return
@@ -230,6 +230,9 @@ class Contributions:
         return tallies
 
     def _own_tally(self) -> ContributionTally:
+        # each end of a circuit counts half
+        self.ledger.on_totals("relayed_bytes", self._relayed_bytes(), 0.5)
+        self.ledger.on_totals("expert_calls", dict(self.expert_calls))
         return ContributionTally(self._peers.public_key, self.ledger.rows())
 
 

@@ -108,6 +108,18 @@ async def test_a_dead_host_disappears_and_its_place_is_vacant_when_its_record_ex
     assert [fault.name for fault in network.fired] == ["crash"]
 
 
+async def test_an_answer_earns_its_host_a_call_and_a_failure_earns_none() -> None:
+    _, (alice, bob, carol) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    await announce(carol, "ffn.1.3")
+    ((first, second),) = await bob.directory.best(GRID, scores("ffn.1.2"), 2)
+    for info in (first, first, second):
+        bob.directory.on_success(info)
+    bob.directory.on_failure(second, "not finite")
+    assert bob.directory._expert_calls == {alice.peers.id: 2, carol.peers.id: 1}
+    assert alice.directory._expert_calls == {}
+
+
 async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.1.2", "ffn.1.3")

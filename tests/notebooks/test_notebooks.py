@@ -18,6 +18,7 @@ from tests.net.test_tunnels import folder as folder
 from tests.net.test_tunnels import needs_posix, read, running
 from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
 from tests.notebooks.test_tutorials import code_of
+from tests.swarm import wait
 
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 COLAB = "from tests.notebooks.cells import stand_in_for_colab; stand_in_for_colab()"
@@ -178,11 +179,24 @@ def host(kernel: Kernel, invitation: str) -> None:
         kernel.run(**form)
     assert "Swarm(class-of-26, carol, 1 peer linked)" in kernel.run(I_HAVE_READ_THE_TERMS=True, **form)
     kernel.run()  # the doctor
+    assert "16 of ffn[4 x 4] fit: 80% of " in kernel.run()
     kernel.run(**form)
 
 
+def come_back(kernel: Kernel) -> None:
+    kernel.skip_to("import colab_swarm as cs")
+    with pytest.raises(CellFailed, match="nowhere saves no peer: start with"):
+        kernel.run(STATE_DIR="nowhere", I_HAVE_READ_THE_TERMS=True)
+    assert "Swarm(class-of-26, carol, " in kernel.run(I_HAVE_READ_THE_TERMS=True)
+    kernel.skip_to("COUNT")
+    kernel.run(COUNT=3)
+
+
 @pytest.mark.slow
-def test_who_hosts_from_colab_serves_the_organizers_layer_and_leaves_saves_behind(tmp_path: Path) -> None:
+def test_who_hosts_from_colab_sees_what_fits_and_what_it_earns_and_comes_back_with_its_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colab_swarm.trust.access.PUBLISH_S", 0.2)
     with (
         cs.create("class-of-26", peer_name="organizer") as organizer,
         opened("host_experts", tmp_path) as carol,
@@ -193,8 +207,13 @@ def test_who_hosts_from_colab_serves_the_organizers_layer_and_leaves_saves_behin
         for _ in range(5):
             layer(torch.randn(8, 16)).square().mean().backward()
         assert len(layer.utilisation) >= 2
+        wait(lambda: any(row.expert_calls >= 10 for row in organizer.contributions()), timeout_s=20)
         shown = carol.run_all(MINUTES=0.01)
-        assert "my expert" in shown[0] and "done: torch.Size" in shown[1]
+        assert "my expert" in shown[0] and "done: torch.Size" in shown[2]
+        # each call went forward and backward, for one or two experts
+        assert re.match(r"\d\d calls answered, 160 samples\n", shown[1]) and "carol" in shown[1]
+        come_back(carol)
+        assert int(carol.execute("print(sum(expert.step for expert in host.experts.values()))")) >= 10
     kept = tmp_path / "host"
     assert (kept / "peer.json").exists() and any(path.is_file() for path in (kept / "experts").rglob("*"))
 

@@ -104,10 +104,19 @@ def test_the_two_ends_of_a_circuit_credit_its_relay_with_what_it_carried() -> No
     ends = [ContributionLedger(peer(0)), ContributionLedger(peer(1))]
     for total in (1000, 1000, 5000):
         for ledger in ends:
-            ledger.on_relayed({peer(2): total})
+            ledger.on_totals("relayed_bytes", {peer(2): total}, 0.5)
     shown = zip(KEYS, ends, strict=False)
     tallied = [module.ContributionTally(key, ledger.rows()) for key, ledger in shown]
     assert module.leaderboard(tallied) == (Contribution(peer(2), relayed_bytes=5000.0),)
+
+
+def test_a_callers_experts_are_credited_to_their_hosts_once_each() -> None:
+    caller = ContributionLedger(peer(0))
+    for calls in ({peer(1): 3}, {peer(1): 3}, {peer(1): 10, peer(2): 4}, {peer(0): 7, peer(1): 10}):
+        caller.on_totals("expert_calls", calls)
+    tally = module.ContributionTally(KEYS[0], caller.rows())
+    shown = module.leaderboard([tally])
+    assert {row.peer: row.expert_calls for row in shown} == {peer(1): 10.0, peer(2): 4.0}
 
 
 @pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])
