@@ -174,12 +174,18 @@ class Replica:
         with self.lock:
             lineage = mean.lineage_after(self.lineage)
             gradient, front = self._gradient_of(mean.vector)
-            with self.schedule.advanced(mean.loss):
-                # A step that fails may have changed a part: its peer must not pass for one that has not.
-                self.lineage = lineage
-                if within([torch.from_numpy(front), *gradient.segments], _MOST_GRADIENT):
-                    self._update(gradient, flags_of(mean.unused, len(self.model)))
-                    self.buffers.add(front)
+            try:
+                with self.schedule.advanced(mean.loss):
+                    if within([torch.from_numpy(front), *gradient.segments], _MOST_GRADIENT):
+                        self._update(gradient, flags_of(mean.unused, len(self.model)))
+                        self.buffers.add(front)
+            except BaseException:
+                # It may have changed a part, and at each peer another one: only what is equal may pass for it.
+                self.lineage = bytes.fromhex(digest_with_optimizer(self.parameters, self.stepping))[
+                    :LINEAGE_BYTES
+                ]
+                raise
+            self.lineage = lineage
             self.step = self.step + 1
             self.evidence.on_step()
             if self.rule.mode is Mode.DIRECT:

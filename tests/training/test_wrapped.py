@@ -118,6 +118,24 @@ def test_a_step_that_fails_after_the_update_shows_in_the_lineage(attempts: int) 
     assert torch.equal(failed, other) == (replicas[0].lineage == replicas[1].lineage) == (not attempts)
 
 
+@pytest.mark.parametrize("rule", [{}, {"delayed": True}, {"local": True}])
+def test_steps_that_fail_at_different_points_have_different_lineages(rule: dict[str, bool]) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("a GPU's memory has ended")
+
+    replicas = [Replica(UpdateRule(SGD(toy.model().parameters(), lr=0.1), **rule)) for _ in range(4)]
+    replicas[0].stepping.register_step_pre_hook(fails)
+    replicas[1].stepping.register_step_pre_hook(fails)
+    replicas[2].stepping.register_step_post_hook(fails)
+    for replica in replicas[:3]:
+        with pytest.raises(torch.OutOfMemoryError):
+            replica.apply(toy.mean_of(torch.full((178,), 0.1).numpy()))
+    replicas[3].apply(toy.mean_of(torch.full((178,), 0.1).numpy()))
+    before, also_before, after, taken = (replica.lineage for replica in replicas)
+    assert before == also_before
+    assert len({before, after, taken}) == 3
+
+
 def test_hooks_of_the_state_are_called() -> None:
     def use(swarm: Swarm) -> list[str]:
         optimizer = toy.join_training(swarm, toy.model())
