@@ -118,10 +118,9 @@ def move_state(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and (value.dim() or counts_there):
-                    state[key] = moved(value, parameter.device)
-                elif isinstance(value, torch.Tensor):
-                    state[key] = moved(value, None)
+                if isinstance(value, torch.Tensor):
+                    counted_here = key == "step" and not counts_there
+                    state[key] = moved(value, None if counted_here else parameter.device)
 
 
 def outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:

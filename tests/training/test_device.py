@@ -19,7 +19,7 @@ from colab_swarm.tensors import device
 from colab_swarm.tensors.device import Flag, copied
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.training import placement
-from colab_swarm.training.flat import FlatValues, GradientSum
+from colab_swarm.training.flat import FlatValues, GradientSum, move_state
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.host import RankSum
 from colab_swarm.training.layerwise import Lamb, Lars
@@ -377,6 +377,20 @@ def test_a_peer_goes_on_in_main_memory_when_its_devices_memory_ends(
     assert fired
     assert lineages["alice"] == lineages["bob"]
     assert sorted(place.startswith("in main memory") for place in places) == [False, leaves]
+
+
+@pytest.mark.usefixtures("meta_flags")
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"amsgrad": True}])
+def test_the_state_of_a_scalar_lies_where_the_scalar_does(options: dict[str, Any]) -> None:
+    scalar = torch.nn.Parameter(torch.empty((), device="meta"))
+    optimizer = torch.optim.AdamW([scalar], **options)
+    for _ in range(2):
+        scalar.grad = torch.empty((), device="meta")
+        optimizer.step()
+        move_state(optimizer)
+    places = {name: value.device.type for name, value in optimizer.state[scalar].items()}
+    assert places.pop("step") == "cpu"
+    assert {*places.values()} == {"meta"}
 
 
 @pytest.mark.usefixtures("counting_device")
