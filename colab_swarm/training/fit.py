@@ -106,7 +106,18 @@ def load_optimizers(
             check_options(own, theirs)
         if scheduler is not None and state["scheduler"] is not None:
             scheduler.load_state_dict(state["scheduler"])
+        for loaded in {optimizer, local}:
+            _stride_state(loaded)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         optimizer.load_state_dict(before)
         local.load_state_dict(local_before)
         raise StateError(f"the state belongs to another optimizer: {error}") from error
+
+
+def _stride_state(optimizer: Optimizer) -> None:
+    """Lay state out as its parameters, whose strides fused optimizers take it to have."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if alike and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

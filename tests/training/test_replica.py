@@ -330,6 +330,32 @@ def test_a_fused_step_on_strided_parameters_is_torchs() -> None:
     torch.testing.assert_close(parameters_of(ours), parameters_of(theirs))
 
 
+@pytest.mark.parametrize("rule", [{}, {"delayed": True}, {"local": True}])
+def test_a_fused_step_after_a_loaded_state_is_the_same(rule: dict[str, bool]) -> None:
+    """A state arrives with the strides of a file."""
+
+    def stepped(net: torch.nn.Module) -> Replica:
+        replica = Replica(UpdateRule(AdamW(net.parameters(), lr=0.1, fused=True), **rule))
+        step(replica)
+        return replica
+
+    def step(replica: Replica) -> None:
+        mean = np.linspace(-1, 1, replica.numel, dtype=np.float32)
+        replica.apply(mean_of(mean))
+        replica.step_alone(FlatValues(replica.model, mean.copy()), ())
+
+    nets = [torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last) for _ in range(2)]
+    donor, loading = map(stepped, nets)
+    loading.load_snapshot(donor.snapshot())
+    for mine, theirs in zip(loading.model, donor.model, strict=True):
+        mine.data.copy_(theirs.data)
+    step(donor)
+    step(loading)
+    torch.testing.assert_close(parameters_of(nets[1]), parameters_of(nets[0]))
+    for mine, theirs in zip(loading.parameters, donor.parameters, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_gradients_are_summed_in_float32_whatever_the_default_and_conjugates_by_value() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
     gathered = Gradients(sgd([weight]), lambda vector: False)
