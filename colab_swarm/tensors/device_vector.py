@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 from colab_swarm.errors import require
@@ -68,7 +69,11 @@ class Segments:
         """Replace the values from ``start`` on."""
         at = 0
         for piece in self.pieces(start, start + len(values)):
-            piece.copy_(values[at : at + len(piece)])
+            part = values[at : at + len(piece)]
+            if part.device == piece.device:
+                piece.copy_(part)
+            else:
+                copy_in(to_host(part), piece)
             at += len(piece)
 
 
@@ -148,10 +153,10 @@ class DeviceVector:
 
     def encode(self, start: int, stop: int, codec: Codec) -> Buffer:
         with beside(self.devices):
-            values = self.values.joined(start, stop)
-            if device_codecs.has_device_form(codec.name, values.device):
+            device = self.values.pieces(stop - 1, stop)[0].device
+            if device_codecs.has_device_form(codec.name, device):
                 with suppress(torch.OutOfMemoryError):
-                    return self._encoded_there(start, values, codec)
+                    return self._encoded_there(start, self.values.joined(start, stop), codec)
         payload = codec.encode(self.read(start, stop))
         if codec.name != "float32":
             self.keep_loss(start, stop, codec, payload)
@@ -175,7 +180,8 @@ class DeviceVector:
 
     def read(self, start: int, stop: int) -> Floats:
         with beside(self.devices):
-            return floats_of(self.values.joined(start, stop))
+            pieces = [floats_of(piece) for piece in self.values.pieces(start, stop)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def take(
         self, start: int, stop: int, codec: Codec, payload: Buffer, *, most_rms: float = math.inf

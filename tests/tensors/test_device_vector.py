@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
+from colab_swarm.tensors.device import copied
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector
 
@@ -65,6 +66,35 @@ def test_a_vector_on_devices_takes_a_mean_in_its_place_only(name: str) -> None:
     device.take(0, 4096, codec, codec.encode(mean[:4096]))
     assert np.array_equal(device.front, device.read(0, FRONT))
     assert not np.array_equal(device.front, values[:FRONT])
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "sparseloco"])
+def test_values_in_several_pieces_are_sent_where_a_device_has_no_memory_to_join_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(pieces: object) -> torch.Tensor:
+        tried.append(pieces)
+        raise torch.OutOfMemoryError("the device's memory has ended")
+
+    tried: list[object] = []
+    monkeypatch.setattr(torch, "cat", no_memory)
+    codec = codec_of(name)
+    device = on_devices(random_values())
+    np.testing.assert_array_equal(device.read(0, NUMEL), random_values())
+    assert not tried
+    sent = device.encode(0, NUMEL, codec)
+    assert tried
+    wanted = codec.encode(random_values())
+    np.testing.assert_array_equal(codec.decode(sent, NUMEL), codec.decode(wanted, NUMEL))
+
+
+def test_what_is_written_from_main_memory_to_a_device_is_counted() -> None:
+    before = copied.in_bytes
+    vector = DeviceVector(
+        np.zeros(3, np.float32), [torch.empty(5, device="meta"), torch.empty(4, device="meta")]
+    )
+    vector.values.write(1, torch.zeros(9))
+    assert copied.in_bytes - before == 4 * (5 + 2)
 
 
 @pytest.mark.parametrize("mean", [np.nan, np.inf, -2.0, 1e30])
