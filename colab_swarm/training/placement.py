@@ -24,7 +24,8 @@ _VALUE_BYTES = 4
 
 def vectors_beside(rule: UpdateRule, *, error_feedback: bool) -> int:
     """Return how many float32 vectors a round keeps beside the user's own loop, and beside the sum of gradients."""
-    count = 0
+    # The vector of the last round, from which other peers may still recover.
+    count = 1
     if error_feedback:
         # The residual and, while a round runs, what it cuts off.
         count += 2
@@ -154,11 +155,15 @@ class Placement:
         self._replica.place(beside_model=self._vectors_there)
 
     def _fits(self) -> bool:
+        beside_bytes = self._beside_bytes
+        if self._replica.rule.mode is Mode.DIRECT and not self._replica.step:
+            # Two vectors of the optimizer come with its first step.
+            beside_bytes += 2 * _VALUE_BYTES * self._replica.numel
         numel = Counter[torch.device]()
         for parameter in self._replica.model:
             numel[parameter.device] += reals(parameter).numel()
         for device, count in numel.items():
-            needed_bytes = self._beside_bytes * count / self._replica.numel
+            needed_bytes = beside_bytes * count / self._replica.numel
             if needed_bytes > max(free_bytes(device), 0):
                 return False
         return True

@@ -418,7 +418,14 @@ def test_rounds_in_a_bucket_take_vectors_on_devices(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("counting_device")
 @pytest.mark.parametrize(
     ("memory", "feedback", "sums", "vectors"),
-    [(None, True, True, True), (0, True, False, False), (712, False, True, True), (712, True, True, False)],
+    [
+        (None, True, True, True),
+        (0, True, False, False),
+        # The sum, and the vector of the last round.
+        (712, False, True, False),
+        (2 * 712, False, True, True),
+        (2 * 712, True, True, False),
+    ],
 )
 def test_the_swarm_takes_no_more_of_a_devices_memory_than_it_may(
     memory: float | None, feedback: bool, sums: bool, vectors: bool
@@ -435,10 +442,13 @@ def test_the_swarm_takes_no_more_of_a_devices_memory_than_it_may(
 
 @pytest.mark.usefixtures("counting_device")
 def test_vectors_lie_on_a_device_if_they_fit_beside_what_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    for free_bytes, fits in ((2 * 712.0, True), (2 * 712.0 - 1, False), (-1.0, False)):
-        monkeypatch.setattr(placement, "free_bytes", lambda device, free=free_bytes: free)
+    # The last round's vector and two of error feedback; before the first step also two of the optimizer.
+    cases = ((5, 0, True), (4.9, 0, False), (3, 1, True), (2.9, 1, False), (-1, 1, False))
+    for free_vectors, step, fits in cases:
+        monkeypatch.setattr(placement, "free_bytes", lambda device, free=free_vectors: free * 712.0)
         net = toy.model()
         replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
+        replica.step = step
         gathered = Gradients(replica, lambda vector: False, error_feedback=True)
         toy.loss_of(net, 0).backward()
         gathered.add(10.0, 10.0, None)
