@@ -387,7 +387,10 @@ class Gradients:
         if values is not None:
             self._sum = GradientSum(values, given.weight)
         else:
+            # Its memory must not take the new sum.
+            self.placement.aside = vector
             self._total().add(self.placement.values_of(vector), given.weight)
+            self.placement.aside = None
         if self.feedback is not None:
             # The next contribution adds it again.
             self._total().add(self.placement.values_of(self.feedback), -given.weight)

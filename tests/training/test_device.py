@@ -394,6 +394,31 @@ def test_the_state_of_a_scalar_lies_where_the_scalar_does(options: dict[str, Any
 
 
 @pytest.mark.usefixtures("counting_device")
+@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_sum_that_leaves_its_device_keeps_what_it_takes_back(
+    error_feedback: bool, delayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(place: Placement) -> FlatValues:
+        raise torch.OutOfMemoryError("the device's memory has ended")
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    replica = Replica(UpdateRule(torch.optim.SGD([weight], lr=0.1), delayed=delayed))
+    gathered = Gradients(replica, lambda vector: False, error_feedback=error_feedback, device_memory=8)
+    weight.grad = torch.tensor([1.0, 2.0])
+    gathered.add(1.0, 1.0, None)
+    given = gathered.contribution()
+    monkeypatch.setattr(Placement, "_sum_there", no_memory)
+    if delayed:
+        gathered.forget()
+        gathered.on_returned(given)
+    weight.grad = torch.tensor([5.0, 2.0])
+    gathered.add(1.0, 1.0, None)
+    assert gathered.contribution().vector.read(0, 2).tolist() == [3.0, 2.0]
+    assert not gathered.placement.on_devices
+
+
+@pytest.mark.usefixtures("counting_device")
 def test_rounds_in_a_bucket_take_vectors_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
         net = toy.model()
