@@ -244,6 +244,7 @@ class Replica:
             if self.rule.mode is not Mode.DIRECT:
                 for mine, updated in zip(self.model, self.parameters, strict=True):
                     self._bring(updated, mine)
+                hand_over(self.model)
             self._departed = []
             self.buffers.show()
 

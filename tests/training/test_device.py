@@ -19,6 +19,7 @@ from colab_swarm.tensors import device
 from colab_swarm.tensors.device import Flag, copied
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.training import placement
+from colab_swarm.training import replica as replicas
 from colab_swarm.training.flat import FlatValues, GradientSum, move_state
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.host import RankSum
@@ -416,6 +417,24 @@ def test_a_sum_that_leaves_its_device_keeps_what_it_takes_back(
     gathered.add(1.0, 1.0, None)
     assert gathered.contribution().vector.read(0, 2).tolist() == [3.0, 2.0]
     assert not gathered.placement.on_devices
+
+
+@pytest.mark.parametrize("rule", [{}, {"delayed": True}, {"local": True}, {"local": True, "delayed": True}])
+def test_the_model_is_handed_over_after_its_last_change(
+    rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(tensors: list[torch.Tensor]) -> None:
+        if tensors is replica.model:
+            handed_over.append(toy.parameters_of(net))
+
+    handed_over: list[torch.Tensor] = []
+    monkeypatch.setattr(replicas, "hand_over", note)
+    net = toy.model()
+    replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1), **rule))
+    replica.apply(toy.mean_of(torch.full((178,), 0.1).numpy()))
+    replica.show()
+    before = toy.parameters_of(toy.model())
+    assert torch.equal(handed_over[-1], toy.parameters_of(net)) and not torch.equal(handed_over[-1], before)
 
 
 @pytest.mark.usefixtures("counting_device")
