@@ -174,6 +174,9 @@ class Placement:
         self._vectors_there = False
         if sums:
             self._sums_there = False
+        if leaves:
+            # Frames of what failed may refer to a copy, which cannot move then, and to a device's memory.
+            error.__traceback__ = None
         self._replica.place(beside_model=False)
         if leaves:
             logger.warning("the swarm's vectors lie %s from now on: %s", self.where, error)

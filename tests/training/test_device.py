@@ -437,6 +437,24 @@ def test_the_model_is_handed_over_after_its_last_change(
     assert torch.equal(handed_over[-1], toy.parameters_of(net)) and not torch.equal(handed_over[-1], before)
 
 
+def test_copies_leave_a_device_though_the_failed_step_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Viewing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            views = [parameter.view(-1) for parameter in self.param_groups[0]["params"]]
+            raise torch.OutOfMemoryError(f"no memory for {len(views)} views")
+
+    replica = Replica(UpdateRule(Viewing(toy.model().parameters(), lr=0.1), delayed=True))
+    place = Placement(replica, lambda vector: False, error_feedback=False, limit_bytes=None)
+    monkeypatch.setattr(replicas, "moved", lambda tensor, device: torch.empty_like(tensor, device="meta"))
+    left = False
+    try:
+        replica.apply(toy.mean_of(torch.zeros(178).numpy()))
+    except torch.OutOfMemoryError as error:
+        left = place.leave_devices(error)
+    assert left
+    assert {copy.device.type for copy in replica.parameters} == {"meta"}
+
+
 @pytest.mark.usefixtures("counting_device")
 def test_rounds_in_a_bucket_take_vectors_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
