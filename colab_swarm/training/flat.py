@@ -249,7 +249,13 @@ class GradientSum:
             self.values.clear()
             self.factor = weight
         for part, addend in zip(self.values.parts, values.parts, strict=True):
-            part.add_(moved(addend, part.device), alpha=weight / self.factor)
+            if part.device == addend.device:
+                part.add_(addend, alpha=weight / self.factor)
+                continue
+            # Added in main memory: a device that has no memory for the addend would end it half-way.
+            total = to_host(part)
+            total.add_(to_host(addend), alpha=weight / self.factor)
+            copy_in(total, part)
 
     def mean(self, weight: float) -> FlatValues:
         """Return the sum divided by ``weight``, in the same memory."""

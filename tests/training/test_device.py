@@ -18,7 +18,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors import device
 from colab_swarm.tensors.device import Flag, copied
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
-from colab_swarm.training import placement
+from colab_swarm.training import flat, placement
 from colab_swarm.training import replica as replicas
 from colab_swarm.training.flat import FlatValues, GradientSum, move_state
 from colab_swarm.training.gradients import Gradients
@@ -417,6 +417,27 @@ def test_a_sum_that_leaves_its_device_keeps_what_it_takes_back(
     gathered.add(1.0, 1.0, None)
     assert gathered.contribution().vector.read(0, 2).tolist() == [3.0, 2.0]
     assert not gathered.placement.on_devices
+
+
+@pytest.mark.parametrize("places", [("meta", "cpu"), ("cpu", "meta"), ("meta", "meta")])
+def test_a_vector_taken_back_needs_no_memory_of_a_device(
+    places: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ones(tensor.shape) if tensor.is_meta else tensor
+
+    def copy_in(source: torch.Tensor, target: torch.Tensor) -> None:
+        copies.append((source, target.device.type))
+
+    copies: list[tuple[torch.Tensor, str]] = []
+    monkeypatch.setattr(flat, "to_host", to_host)
+    monkeypatch.setattr(flat, "copy_in", copy_in)
+    values, addend = (FlatValues([torch.nn.Parameter(torch.ones(3, device=place))]) for place in places)
+    for part in (*values.parts, *addend.parts):
+        part.fill_(1.0)
+    GradientSum(values, 2.0).add(addend, 4.0)
+    sums = [(source.tolist(), place) for source, place in copies]
+    assert sums == ([] if places[0] == places[1] else [([3.0, 3.0, 3.0], places[0])])
 
 
 @pytest.mark.parametrize("rule", [{}, {"delayed": True}, {"local": True}, {"local": True, "delayed": True}])
