@@ -253,13 +253,17 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             peers: number of peers that train; 0: those that are linked now, at least two.
             gb_per_hour: the most that a peer may send, and receive; None: any number.
         """
-        line = self.services.peers.statistics()
+        links = self.services.peers.statistics()
+        line_bps = links.upload_bps, links.download_bps
+        for optimizer in self.optimizers.values():
+            # Its rounds have measured more.
+            line_bps = optimizer.collaboration.rounds.line_bps
         linked = len(self.services.peers.linked()) + 1
         return plan_communication(
             model,
             step_s,
             peers or max(2, linked),
-            line_bps=(line.upload_bps, line.download_bps),
+            line_bps=line_bps,
             in_bucket=bool(self.services.mailbox),
             gb_per_hour=gb_per_hour,
         )

@@ -131,10 +131,14 @@ class Collaboration:
             self._services.events.emit(BatchDropped(loop_now(), text))
         known = self.progress.known
         throughput = self.rounds.throughput
+        if not known.own.batch_s:
+            # The others count its micro-batches from now on.
+            known.urgent.set()
         known.update(
             samples=max(known.own.samples + samples - dropped, 0.0),
             samples_per_s=throughput.samples_per_s,
             batch_s=throughput.batch_s,
+            counted_at=self._services.peers.time(),
         )
         self.rounds.on_batch(samples - dropped)
 
@@ -148,6 +152,9 @@ class Collaboration:
             while (due := self._take_due(waiting=True)) is Due.NOTHING and loop_now() < deadline:
                 if self.state is TrainerState.COMPUTING:
                     self._enter(TrainerEvent.RAN_OUT)
+                    # No other peer expects samples of a micro-batch that does not run.
+                    self.progress.known.update(counted_at=0.0)
+                    self.progress.known.urgent.set()
                 self.rounds.check()
                 self.progress.known.news.clear()
                 await wait_until(deadline, self.progress.known.news)

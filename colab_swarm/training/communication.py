@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _OFTEN = 3
 LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
-_ROUND_S = 0.3  # of a round beside its bytes, over home lines: a group forms, and messages travel
+# Of a round beside its bytes, over home lines: messages travel. Its group forms while the last micro-batches end.
+_ROUND_S = 0.15
 _BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
 _MOST_WAITS = 0.5  # of the time, without advice
 ENOUGH = 0.95  # of the best progress; the first way that makes it is chosen

@@ -21,6 +21,10 @@ _IDLE_BATCHES = 10.0
 _IDLE_S = 2 * MAX_REPORT_S
 _UNKNOWN_IDLE_S = 10 * MAX_REPORT_S
 _EXTRAPOLATE_S = 3.0
+_JUST_ENDED = 0.25  # of a micro-batch
+_RELIABLE = (
+    0.9  # part of its announced samples that a peer contributed, before a micro-batch counts that still runs
+)
 _SHORT = 0.8  # a round that is less full makes early calls suspect
 _RECENT_ROUNDS = 10  # rounds in which a short one counts
 _FIRST_PROMISE_S = 2.0  # before any micro-batch is known
@@ -73,8 +77,31 @@ class BatchForecast:
                 counted += self._believed_samples(peer, record, now) * self._kept.get(peer, 1.0)
         return counted
 
-    def batch_full(self, now: float) -> bool:
-        return self.samples(now) >= self.round_samples
+    def batch_full(self, now: float, swarm_now: float) -> bool:
+        """Return True if a round that is called now has a full batch: the others finish their micro-batches first."""
+        own = self._known.own
+        counted = 0.0 if own.syncing else own.samples
+        for peer in self._known.waiting(own.step, own.lineage):
+            record = self._known.others[peer]
+            samples = self._believed_samples(peer, record, now)
+            kept = self._kept.get(peer, 1.0)
+            if kept > _RELIABLE:
+                finished = min(self._finished_samples(record, swarm_now), self._computable(peer, record, now))
+                samples = max(samples, finished)
+            counted += samples * kept
+        return counted >= self.round_samples
+
+    def _finished_samples(self, record: ProgressRecord, swarm_now: float) -> float:
+        """Return a peer's samples when it has finished the micro-batch that it computes."""
+        since_s = swarm_now - record.counted_at
+        if not record.counted_at or since_s > record.batch_s + _EXTRAPOLATE_S:
+            return record.samples
+        if not record.batch_s:
+            # It has finished its first one, and computes another like it.
+            return 2 * record.samples
+        # One that just ended is the last: that peer knows as well that the batch is full.
+        batches = max(1, math.ceil(since_s / record.batch_s - _JUST_ENDED))
+        return record.samples + batches * record.samples_per_s * record.batch_s
 
     def seconds_to_batch(self, now: float) -> float:
         """Return when the batch will be full; infinite while no speed is known."""

@@ -61,6 +61,10 @@ class LinkRounds(Rounds):
         )
         self._stop_listening = peers.on_lost(self._on_lost)
 
+    @property
+    def line_bps(self) -> tuple[float | None, float | None]:
+        return self._meetings.bandwidth.known()
+
     async def start(self) -> None:
         known = self.progress.known
         # A resumed peer has no vote until it has read the records: it must not call the others back.
@@ -120,7 +124,7 @@ class LinkRounds(Rounds):
         called = self._meetings.called == (known.own.step, known.own.lineage)
         if called and not forecast.early_s(now):
             return True
-        return forecast.batch_full(now)
+        return forecast.batch_full(now, self.services.peers.time())
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
         self._meetings.in_a_round = True

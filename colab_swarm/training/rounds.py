@@ -103,6 +103,12 @@ class Rounds(ABC):
         """Bytes sent and received that went over no link."""
         return 0, 0
 
+    @property
+    def line_bps(self) -> tuple[float | None, float | None]:
+        """Upload and download of this peer, bits per second; None where not measured."""
+        links = self.services.peers.statistics()
+        return links.upload_bps, links.download_bps
+
     @abstractmethod
     async def start(self) -> None:
         """Enter the run; raises `MismatchError` if it trains with other settings."""

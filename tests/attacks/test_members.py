@@ -327,7 +327,7 @@ def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
             net = toy.model()
             optimizer = toy.join_training(swarm, net, target_batch_size=64)
             if swarm.name == caller:
-                optimizer.collaboration.progress.forecast.batch_full = lambda now: not called.append(now)  # type: ignore
+                optimizer.collaboration.progress.forecast.batch_full = lambda now, _: not called.append(now)  # type: ignore
             while True:
                 toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
                 optimizer.step(samples=2)
@@ -389,4 +389,5 @@ def test_four_members_that_trained_and_then_claim_a_later_step_stop_nobody_for_l
     steps = honest_steps(ahead, seconds)
     alone = honest_steps(0, seconds)
     # What the lies cost does not grow with the time.
-    assert alone - steps <= 10, (steps, alone)
+    lost_s = seconds * (alone - steps) / alone
+    assert lost_s <= 60.0, (steps, alone)

@@ -79,7 +79,7 @@ def test_every_kind_of_action_happens(simulation: Simulation) -> None:
 
 @pytest.mark.slow
 def test_a_crashed_peer_is_shown_at_its_last_step(simulation: Simulation) -> None:
-    simulation.network.at(8.0).crash("bob")
+    simulation.network.at(5.0).crash("bob")
     simulation.play(train, live=False)
     alice, bob, _ = simulation.snapshot().peers
     assert bob.role == "crashed" and 0 < bob.step < alice.step and bob.loss is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import statistics
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -383,3 +384,24 @@ async def test_a_leaving_peer_serves_its_last_round_to_the_end() -> None:
     began = clock()
     await averager.drain("p")
     assert gave_up == pytest.approx(5.0) and clock() - began == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("batches", [(16, 16, 16, 16), (4, 8, 16, 32), (8, 64)])
+@pytest.mark.parametrize("network", ["lan", "home"])
+def test_a_step_has_the_samples_that_it_should(batches: tuple[int, ...], network: str) -> None:
+    target = 256
+
+    def train(swarm: Swarm) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = swarm.optimizer(torch.optim.SGD([weight], lr=0.1), target_batch_size=target)
+        samples = batches[sorted(simulation.swarms).index(swarm.name)]
+        while optimizer.global_step < 10:
+            weight.grad = torch.ones(4)
+            optimizer.step(samples=samples)
+        return [step.samples for step in swarm.events.recent(StepFinished)]
+
+    with cs.simulate(len(batches), network=network, seed=0, samples_per_s=16.0) as simulation:
+        # In the first steps the peers learn each other's speed.
+        steps = simulation.run(train)["alice"][2:]
+    assert abs(statistics.mean(steps) / target - 1) < 0.02
+    assert min(steps) >= 0.95 * target

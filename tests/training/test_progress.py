@@ -144,10 +144,10 @@ def test_samples_of_another_step_or_of_a_syncing_peer_do_not_count() -> None:
     others = {BOB: record(0, samples=40), CAROL: record(1, samples=1000)}
     others[DAVE] = record(0, samples=9, syncing=True)
     swarm = progress(record(0, samples=59), others)
-    assert swarm.forecast.samples(0.0) == 99 and not swarm.forecast.batch_full(0.0)
+    assert swarm.forecast.samples(0.0) == 99 and not swarm.forecast.batch_full(0.0, 0.0)
     assert swarm.forecast.samples_per_s() == 3
     swarm.known.own = record(0, samples=60)
-    assert swarm.forecast.batch_full(0.0) and swarm.forecast.seconds_to_batch(0.0) == 0
+    assert swarm.forecast.batch_full(0.0, 0.0) and swarm.forecast.seconds_to_batch(0.0) == 0
 
 
 def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> None:
@@ -168,6 +168,37 @@ def test_a_peers_count_is_carried_on_for_a_moment_only() -> None:
     swarm = progress(record(samples=50), {BOB: record(samples=10, samples_per_s=4.0)})
     assert swarm.forecast.samples(2.0) == 50 + 10 + 8 and swarm.forecast.seconds_to_batch(0.0) == 40 / 5
     assert swarm.forecast.samples(1000.0) == 50 + 10 + 12
+
+
+@pytest.mark.parametrize(
+    ("since_s", "finished"),
+    [
+        # Of a micro-batch of 8 samples in 2 s, the one that runs; one that just ended is the last.
+        (0.1, 8),
+        (1.9, 8),
+        (2.4, 8),
+        (2.6, 16),
+        # After some seconds without a word nothing more is expected.
+        (5.5, 0),
+    ],
+)
+def test_a_round_is_called_when_the_micro_batches_that_run_fill_the_batch(
+    since_s: float, finished: int
+) -> None:
+    at = 1e9
+    own = record(samples=100 - 20 - finished)
+    bob = record(samples=20, samples_per_s=4.0, batch_s=2.0, counted_at=at)
+    for missing in (0, 1):
+        swarm = progress(msgspec.structs.replace(own, samples=own.samples - missing), {BOB: bob})
+        # His record has just been read: so nothing is added for its age.
+        assert swarm.forecast.batch_full(0.0, at + since_s) is not bool(missing)
+
+
+def test_a_peer_that_has_counted_one_micro_batch_computes_another_like_it() -> None:
+    bob = record(samples=30, samples_per_s=0.0, batch_s=0.0, counted_at=1e9)
+    swarm = progress(record(samples=40), {BOB: bob})
+    assert swarm.forecast.batch_full(0.0, 1e9 + 1.0)
+    assert not swarm.forecast.batch_full(0.0, 1e9 + 10.0)
 
 
 def test_a_boast_of_speed_does_not_let_the_others_await_the_step_all_the_time() -> None:

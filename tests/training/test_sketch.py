@@ -200,7 +200,7 @@ def test_a_late_joiner_gives_up_the_state_of_a_liar_and_loads_another(
     snapshot = Replica.snapshot
     monkeypatch.setattr(Replica, "snapshot", lie)
     with cs.simulate(4, seed=4, samples_per_s=10.0) as sim:
-        sim.join("erin", at=12.0)
+        sim.join("erin", at=7.0)
         parameters = sim.run(train)
         liar, log = sim.swarms["dave"].id.hex(), sim.swarms["erin"].events
     first, second = (e.donors for e in log.recent(StateReceived) if isinstance(e, StateReceived))
