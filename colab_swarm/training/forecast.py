@@ -1,8 +1,9 @@
 """How fast this trainer computes, when the batch of the swarm is full, and what others' figures count for. Pure.
 
 The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
-3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for 3 s at most: a
-peer that is gone must not fill the batch.
+3.1), with those of the micro-batches that they compute now: all peers finish theirs before a round.
+Records are a moment old, so counts are extrapolated at the peers' speed, for 3 s at most: a peer
+that is gone must not fill the batch.
 """
 
 import math
