@@ -114,6 +114,7 @@ class Notice(Event):
     """A sentence for people: on the tunnel, the membership, the clock, the session's end and the like."""
 
     text: str
+    logged: bool = False  # also as a warning, which a script shows by itself
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class PeerRow:
 
     name: str  # chosen by the peer; untrusted
     id: str  # short hex id
-    role: str  # trainer, idle, paused, catching up, assistant or peer; in a simulation its state
+    role: str  # trainer, idle, paused, catching up, away, assistant or peer; in a simulation its state
     step: int  # its global step
     samples_per_s: float  # its speed
     samples: float  # accumulated towards the next step

@@ -155,6 +155,7 @@ from functools import partial
 from typing import Any
 
 from colab_swarm.errors import require
+from colab_swarm.events import Notice
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.bucket_rounds import BucketRounds
 from colab_swarm.mailbox.rounds import CARD, Card, unseal
@@ -185,8 +186,13 @@ def options_for(
         return {} if communication is None else communication.options
     how = "pass 'auto', or swarm.plan(model, step_s=…)"
     require(communication == "auto", f"communication={communication!r:.40}: {how}")
-    if not services.mailbox:
+    if services.mailbox:
+        data = runtime.call(Bucket(services.mailbox, prefix).read(CARD))
+        agreement = unseal(data, Card)[0].agreement if data else ()
+    else:
         trainers, *_ = runtime.call(read_participants(services.dht, prefix))
-        return options_by(elected_agreement(trainers))
-    data = runtime.call(Bucket(services.mailbox, prefix).read(CARD))
-    return options_by(unseal(data, Card)[0].agreement if data else ())
+        agreement = elected_agreement(trainers)
+    options = options_by(agreement)
+    adopted = ", ".join([f"{name}={value}" for name, value in options.items()])
+    services.events.emit(Notice(runtime.time(), f"adopted from the others: {adopted or 'the defaults'}"))
+    return options

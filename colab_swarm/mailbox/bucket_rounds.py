@@ -235,7 +235,7 @@ class BucketRounds(Rounds):
             "at the latest"
         )
         logger.warning("%s", text)
-        self.services.events.emit(Notice(loop_now(), text))
+        self.services.events.emit(Notice(loop_now(), text, logged=True))
 
     def _show_members(self) -> None:
         self.progress.on_records(self._members.records(), now=loop_now())

@@ -362,7 +362,9 @@ class Linker:
         if not self.table.remove(link):
             return
         self.clock.forget(link.peer)
-        self._events.emit(PeerLeft(self._loop.time(), link.peer.hex(), link.lost or ""))
+        # a peer that leaves says nothing of the others, which stay
+        if self._closing is None:
+            self._events.emit(PeerLeft(self._loop.time(), link.peer.hex(), link.lost or ""))
         for listener in tuple(self.lost_listeners):
             listener(link.peer)
 

@@ -107,13 +107,23 @@ def _one_line(paragraph: str) -> str:
 
 
 def shorten_interrupts() -> None:
-    """Let an interrupted cell of this notebook end with one line, if no other package handles its exceptions."""
+    """Let an interrupted cell or script end with one line, if no other package handles its exceptions."""
     ipython = sys.modules.get("IPython")
-    if ipython is None:
-        return
-    shell = ipython.get_ipython()
-    if shell is not None and not shell.custom_exceptions:
+    shell = None
+    if ipython is not None:
+        shell = ipython.get_ipython()
+    if shell is None:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _end_script
+    elif not shell.custom_exceptions:
         shell.set_custom_exc((KeyboardInterrupt,), _show_interrupt)
+
+
+def _end_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("Stopped by Ctrl-C: this peer leaves, and the others train on.", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _show_interrupt(

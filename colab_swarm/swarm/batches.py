@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colab_swarm.errors import require
-from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.samples import samples_of
 
 if TYPE_CHECKING:
     from colab_swarm.notebook.panel import Panel
     from colab_swarm.snapshot import SwarmSnapshot
+    from colab_swarm.swarm.script import ScriptLines
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 _SAME_ORDER = (
@@ -46,9 +46,9 @@ class BatchReader:
         self._device = optimizer.param_groups[0]["params"][0].device
 
     def read(
-        self, max_steps: int, *, panel: "Panel[SwarmSnapshot] | None", line_prefix: str
+        self, max_steps: int, *, panel: "Panel[SwarmSnapshot] | None", lines: "ScriptLines"
     ) -> Iterator[Any]:
-        """Yield batches until the swarm's step ``max_steps``. Without a panel, print a line for each step."""
+        """Yield batches until the swarm's step ``max_steps``. Without a panel, print ``lines``."""
         optimizer = self._optimizer
         optimizer.raises_at_end = False
         if panel is not None:
@@ -56,12 +56,10 @@ class BatchReader:
 
             display(panel)  # type: ignore[no-untyped-call]
         passes = self._passes()
-        printed_step = optimizer.global_step
         while not (optimizer.over or optimizer.global_step >= max_steps):
             yield next(passes)
-            if panel is None and optimizer.global_step > printed_step:
-                print(line_prefix + _step_line(optimizer, max_steps))
-            printed_step = optimizer.global_step
+            if panel is None:
+                lines.on_batch(max_steps)
         if panel is not None:
             panel.refresh()
 
@@ -145,11 +143,3 @@ def _reorders(stream: Any) -> bool:
     # Since its version 5 an epoch shuffles the shards of any stream, unless some of its rows are cut off.
     shuffles_shards = stream.num_shards > 1 and not hasattr(stream, "_shuffling")
     return "Shuffle" in names or (shuffles_shards and "Skip" not in names and "Take" not in names)
-
-
-def _step_line(optimizer: "SwarmOptimizer", max_steps: int) -> str:
-    metrics = optimizer.metrics()
-    peers = count(int(metrics["swarm_peers"]), "peer")
-    speed = f"{metrics['swarm_samples_per_s']:,.1f} samples/s from {peers}"
-    loss = "" if optimizer.loss is None else f"loss {optimizer.loss:.4f}, "
-    return f"step {optimizer.global_step} of {max_steps}: {loss}{speed}"

@@ -7,7 +7,7 @@ network call, no file. Slow readings run in the background and appear a moment l
 import logging
 import statistics
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
@@ -24,6 +24,7 @@ from colab_swarm.events import (
     StepFinished,
     Waited,
 )
+from colab_swarm.invite import Invite
 from colab_swarm.markup import duration, plain, size
 from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
@@ -94,6 +95,7 @@ class Overview:
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
+        self.unsaid = deque[Event](maxlen=100)  # those that a script has not printed yet
         self._samples = defaultdict[str, float](float)  # of the rounds that this peer was in, by hex id
         self.plan: Communication | str | None = None  # of the newest optimizer
         self._silent: Waited | None = None  # the round waits for it
@@ -151,10 +153,15 @@ class Overview:
                 self._samples[member.peer] += member.samples
         if event.bottleneck and event.bottleneck not in self._bottlenecks:
             self._bottlenecks.add(event.bottleneck)
-            self._log(Notice(event.at, f"round {event.step}: {event.explanation}"))
+            self._show(Notice(event.at, f"round {event.step}: {event.explanation}"))
         was_complete = not (event.spans_lost or event.kept_local)
         if not was_complete or any(member.dropped for member in event.members):
             self._log(event)
+
+    def warn(self, sentence: str) -> None:
+        """Print a sentence about the user's data, and record it."""
+        self._services.events.emit(Notice(self._runtime.time(), sentence, logged=True))
+        print(sentence)
 
     def _awaited(self, now: float) -> str:
         wait = self._silent
@@ -164,6 +171,10 @@ class Overview:
         return f"{name}, for {duration(wait.seconds + now - wait.at)}"
 
     def _log(self, event: Event) -> None:
+        self._show(event)
+        self.unsaid.append(event)
+
+    def _show(self, event: Event) -> None:
         self._events = (*self._events[1 - LOG_LINES :], event)
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
@@ -213,14 +224,15 @@ class Overview:
         """Return the snapshot with the progress of the model that this peer trains."""
         progress = trained.collaboration.progress
         eta_s = progress.forecast.seconds_to_batch(now)
+        there = progress.known.there.values()
         return replace(
             snapshot,
             state="training",
             step=progress.known.own.step,
-            samples_per_s=progress.forecast.samples_per_s(),
+            samples_per_s=sum(record.samples_per_s for record in there),
             target_batch_size=progress.forecast.round_samples,
             forecast=self._forecast(),
-            accumulated=sum(record.samples for record in progress.known.all.values()),
+            accumulated=sum(record.samples for record in there),
             own_samples_per_s=progress.known.own.samples_per_s,
             computing=trained.times.share(now),
             eta_s=None if eta_s == float("inf") else eta_s,
@@ -253,7 +265,9 @@ class Overview:
         return names
 
     def peer_of(self, text: str) -> PeerId:
-        """Return the peer of this name, or of these first hex digits; ValueError unless there is exactly one."""
+        """Return the peer of this name, these first hex digits, or this invitation's; ValueError unless it is one."""
+        if "." in text:
+            return Invite.parse(text, now=0.0).key.id
         names = dict.fromkeys(self._services.peers.linked(), "")
         for optimizer in self._optimizers.values():
             for peer, record in optimizer.collaboration.progress.known.all.items():
@@ -320,11 +334,17 @@ def peer_rows(
 ) -> tuple[PeerRow, ...]:
     """Return a row per peer: those that train, those that assist, this one, others linked."""
     rows: dict[PeerId, PeerRow] = {}
+    step = 0
+    if peers.id in trainers:
+        step = trainers[peers.id].step
+    elif trainers:
+        step = statistics.median_high([record.step for record in trainers.values()])
     for peer, record in sorted(trainers.items()):
+        role = _role(record, step)
         rows[peer] = replace(
-            _row(peers, peer, record.name, _role(record), bool(record.addresses)),
+            _row(peers, peer, record.name, role, bool(record.addresses)),
             step=record.step,
-            samples_per_s=0.0 if record.absent else record.samples_per_s,
+            samples_per_s=0.0 if record.absent or role == "away" else record.samples_per_s,
             samples=record.samples,
             upload_bps=record.upload_bps,
             download_bps=record.download_bps,
@@ -338,14 +358,14 @@ def peer_rows(
     return tuple(rows.values())
 
 
-def _role(record: ProgressRecord) -> str:
+def _role(record: ProgressRecord, step: int) -> str:
     if record.idle and not record.paused:
         return "idle"
     if record.syncing:
         return "catching up"
     if record.paused:
         return "paused"
-    return "trainer"
+    return "trainer" if record.there(step) else "away"
 
 
 def _row(peers: Peers, peer: PeerId, name: str, role: str, reachable: bool | None) -> PeerRow:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from colab_swarm.dht.service import on_loop
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
-from colab_swarm.events import Notice
-from colab_swarm.invite import Invite, Setting
+from colab_swarm.invite import Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.explanation import shorten_interrupts
@@ -165,9 +164,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         with it. Raises PermissionError without authority over the run, ValueError unless one peer matches.
         """
         network = self._require_network()
-        if isinstance(peer, str) and "." in peer:
-            peer = Invite.parse(peer, now=0.0).key.id
-        elif isinstance(peer, str):
+        if isinstance(peer, str):
             peer = self._overview.peer_of(peer)
         self.runtime.call(on_loop(partial(network.trust.revoke, peer)))
 
@@ -268,31 +265,30 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             gb_per_hour=gb_per_hour,
         )
 
-    def batches(self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int) -> Iterator[Any]:
+    def batches(
+        self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int, log_every: int = 1
+    ) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
 
         Each peer reads a shuffled `DataLoader` in an order of its own, and continues at its position after a
         restart. ``optimizer.step()`` knows the samples of a batch; where its parts disagree, pass ``samples=``. The
-        panel stays live; without a front-end a line is printed for each step. The session's end hands samples over.
+        panel stays live; without a front-end a line is printed for each event, and each ``log_every`` steps. The
+        session's end hands samples over.
 
         Raises ValueError if the loader gives no batch.
         """
         from colab_swarm.swarm.batches import BatchReader
+        from colab_swarm.swarm.script import ScriptLines
 
-        simulated = self.network is None
+        overview = None if self.network is None else self._overview
+        lines = ScriptLines(optimizer, overview, name=self.name, every=log_every)
         panel = None
-        line_prefix = ""
-        if simulated:
-            line_prefix = f"{self.name}: "
-        elif has_frontend():
+        if overview is not None and has_frontend():
             panel = self.panel()
-
-        def warn(sentence: str) -> None:
-            self.events.emit(Notice(self.runtime.time(), sentence))
-            print(sentence)
-
-        reader = BatchReader(loader, optimizer, peer=self.id, warn=warn)
-        return reader.read(max_steps, panel=panel, line_prefix=line_prefix)
+        else:
+            self.runtime.while_waiting(lines.tick)
+        reader = BatchReader(loader, optimizer, peer=self.id, warn=self._overview.warn)
+        return reader.read(max_steps, panel=panel, lines=lines)
 
     def elastic_optimizer(
         self, optimizer: "Optimizer", *, peers: int, name: str = "model", **options: Any

@@ -10,7 +10,8 @@ from contextlib import aclosing, suppress
 from enum import Enum
 
 from colab_swarm.errors import PeerError
-from colab_swarm.events import BatchDropped, Loaded, StepFinished
+from colab_swarm.events import BatchDropped, Loaded, Notice, StepFinished
+from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.records import StepTaken
@@ -42,6 +43,8 @@ class Collaboration:
         self._services = rounds.services
         self._aside = False  # a round runs beside the trainer, which computes on
         self._steps_alone = 0  # since the last round
+        self._private_steps = 0  # global steps that no other peer took part in, since the last that one did
+        self._dropped = ""  # what a peer that catches up loses, in words; empty if it had no state
         self._complete = False  # whether enough peers have trained at the same time, for the first step
 
     def _enter(self, event: TrainerEvent) -> None:
@@ -260,6 +263,9 @@ class Collaboration:
         result = outcome.result
         now = loop_now()
         step = known.own.step
+        self._private_steps += 1
+        if result.samples.keys() - {known.me}:
+            self._private_steps = 0
         self.progress.on_round(result.announced, step, taken.lineage, samples=result.samples, now=now)
         self._services.events.emit(StepFinished(now, step, sum(result.samples.values()), known.own.loss))
         await self.rounds.on_applied(outcome, taken)
@@ -270,7 +276,11 @@ class Collaboration:
         Raises `StateError` if the state is not to be had, and this peer has none; `MismatchError` if the swarm
         trains with other settings.
         """
-        has_state = not self.progress.known.own.syncing
+        own = self.progress.known.own
+        has_state = not own.syncing
+        if has_state:
+            steps = count(self._private_steps, "step")
+            self._dropped = f"{steps} that it took alone and {own.samples:g} samples are dropped"
         self._enter(TrainerEvent.FELL_BEHIND)
         self.progress.known.update(syncing=True, samples=0.0, idle=False)
         try:
@@ -278,6 +288,7 @@ class Collaboration:
         finally:
             self.rounds.throughput.active_at = loop_now()
         if caught_up is None:
+            self._dropped = ""
             self._catch_up_done()
         return caught_up
 
@@ -287,6 +298,11 @@ class Collaboration:
         self._steps_alone = 0
         if (own.step, own.lineage) != (step, lineage):
             self.rounds.adopt(step, lineage)
+        if self._dropped:
+            text = f"this peer was behind: it goes on at step {step}; {self._dropped}"
+            self._services.events.emit(Notice(loop_now(), text))
+            self._dropped = ""
+        self._private_steps = 0
         self.rounds.on_loaded(donors)
         self._catch_up_done()
         if self._services.events.detailed:

@@ -161,6 +161,12 @@ class KnownRecords:
         """The names of the peers that train now, this one included."""
         return [self.own.name, *sorted(record.name for record in self.others.values() if record.computes)]
 
+    @property
+    def there(self) -> dict[PeerId, ProgressRecord]:
+        """The records of the peers that train with this one now, its own included. Thread-safe."""
+        own_step = self.own.step
+        return {peer: record for peer, record in list(self.all.items()) if record.there(own_step)}
+
     def participants(self, step: int, lineage: bytes) -> set[PeerId]:
         """Return the peers at a step and lineage, and those that catch up; none that are absent."""
         members = set[PeerId]()

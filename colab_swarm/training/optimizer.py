@@ -173,12 +173,11 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def metrics(self) -> dict[str, float]:
         """Return the swarm's step, the peers that train, and their samples per second."""
-        progress = self.collaboration.progress
-        training = [record for record in progress.known.all.values() if record.computes]
+        there = self.collaboration.progress.known.there.values()
         return {
             "swarm_step": float(self.global_step),
-            "swarm_peers": float(len(training)),
-            "swarm_samples_per_s": progress.forecast.samples_per_s(),
+            "swarm_peers": float(len(there)),
+            "swarm_samples_per_s": sum(record.samples_per_s for record in there),
         }
 
     @property

@@ -21,6 +21,7 @@ MAX_PAIR_TEXT = 100
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_PAIR_TEXT)]
 MOST_MIN_PEERS = 256
 _FewPeers = Annotated[int, msgspec.Meta(ge=0, le=MOST_MIN_PEERS)]
+STEPS_BEHIND = 2  # of a peer that is there: one that was stopped stays further behind
 MAX_RATES = 8
 Rates = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_RATES)]
 Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]
@@ -69,6 +70,10 @@ class ProgressRecord(Message, frozen=True):
     def computes(self) -> bool:
         """True if the peer has the state and computes: its samples count, rounds wait for it."""
         return not (self.syncing or self.absent)
+
+    def there(self, step: int) -> bool:
+        """Return True if the peer computes with those of a ``step``: one that was stopped says so no more."""
+        return self.computes and self.step >= step - STEPS_BEHIND
 
 
 @dataclass(frozen=True)

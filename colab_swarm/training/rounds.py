@@ -157,7 +157,7 @@ class Rounds(ABC):
         self._told_of_peers = True
         text = f"the first step waits until {count} peers train; now {', '.join(training)}"
         logger.warning("%s", text)
-        self.services.events.emit(Notice(loop_now(), text))
+        self.services.events.emit(Notice(loop_now(), text, logged=True))
 
     def on_batch(self, samples: float) -> None:
         """The trainer has computed a micro-batch, which its record counts."""

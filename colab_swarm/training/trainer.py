@@ -149,7 +149,7 @@ class Trainer:
                 "were they loaded or changed? The others average it all the same"
             )
             logger.warning("%s", text)
-            self._services.events.emit(Notice(self._runtime.time(), text))
+            self._services.events.emit(Notice(self._runtime.time(), text, logged=True))
         result = None
         async with aclosing(self._collaboration.contribute(contribution, aside=aside)) as outcomes:
             async for outcome in outcomes:

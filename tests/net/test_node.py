@@ -131,6 +131,17 @@ async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
     await alice.close()
 
 
+async def test_a_peer_that_leaves_does_not_say_that_the_others_left() -> None:
+    events = EventLog()
+    async with peers("alice") as (alice,):
+        bob = await start("bob", events=events)
+        bob.learn(alice.contact)
+        await bob.call(alice.id, Echo(), Echo, timeout_s=5)
+        await bob.close()
+        assert [event.peer for event in events.recent(PeerJoined)] == [alice.id.hex()]
+        assert not events.recent(PeerLeft)
+
+
 @pytest.mark.parametrize(("own", "other"), [(SMALL, BIG), (BIG, SMALL)])
 def test_of_links_dialled_at_once_both_ends_use_one_but_a_later_one_wins(own: PeerId, other: PeerId) -> None:
     table: Any = LinkTable(own)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.events import RoundFinished
+from colab_swarm.events import Notice, RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.communication import ENOUGH, HOME_BPS, WAYS, plan_communication
 from colab_swarm.training.settings import TrainingSettings
@@ -121,7 +121,12 @@ def test_a_joiner_adopts_what_the_others_agreed_on_and_the_panel_compares(mailbo
         assert re.fullmatch(r".+ B in .+ s\nforecast .+ MB in .+ s", forecast)
         sim.join("bob")
         bob, _ = sim.run(lambda swarm: work(swarm) if swarm.name == "bob" else None)["bob"]
+        notices = [notice.text for notice in sim.swarms["bob"].events.recent(Notice)]
     assert bob == replace(alice, mean_compression=bob.mean_compression)
+    assert any(
+        text.startswith("adopted from the others: compression=sparseloco, ") and "local_steps=3" in text
+        for text in notices
+    )
 
 
 def test_a_communication_that_is_none_is_refused() -> None:

@@ -388,3 +388,19 @@ def test_no_round_waits_for_idle_peers() -> None:
         BOB,
         CAROL,
     }
+
+
+@pytest.mark.parametrize(
+    ("other", "there"),
+    [
+        pytest.param(record(9), True, id="beside"),
+        pytest.param(record(7), True, id="a round late"),
+        pytest.param(record(30), True, id="ahead"),
+        pytest.param(record(6), False, id="stopped"),
+        pytest.param(record(9, paused=True), False, id="paused"),
+        pytest.param(record(9, syncing=True), False, id="catching up"),
+    ],
+)
+def test_only_peers_that_are_there_are_counted(other: ProgressRecord, there: bool) -> None:
+    swarm = progress(record(9), {BOB: other})
+    assert (BOB in swarm.known.there) is there and ALICE in swarm.known.there

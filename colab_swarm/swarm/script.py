@@ -1,0 +1,119 @@
+"""What a script prints in place of a panel: a line for each event, and for each step or every so many."""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from colab_swarm.errors import require
+from colab_swarm.events import Event, Notice, PeerJoined, PeerLeft, Waited
+from colab_swarm.markup import count
+from colab_swarm.net.peers import PeerId
+from colab_swarm.snapshot import describe
+
+if TYPE_CHECKING:
+    from colab_swarm.swarm.overview import Overview
+    from colab_swarm.training.optimizer import SwarmOptimizer
+
+LOOK_EVERY_S = 0.25
+_LONG_WAIT_S = 1.0  # shorter waits belong to every round
+
+
+class Attendance:
+    """Who trains with this peer, from one look to the next. Pure."""
+
+    def __init__(self) -> None:
+        self._there: Mapping[PeerId, str] = {}
+        self._seen = set[PeerId]()
+        self._reasons: dict[str, str] = {}  # why a link ended, by hex id
+
+    def on_left(self, event: PeerLeft) -> None:
+        self._reasons[event.peer] = event.reason
+
+    def look(self, there: Mapping[PeerId, str]) -> list[str]:
+        """Return a line for each peer that joined, left or came back; ``there`` are the names of those that train."""
+        lines = []
+        for peer, name in there.items():
+            if peer in self._there:
+                continue
+            self._reasons.pop(peer.hex(), None)
+            lines.append(f"{name} is back" if peer in self._seen else f"{name} joined")
+        for peer, name in self._there.items():
+            if peer in there:
+                continue
+            reason = self._reasons.pop(peer.hex(), "")
+            if reason == "the peer left":
+                lines.append(f"{name} left")
+            else:
+                lines.append(f"{name} is away{reason and f': {reason}'}")
+        self._there = dict(there)
+        self._seen |= there.keys()
+        return lines
+
+
+class ScriptLines:
+    """Prints the lines on the user's thread: after each batch, and while that thread waits for a round.
+
+    ``overview`` has the log of this peer; None in a simulation, which prints steps only, with the peer's ``name``.
+    ``every``: steps from one step's line to the next.
+    """
+
+    def __init__(
+        self, optimizer: "SwarmOptimizer", overview: "Overview | None", *, name: str, every: int
+    ) -> None:
+        text = f"log_every={every!r}: pass a number of steps, such as 10"
+        require(isinstance(every, int) and every >= 1, text)
+        self._optimizer = optimizer
+        self._overview = overview
+        self._prefix = f"{name}: " if overview is None else ""
+        self._every = every
+        self._attendance = Attendance()
+        self._printed_step = optimizer.global_step
+        self._looked_at = float("-inf")
+
+    def tick(self) -> None:
+        """Print the lines of events, at most four times a second."""
+        now = time.monotonic()
+        if self._overview is None or now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        names = self._overview.names()
+        unsaid = self._overview.unsaid
+        while unsaid:
+            event = unsaid.popleft()
+            if isinstance(event, PeerLeft):
+                self._attendance.on_left(event)
+            elif _is_news(event):
+                print(describe(event, names), flush=True)
+        known = self._optimizer.collaboration.progress.known
+        there = {peer: record.name for peer, record in known.there.items() if peer != known.me}
+        for line in self._attendance.look(there):
+            print(line, flush=True)
+
+    def on_batch(self, max_steps: int) -> None:
+        """Print what happened, and the step's line if one is due."""
+        self.tick()
+        step = self._optimizer.global_step
+        # a peer that catches up takes several steps at once
+        is_due = step // self._every > self._printed_step // self._every
+        is_last = step >= max_steps > self._printed_step
+        if is_due or is_last:
+            print(self._prefix + _step_line(self._optimizer, step, max_steps), flush=True)
+        self._printed_step = step
+
+
+def _is_news(event: Event) -> bool:
+    """Return True if the event gets a line; a warning was shown, and `Attendance` tells of peers."""
+    match event:
+        case Notice(logged=logged):
+            return not logged
+        case Waited(seconds=seconds):
+            return seconds >= _LONG_WAIT_S
+    return not isinstance(event, PeerJoined)
+
+
+def _step_line(optimizer: "SwarmOptimizer", step: int, max_steps: int) -> str:
+    metrics = optimizer.metrics()
+    peers = count(int(metrics["swarm_peers"]), "peer")
+    speed = f"{metrics['swarm_samples_per_s']:,.1f} samples/s from {peers}"
+    loss = "" if optimizer.loss is None else f"loss {optimizer.loss:.4f}, "
+    return f"step {step} of {max_steps}: {loss}{speed}"

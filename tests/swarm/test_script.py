@@ -1,0 +1,136 @@
+"""What a script prints: steps, and a line for each event."""
+
+import sys
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.events import BatchDropped, Event, Notice, PeerJoined, PeerLeft, Waited
+from colab_swarm.net.peers import PeerId
+from colab_swarm.notebook.explanation import shorten_interrupts
+from colab_swarm.swarm.script import Attendance, ScriptLines
+from colab_swarm.swarm.swarm import Swarm
+from tests.training import toy
+from tests.training.test_progress import record
+
+BOB, CAROL = (PeerId(bytes([n]) * 32) for n in (11, 12))
+BOB_ONLY = {BOB: "bob"}
+
+
+@pytest.mark.parametrize(
+    ("looks", "reason", "last"),
+    [
+        pytest.param([{}, BOB_ONLY], "", ["bob joined"], id="joined"),
+        pytest.param([BOB_ONLY, BOB_ONLY], "", [], id="nothing new"),
+        pytest.param([BOB_ONLY, {}], "the peer left", ["bob left"], id="left"),
+        pytest.param([BOB_ONLY, {}], "silent for 45 s", ["bob is away: silent for 45 s"], id="frozen"),
+        pytest.param([BOB_ONLY, {}], "", ["bob is away"], id="paused or stopped"),
+        pytest.param([BOB_ONLY, {}, BOB_ONLY], "", ["bob is back"], id="back"),
+        pytest.param(
+            [BOB_ONLY, {CAROL: "carol"}], "the peer left", ["carol joined", "bob left"], id="in turn"
+        ),
+    ],
+)
+def test_a_look_tells_who_joined_left_and_came_back(
+    looks: list[dict[PeerId, str]], reason: str, last: list[str]
+) -> None:
+    attendance = Attendance()
+    *earlier, now = looks
+    for look in earlier:
+        attendance.look(look)
+    if reason:
+        attendance.on_left(PeerLeft(0.0, BOB.hex(), reason))
+    assert attendance.look(now) == last
+
+
+def lines_of(*events: Event, there: dict[PeerId, Any] | None = None) -> ScriptLines:
+    known = SimpleNamespace(me=CAROL, there={CAROL: record(0), **(there or {})})
+    optimizer: Any = SimpleNamespace(
+        global_step=0, collaboration=SimpleNamespace(progress=SimpleNamespace(known=known))
+    )
+    overview: Any = SimpleNamespace(names=lambda: {BOB.hex()[:8]: "bob"}, unsaid=deque(events))
+    return ScriptLines(optimizer, overview, name="carol", every=1)
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (Waited(0.0, BOB.hex(), "to organize a round", 4.4), "waited 4.4 s for bob: to organize a round"),
+        (Waited(0.0, BOB.hex(), "to organize a round", 0.4), ""),
+        (Notice(0.0, "adopted from the others: local_steps=30"), "adopted from the others: local_steps=30"),
+        (Notice(0.0, "the first step waits until 2 peers train", logged=True), ""),
+        (PeerJoined(0.0, BOB.hex()), ""),
+        (BatchDropped(0.0, "a gradient was not finite"), "batch dropped: a gradient was not finite"),
+    ],
+)
+def test_an_event_gets_its_line_once(event: Event, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(event)
+    lines.tick()
+    lines.tick()
+    assert capsys.readouterr().out.strip() == line
+
+
+def test_the_own_peer_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
+    lines_of(there={BOB: record(0)}).tick()
+    assert capsys.readouterr().out == "x joined\n"
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (10, [5])])
+def test_log_every_thins_the_lines_of_steps(
+    every: int, steps: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(swarm: Swarm) -> None:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=4)
+        for batch in swarm.batches([torch.zeros(4, 8)], optimizer, max_steps=5, log_every=every):
+            net(batch).mean().backward()
+            optimizer.step()
+
+    toy.alone(train)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " of 5: " in line]
+    assert [int(line.split()[2]) for line in lines] == steps
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5])
+def test_a_wrong_log_every_is_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match="pass a number of steps"):
+        ScriptLines(SimpleNamespace(), None, name="alice", every=every)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_ends_a_script_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    shorten_interrupts()
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "Stopped by Ctrl-C: this peer leaves, and the others train on.\n"
+    sys.excepthook(ValueError, ValueError("lr=None"), None)
+    assert "ValueError: lr=None" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_peer_that_was_away_says_what_it_drops() -> None:
+    """Bob trains alone for a while, then takes the others' state."""
+    notices: list[str] = []
+
+    def train(swarm: Swarm) -> None:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=12)
+        while not notices:
+            toy.loss_of(net, optimizer.global_step).backward()
+            optimizer.step(samples=2)
+            for notice in swarm.events.recent(Notice):
+                if "took alone" in notice.text:
+                    notices.append(f"{swarm.name}: {notice.text}")
+
+    with cs.simulate(peers=3, network="lan") as simulation:
+        simulation.network.at(4.0).partition({"bob"}, {"alice", "carol"})
+        simulation.network.at(40.0).heal()
+        simulation.run(train, seconds=200.0)
+        assert [fired.name for fired in simulation.network.fired] == ["partition", "heal"]
+    assert notices[0].startswith("bob: this peer was behind: it goes on at step ")
+    assert "; 0 steps" not in notices[0] and notices[0].endswith(" samples are dropped")
