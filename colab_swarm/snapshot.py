@@ -1,11 +1,13 @@
 """Snapshots of a swarm for people: frozen records that `Swarm` makes and views draw."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from colab_swarm import events
-from colab_swarm.markup import count
+from colab_swarm.markup import aligned, count, duration, facts, plain
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,59 @@ class PeerRow:
     upload_bps: float | None = None  # by its own report, bits per second; None if it reports none
     download_bps: float | None = None
     loss: float | None = None  # of its last batches; None if unknown
+    heard_s: float | None = None  # since it was last heard of, seconds; None: it is this peer, or unknown
+
+
+_COLUMNS = ("peer", "role", "step", "samples/s", "loss", "last heard of")
+
+
+class PeerTable(tuple[PeerRow, ...]):
+    """The peers of a run, as this peer knows them: a table if it is printed, or the last value of a cell."""
+
+    __slots__ = ()
+
+    def progress(self) -> dict[str, Any]:
+        """Return the trainers' step, mean loss, speed and names: of those that are there."""
+        training = [peer for peer in self if peer.role == "trainer"]
+        losses = [peer.loss for peer in training if peer.loss is not None]
+        return {
+            "step": max((peer.step for peer in training), default=0),
+            "loss": statistics.fmean(losses) if losses else None,
+            "samples_per_s": sum(peer.samples_per_s for peer in training),
+            "training": [plain(peer.name, 40) for peer in training],
+        }
+
+    def line(self) -> str:
+        """Return the trainers' progress in a line."""
+        progress = self.progress()
+        if not progress["training"]:
+            return f"nobody trains; {count(len(self), 'peer')} here"
+        loss = "" if progress["loss"] is None else f"loss {progress['loss']:.3f}   "
+        speed = f"{progress['samples_per_s']:,.1f} samples/s"
+        return f"step {progress['step']}   {loss}{speed} from {', '.join(progress['training'])}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for peer in self:
+            name = plain(peer.name, 40)
+            heard = "" if peer.heard_s is None else f"{duration(peer.heard_s)} ago"
+            loss = "" if peer.loss is None else f"{peer.loss:.4f}"
+            if peer.me:
+                name += " (me)"
+                heard = "now"
+            step = ""
+            speed = ""
+            if peer.step or peer.role == "trainer":
+                step = f"{peer.step:,}"
+                speed = f"{peer.samples_per_s:,.1f}"
+            rows.append((name, plain(peer.role), step, speed, loss, heard))
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(aligned([_COLUMNS, *self._rows()]))
+
+    def _repr_html_(self) -> str:
+        return facts(count(len(self), "peer"), {}, _COLUMNS, self._rows())
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ LAYERS = [
         "workunits.client",
     },
     {"backbone", "integrations", "workunits.__init__"},
-    {"cli", "experiments", "__init__"},
+    {"cli", "experiments", "__init__", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht", "backbone"}

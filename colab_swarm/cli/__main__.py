@@ -12,29 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
-from colab_swarm.cli.options import (
-    COORDINATE,
-    CREATE,
-    DEMO,
-    DOCTOR,
-    EXPERTS,
-    JOIN,
-    MAX_HOURS,
-    NETWORK,
-    RELAY,
-    VOLUNTEER,
-    Arguments,
-)
-from colab_swarm.errors import SwarmError, require
+from colab_swarm.cli import options as usage
+from colab_swarm.errors import JoinError, MismatchError, SwarmError, require
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.markup import count
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.notebook.explanation import install_line
+from colab_swarm.snapshot import PeerTable
 from colab_swarm.swarm.joining import create, join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
@@ -45,23 +35,16 @@ Options: TypeAlias = argparse.Namespace
 class Command(NamedTuple):
     run: Callable[[Options], None]  # ``_name``
     help: str
-    arguments: Arguments
+    arguments: usage.Arguments
     examples: tuple[str, ...]  # without the program's name
     aliases: tuple[str, ...] = ()
 
 
 STATUS_EVERY_S = 5.0
 LOOK_S = 0.2
+_READ_S = 10.0  # in which a visitor finds the trainers' records
 DEMO_S = 600.0  # time limit
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
-ABOUT = "Train one large model together with others."
-START = """three to start with:
-  colab-swarm demo                  see four peers train here, in 2 minutes
-  colab-swarm create my-run         start a run; it prints the invitation
-  colab-swarm join 'swarm://…'    join a run with its invitation
-'colab-swarm COMMAND --help' shows a command's options and examples."""
-NEXT = """Next: colab-swarm create my-run         start your own run and send its invitation to a friend,
-      colab-swarm join 'swarm://…'    who trains with you. In a notebook: cs.connect()"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "colab-swarm",
-        description=ABOUT,
-        epilog=START,
+        description=usage.ABOUT,
+        epilog=usage.START,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"colab-swarm {_version()}")
@@ -110,7 +93,7 @@ def _add_command(commands: Any, command: Command) -> None:
     for name, (text, settings) in command.arguments.items():
         if settings.get("default") not in (None, "", []):
             text += " (default: %(default)s)"
-        group = network if name in NETWORK else parser
+        group = network if name in usage.NETWORK else parser
         group.add_argument(name, help=text, **settings)
 
 
@@ -197,25 +180,50 @@ def _step_line(step: dict[str, Any], last: int = 0) -> str:
 
 def _report_facts(options: Options, facts: dict[str, str]) -> None:
     for kind, fact in facts.items():
-        _report(options, kind, **{kind: fact})
+        _report(options, kind, f"{kind:>9}  {fact}", **{kind: fact})
 
 
 def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
-    until = time.monotonic() + 3600 * (hours or MAX_HOURS)
+    until = time.monotonic() + 3600 * (hours or usage.MAX_HOURS)
     _report_facts(options, facts)
     if not options.json_lines:
         print("Press Ctrl-C to stop.", flush=True)
+    printed = ""
     while time.monotonic() < until:
         time.sleep(STATUS_EVERY_S)
         snapshot = swarm.snapshot()
-        _report(
-            options,
-            "status",
-            peers=len(snapshot.peers),
-            reached=snapshot.reached,
-            sent=snapshot.sent_bytes,
-            received=snapshot.received_bytes,
-        )
+        table = PeerTable(snapshot.peers)
+        line = table.line()
+        if options.json_lines or line != printed:
+            _report(
+                options,
+                "status",
+                f"{'status':>9}  {line}",
+                peers=len(snapshot.peers),
+                reached=snapshot.reached,
+                sent=snapshot.sent_bytes,
+                received=snapshot.received_bytes,
+                **table.progress(),
+            )
+        printed = line
+
+
+def _status(options: Options) -> None:
+    if options.invite is None:
+        print(join())
+        return
+    visit = NetworkOptions(listen=False, lan=False)
+    with join(options.invite, peer_name="status", options=visit, accept_terms=options.accept_terms) as swarm:
+        text = "the run's rounds are in a bucket, where no peer is online to ask: look at a trainer's panel"
+        require(not swarm.services.mailbox, text, JoinError)
+        until = time.monotonic() + _READ_S
+        peers = swarm.peers
+        while time.monotonic() < until and not any(peer.role == "trainer" for peer in peers):
+            time.sleep(LOOK_S)
+            peers = swarm.peers
+        others = PeerTable(peer for peer in peers if not peer.me)
+        text = f"{swarm.run}: {others.line()}\n{others}"
+        _report(options, "status", text, peers=[asdict(peer) for peer in others], **others.progress())
 
 
 class _Crew:
@@ -296,7 +304,7 @@ def _demo(options: Options) -> None:
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")
     _say(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}")
-    _say(f"\n{NEXT}")
+    _say(f"\n{usage.NEXT}")
 
 
 def _demo_line(name: str, event: dict[str, Any], steps: int) -> str:
@@ -415,18 +423,21 @@ def _train(options: Options) -> None:
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
 
-    until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
+    until = time.monotonic() + 3600 * (options.hours or usage.MAX_HOURS)
     with _joined(options, mailbox=options.mailbox) as swarm:
         swarm.events.listen(partial(_report_event, options, swarm))
         model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
-        optimizer = swarm.optimizer(
-            Lamb(parameter_groups(model), lr=options.lr),
-            target_batch_size=options.target_batch_size,
-            max_grad_norm=1.0,
-            compression=options.compression,
-            overlap=options.overlap,
-            local_steps=options.local_steps,
-        )
+        try:
+            optimizer = swarm.optimizer(
+                Lamb(parameter_groups(model), lr=options.lr),
+                target_batch_size=options.target_batch_size,
+                max_grad_norm=1.0,
+                compression=options.compression,
+                overlap=options.overlap,
+                local_steps=options.local_steps,
+            )
+        except MismatchError as error:
+            raise MismatchError(f"{error}. {usage.ALBERT_ONLY}") from error
         _report(options, "training", step=optimizer.global_step)
         for batch in batches:
             if time.monotonic() > until or (options.steps and optimizer.global_step >= options.steps):
@@ -489,7 +500,7 @@ def _volunteer(options: Options) -> None:
     from colab_swarm.notebook.units_view import volunteer_line
     from colab_swarm.workunits.volunteering import volunteer
 
-    until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
+    until = time.monotonic() + 3600 * (options.hours or usage.MAX_HOURS)
     settings = _set_values(options, "trust_code", "units", "name", "folder", "device", "accept_terms")
     volunteering = volunteer(options.link, **settings)
 
@@ -510,12 +521,15 @@ def _volunteer(options: Options) -> None:
 
 COMMANDS = (
     Command(
-        _demo, "train ALBERT-tiny with several processes here; 2 minutes", DEMO, ("demo", "demo --steps 20")
+        _demo,
+        "train ALBERT-tiny with several processes here; 2 minutes",
+        usage.DEMO,
+        ("demo", "demo --steps 20"),
     ),
     Command(
         _create,
         "create a run and stay online as a peer that others can reach",
-        CREATE,
+        usage.CREATE,
         (
             "create my-run",
             "create my-run --port 4500 --announce ws://203.0.113.7:4500 --identity backbone.key",
@@ -526,8 +540,8 @@ COMMANDS = (
     ),
     Command(
         _join,
-        "join a run and train, or only reduce for the trainers",
-        JOIN,
+        "join a run and train the recipe's ALBERT, or only reduce for the trainers of any model",
+        usage.JOIN,
         (
             "join 'swarm://…'",
             "join 'swarm://…' --size large --text notes.txt --compression int8",
@@ -538,19 +552,25 @@ COMMANDS = (
     Command(
         _doctor,
         "check whether this machine can take part",
-        DOCTOR,
+        usage.DOCTOR,
         ("doctor", "doctor 'swarm://…'", "doctor --size large"),
+    ),
+    Command(
+        _status,
+        "show a run's peers, step, loss and speed; without an invitation, the runs in the local network",
+        usage.STATUS,
+        ("status", "status 'swarm://…'", "status 'swarm://…' --json-lines"),
     ),
     Command(
         _relay,
         "join a run and relay for peers that cannot be dialled",
-        RELAY,
+        usage.RELAY,
         ("relay 'swarm://…'", "relay 'swarm://…' --gb 50 --mbit-s 20"),
     ),
     Command(
         _experts,
         "join a run and host experts for the trainers",
-        EXPERTS,
+        usage.EXPERTS,
         (
             "experts 'swarm://…' ffn --grid 16x16 --dim 512",
             "experts 'swarm://…' block --grid 4x4 --dim 512 --heads 8 --count 4 --folder saves",
@@ -559,7 +579,7 @@ COMMANDS = (
     Command(
         _coordinate,
         "hand out a job in work units to volunteers",
-        COORDINATE,
+        usage.COORDINATE,
         (
             "coordinate job.py",
             "coordinate job.py --tunnel cloudflared",
@@ -569,7 +589,7 @@ COMMANDS = (
     Command(
         _volunteer,
         "train work units; needs outgoing HTTPS only",
-        VOLUNTEER,
+        usage.VOLUNTEER,
         ("volunteer 'swarm://…'", "volunteer 'swarm://…' --units 2 --device cuda:1 --hours 8"),
     ),
 )

@@ -1,4 +1,4 @@
-"""The options of each command, with their help, defaults and types."""
+"""The options of each command, with their help, defaults and types; and what the command line says."""
 
 import argparse
 from typing import Any, Literal, TypeAlias
@@ -7,6 +7,18 @@ Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]  # help, settings o
 MAX_HOURS = 24 * 365
 TUNNELS = ("ngrok", "cloudflared")
 SIZES = ("tiny", "base", "large", "xlarge")
+ABOUT = "Train one large model together with others."
+START = """three to start with:
+  colab-swarm demo                  see four peers train here, in 2 minutes
+  colab-swarm create my-run         start a run; it prints the invitation
+  colab-swarm join 'swarm://…'    train the recipe's ALBERT in a run with its invitation
+'colab-swarm COMMAND --help' shows a command's options and examples."""
+ALBERT_ONLY = (
+    "This command trains the recipe's ALBERT only. Where the run trains another model, use cs.join(…) in Python, "
+    "or help its trainers with --reduce-only"
+)
+NEXT = """Next: colab-swarm create my-run         start your own run and send its invitation to a friend,
+      colab-swarm join 'swarm://…'    who trains ALBERT with you. Your own model: cs.create(…) in Python"""
 
 
 def number_or_auto(text: str) -> int | Literal["auto"]:
@@ -60,6 +72,7 @@ DOCTOR: Arguments = {
     "invite": ("also check this run", {"nargs": "?"}),
     "--size": ("size of the ALBERT to train", {"choices": SIZES}),
 }
+STATUS: Arguments = {"invite": ("invitation of the run", {"nargs": "?"}), **COMMON}
 CREATE: Arguments = {
     "run": ("name of the run, or a run.toml with its settings", {}),
     "--hours": ("life of the invitation; default: 24, with --mailbox 720", HOURS),

@@ -5,6 +5,7 @@ import time
 from importlib.util import find_spec
 from typing import Any, Self
 
+from colab_swarm.invite import Invite
 from colab_swarm.net.lan import LanSwarm
 from colab_swarm.notebook.theme import Document
 from colab_swarm.project import notebook_links
@@ -40,6 +41,17 @@ class Invitation(str):
         invitation = super().__new__(cls, text)
         vars(invitation).update(facts)
         return invitation
+
+    @classmethod
+    def of(cls, invite: Invite) -> Self:
+        return cls(
+            str(invite),
+            run=invite.name,
+            role=invite.role.name.lower(),
+            expires_at=invite.expires_at,
+            uses=invite.uses or None,
+            warning=invite.warning,
+        )
 
     def described(self) -> str:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))

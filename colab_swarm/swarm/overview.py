@@ -195,7 +195,7 @@ class Overview:
             me=self._name,
             reached=reached,
             state="joined",
-            peers=peer_rows(self._services.peers, self._name, trainers, assistants),
+            peers=peer_rows(self._services.peers, self._name, trainers, assistants, now),
             step=0,
             samples_per_s=0.0,
             target_batch_size=0.0,
@@ -331,8 +331,9 @@ def peer_rows(
     own_name: str,
     trainers: Mapping[PeerId, ProgressRecord],
     assistants: Mapping[PeerId, AssistantRecord],
+    now: float,
 ) -> tuple[PeerRow, ...]:
-    """Return a row per peer: those that train, those that assist, this one, others linked."""
+    """Return a row per peer: those that train, those that assist, this one, others linked; ``now`` is loop time."""
     rows: dict[PeerId, PeerRow] = {}
     step = 0
     if peers.id in trainers:
@@ -342,19 +343,20 @@ def peer_rows(
     for peer, record in sorted(trainers.items()):
         role = _role(record, step)
         rows[peer] = replace(
-            _row(peers, peer, record.name, role, bool(record.addresses)),
+            _row(peers, peer, record.name, role, bool(record.addresses), now),
             step=record.step,
             samples_per_s=0.0 if record.absent or role == "away" else record.samples_per_s,
             samples=record.samples,
             upload_bps=record.upload_bps,
             download_bps=record.download_bps,
+            loss=record.loss,
         )
     for peer in sorted(assistants.keys() - rows.keys()):
-        rows[peer] = _row(peers, peer, assistants[peer].name, "assistant", True)
+        rows[peer] = _row(peers, peer, assistants[peer].name, "assistant", True, now)
     if peers.id not in rows:
-        rows[peers.id] = _row(peers, peers.id, own_name, "peer", bool(peers.contact.addresses))
+        rows[peers.id] = _row(peers, peers.id, own_name, "peer", bool(peers.contact.addresses), now)
     for peer in sorted(peers.linked() - rows.keys()):
-        rows[peer] = _row(peers, peer, "", "peer", None)
+        rows[peer] = _row(peers, peer, "", "peer", None, now)
     return tuple(rows.values())
 
 
@@ -368,11 +370,15 @@ def _role(record: ProgressRecord, step: int) -> str:
     return "trainer" if record.there(step) else "away"
 
 
-def _row(peers: Peers, peer: PeerId, name: str, role: str, reachable: bool | None) -> PeerRow:
+def _row(peers: Peers, peer: PeerId, name: str, role: str, reachable: bool | None, now: float) -> PeerRow:
     name = plain(name, MAX_NAME_CHARS) or f"peer-{short(peer)}"
-    if peer == peers.id:
-        return PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me=True)
-    rtt_s = peers.statistics(peer).rtt_s
-    return PeerRow(
-        name, short(peer), role, 0, 0.0, 0.0, reachable, me=False, rtt_s=rtt_s, connected=peers.way_to(peer)
+    row = PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me=peer == peers.id)
+    if row.me:
+        return row
+    heard_s = now - peers.read_at(peer)
+    return replace(
+        row,
+        rtt_s=peers.statistics(peer).rtt_s,
+        connected=peers.way_to(peer),
+        heard_s=heard_s if heard_s < float("inf") else None,
     )

@@ -23,6 +23,7 @@ from colab_swarm.notebook.platforms import has_frontend, in_notebook, platform, 
 from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.notebook.views import draw
 from colab_swarm.runtime import Runner
+from colab_swarm.snapshot import PeerTable
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
@@ -104,6 +105,11 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         return self.services.peers.contact
 
     @property
+    def peers(self) -> PeerTable:
+        """This peer and the others: name, role, step, samples/s, loss, last heard of; print it, or go through it."""
+        return PeerTable(self.snapshot().peers)
+
+    @property
     def reachability(self) -> Reachability:
         """How other peers reach this one; ``print(swarm.reachability.explain())`` tells why better ways failed."""
         if self.services.mailbox:
@@ -137,6 +143,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             PermissionError: only the authority can make such an invitation.
             ValueError: the role, hours or uses are out of range.
         """
+        self._check()
         network = self._require_network()
         make = partial(network.access.invite, network.node, network.trust.authority)
         invite = self.runtime.call(on_loop(lambda: make(role=role, hours=hours, uses=uses)))
@@ -148,14 +155,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         # notebooks show the warning with the invitation
         if invite.warning and not in_notebook():
             logger.warning(invite.warning)
-        return Invitation(
-            str(invite),
-            run=self.run,
-            role=invite.role.name.lower(),
-            expires_at=invite.expires_at,
-            uses=invite.uses or None,
-            warning=invite.warning,
-        )
+        return Invitation.of(invite)
 
     def remove_peer(self, peer: PeerId | str) -> None:
         """Remove a peer from the run for good. All others close their links to it in a minute.

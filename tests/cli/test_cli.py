@@ -21,6 +21,7 @@ from colab_swarm.cli.__main__ import COMMANDS, Command, _parser, _step_line, mai
 from colab_swarm.cli.options import NETWORK
 from colab_swarm.invite import Invite
 from colab_swarm.project import install
+from tests.training.toy import join_training, loss_of, model
 
 COMMAND = [sys.executable, "-m", "colab_swarm.cli"]
 
@@ -100,6 +101,38 @@ def test_a_step_is_one_line() -> None:
     step = {"step": 7, "loss": 6.25, "peers": 1, "swarm_samples_per_s": 41.26}
     assert _step_line(step, 60) == "step    7/60   loss 6.250   1 peer   41.3 samples/s"
     assert _step_line(step | {"loss": None}) == "step    7   1 peer   41.3 samples/s"
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    command = [sys.executable, "-m", "colab_swarm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("colab-swarm ")
+
+
+@pytest.mark.slow
+def test_the_status_of_a_run_has_its_peers_and_their_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with cs.create("cli-status", peer_name="alice", options=cs.NetworkOptions(lan=False)) as swarm:
+        invitation = str(swarm.invite())
+        optimizer = join_training(swarm, net := model(), target_batch_size=4)
+        while optimizer.global_step < 2:
+            loss_of(net, optimizer.global_step).backward()
+            optimizer.step(samples=4, loss=0.25)
+        main(["status", invitation])
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[0].startswith("cli-status: step 2   loss 0.250   ") and shown[0].endswith("from alice")
+        assert shown[1].split()[:3] == ["peer", "role", "step"] and shown[2].split()[:3] == [
+            "alice",
+            "trainer",
+            "2",
+        ]
+        main(["status", invitation, "--json-lines"])
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["step"], facts["training"], len(facts["peers"])) == (2, ["alice"], 1)
+        with pytest.raises(SystemExit, match="trains the recipe's ALBERT only"):
+            main(["join", invitation, "--peer-name", "bob", "--no-lan"])
+        assert "alice (me)  trainer" in str(swarm.peers) and "last heard of" in swarm.peers._repr_html_()
+    with pytest.raises(RuntimeError, match="has left"):
+        swarm.invite()
 
 
 def test_ctrl_c_ends_a_command_with_one_line() -> None:

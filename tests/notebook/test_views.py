@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.views import MAX_ON_MAP, draw, draw_map, summary
-from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, PeerRow, PeerTable, SessionTime, SwarmSnapshot
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
 BOB = PeerRow("bob", "b0b00000", "catching up", 9, 0.0, 0.0, reachable=False, me=False)
@@ -239,3 +239,24 @@ def test_any_peers_can_be_drawn(peers: list[PeerRow]) -> None:
     odd = dataclasses.replace(SNAPSHOT, peers=tuple(peers))
     assert tags(draw_map(odd).html()) <= tags(draw_map(SWARM).html())
     assert len(draw_map(odd).text().split("\n")) <= len(peers) + 2
+
+
+@pytest.mark.parametrize(
+    ("peers", "line"),
+    [
+        ((ALICE, BOB), "step 12   20.0 samples/s from alice"),
+        ((dataclasses.replace(ALICE, loss=0.5), BOB), "step 12   loss 0.500   20.0 samples/s from alice"),
+        ((dataclasses.replace(ALICE, role="away"), BOB), "nobody trains; 2 peers here"),
+    ],
+)
+def test_the_peers_sum_up_who_trains(peers: tuple[PeerRow, ...], line: str) -> None:
+    assert PeerTable(peers).line() == line
+
+
+def test_the_table_of_peers_says_when_each_was_last_heard_of() -> None:
+    silent = dataclasses.replace(BOB, role="away", heard_s=40.0, loss=1.25)
+    assert str(PeerTable((ALICE, silent))).splitlines() == [
+        "  peer        role     step  samples/s  loss    last heard of",
+        "  alice (me)  trainer  12    20.0               now",
+        "  bob         away     9     0.0        1.2500  40 s ago",
+    ]
