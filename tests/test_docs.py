@@ -12,6 +12,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
+from tests.integrations.test_trainer import trainer_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -65,7 +66,7 @@ def test_modules_named_on_a_page_exist(package: Path) -> None:
 
 
 def test_the_readme_stays_short() -> None:
-    assert len(README.splitlines()) <= 165
+    assert len(README.splitlines()) <= 185
 
 
 def test_links_of_the_readme_exist() -> None:
@@ -107,7 +108,7 @@ def test_code_in_the_readme_is_python() -> None:
 
 
 NUMBER = re.compile(r"-?\d+\.\d+")
-EXAMPLE, YOU, FRIEND, BUCKET = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLE, YOU, FRIEND, ATTACH, BUCKET = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 TRAIN = EXAMPLE.partition("with cs.simulate")[0]
 
 
@@ -146,6 +147,22 @@ def test_you_and_your_friend_in_the_readme_train_together(tmp_path: Path) -> Non
                 assert "of 10000: loss" in read_until(peer, "from 2 peers")
             friend.kill()
         you.kill()
+
+
+def test_the_address_in_the_readme_is_announced() -> None:
+    (call,) = re.findall(r"`(cs\.create\(.*NetworkOptions\(port=.*?)`", README)
+    with eval(call.replace("port=4500", "port=0")) as swarm:
+        assert swarm.services.peers.contact.addresses == ("ws://203.0.113.7:4500",)
+
+
+@pytest.mark.slow
+def test_the_trainer_in_the_readme_trains(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    parts = {"model": trainer.model, "args": trainer.args, "data": trainer.train_dataset}
+    code = ATTACH.replace("data)", "data, data_collator=collator)").replace("256", "8").replace("500)", "2)")
+    names: dict[str, Any] = {"cs": cs, "collator": trainer.data_collator, **parts}
+    exec(code, names)
+    assert names["trainer"].state.global_step == 2
 
 
 @pytest.mark.slow

@@ -43,7 +43,9 @@ def attach(
 
     Raises:
         ValueError: a setting of the Trainer contradicts the swarm's; or what `Swarm.optimizer` raises.
+        TypeError: an argument is of another type.
     """
+    _check_types(trainer, swarm, max_steps)
     args = trainer.args
     for flow in trainer.callback_handler.callbacks:
         if isinstance(flow, SwarmFlow):
@@ -88,6 +90,18 @@ def attach(
     trainer.remove_callback(DefaultFlowCallback)
     trainer.callback_handler.callbacks.insert(0, SwarmFlow(trainer, optimizer, max_steps))
     return optimizer
+
+
+def _check_types(trainer: Any, swarm: Any, max_steps: Any) -> None:
+    call = "attach(trainer, swarm, target_batch_size=256, max_steps=500)"
+    kind = type(trainer).__name__
+    require(isinstance(trainer, Trainer), f"{kind} is no Trainer of transformers: call {call}", TypeError)
+    # the form of cs.connect() has all methods of its swarm
+    is_swarm = callable(getattr(swarm, "optimizer", None))
+    text = f"{type(swarm).__name__} is no swarm, as cs.create(…) and cs.join(…) return: call {call}"
+    require(is_swarm, text, TypeError)
+    text = f"max_steps={max_steps!r}: pass the swarm's last step, a whole number, as in {call}"
+    require(isinstance(max_steps, int) and max_steps > 0, text, TypeError)
 
 
 def _shuffle(trainer: Any, *, seed: int) -> None:

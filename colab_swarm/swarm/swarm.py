@@ -28,7 +28,13 @@ from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.communication import Communication, plan_communication
-from colab_swarm.training.settings import PeerServices, TrainingSettings, settings_for
+from colab_swarm.training.settings import (
+    PeerServices,
+    TrainingOptions,
+    TrainingSettings,
+    settings_for,
+    spell_out,
+)
 from colab_swarm.trust.contributions import Leaderboard
 
 if TYPE_CHECKING:
@@ -176,6 +182,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         rows = self.runtime.call(self.network.trust.contributions.read())
         return Leaderboard(rows, names, self.id)
 
+    @spell_out(TrainingSettings)
     def optimizer(
         self,
         optimizer: "Optimizer",
@@ -186,7 +193,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         max_grad_norm: float | None = None,
         name: str = "model",
         communication: 'Communication | Literal["auto"] | None' = None,
-        **options: Any,
+        **options: Unpack[TrainingOptions],
     ) -> "SwarmOptimizer":
         """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
 
@@ -217,8 +224,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self._check(worker=True)
         prefix = f"{self.run_id}/{name}"
         self._overview.plan = communication
-        options = options_for(communication, self.runtime, self.services, prefix) | options
-        settings = settings_for(self.optimizer, TrainingSettings, prefix, float(target_batch_size), **options)
+        merged = {**options_for(communication, self.runtime, self.services, prefix), **options}
+        settings = settings_for(self.optimizer, TrainingSettings, prefix, target_batch_size, **merged)
         is_local = settings.local_steps != 1
         rule = UpdateRule(
             optimizer, scheduler, max_grad_norm, settings.overlap, is_local, model, settings.is_sparse_local

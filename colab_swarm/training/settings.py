@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -161,7 +162,9 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         size = self.target_batch_size
         steps = self.local_steps
-        require(size > 0, f"target_batch_size={size}: pass the samples per global step, such as 4096")
+        text = f"target_batch_size={size!r}: pass the samples per global step, such as 4096"
+        require(isinstance(size, Real) and size > 0, text)
+        object.__setattr__(self, "target_batch_size", float(size))
         if not self.mean_compression:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
         memory = self.device_memory
@@ -209,6 +212,35 @@ class TrainingSettings:
                 "as in optimizer.step(samples=…, weight=…)"
             )
         return float(samples), float(weight)
+
+
+class TrainingOptions(TypedDict, total=False):
+    """The options of `Swarm.optimizer` that `TrainingSettings` describes, for editors and type checkers."""
+
+    batch_size: float | None
+    weight_unit: str
+    compression: str
+    mean_compression: str
+    error_feedback: bool
+    overlap: bool
+    local_steps: int
+    matchmaking_timeout_s: float
+    min_peers: int | None
+    device_memory: float | None
+
+
+def spell_out(settings: Callable[..., Any]) -> Callable[[T], T]:
+    """Let the signature of a method show the options of ``settings`` in place of its ``**options``."""
+
+    def spelled(method: Any) -> Any:
+        *parameters, _ = inspect.signature(method).parameters.values()
+        for option in inspect.signature(settings).parameters.values():
+            if option.default is not inspect.Parameter.empty:
+                parameters.append(option.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        method.__signature__ = inspect.Signature(parameters)
+        return method
+
+    return spelled
 
 
 def settings_for(call: Callable[..., Any], settings: Callable[..., T], *values: Any, **options: Any) -> T:

@@ -46,6 +46,23 @@ def test_the_package_imports_no_framework() -> None:
     assert found.stdout == "\n"
 
 
+def test_arguments_of_another_type_are_named_with_the_right_call(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> None:
+        trainer: Any = trainer_of(tmp_path)
+        with pytest.raises(
+            TypeError, match=r"Swarm is no Trainer of transformers: call attach\(trainer, swarm"
+        ):
+            attach(swarm, trainer, target_batch_size=TARGET, max_steps=3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"Trainer is no swarm, as cs.create"):
+            attach(trainer, trainer, target_batch_size=TARGET, max_steps=3)
+        with pytest.raises(TypeError, match="max_steps=None: pass the swarm's last step"):
+            attach(trainer, swarm, target_batch_size=TARGET, max_steps=None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="target_batch_size=None: pass the samples"):
+            attach(trainer, swarm, target_batch_size=None, max_steps=3)  # type: ignore[arg-type]
+
+    alone(train)
+
+
 def test_it_ends_logs_and_saves_by_the_swarms_steps(tmp_path: Path) -> None:
     def train(swarm: Swarm) -> Trainer:
         trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=3, logging_steps=2)

@@ -26,7 +26,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.settings import TrainingOptions, TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training import toy
 
@@ -109,7 +109,9 @@ def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
     toy.alone(train)
 
 
-@pytest.mark.parametrize("settings", [{"target_batch_size": 0}, {"compression": "float12"}])
+@pytest.mark.parametrize(
+    "settings", [{"target_batch_size": 0}, {"target_batch_size": None}, {"compression": "float12"}]
+)
 def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
     with simulation(1) as sim, pytest.raises(ValueError, match=str(next(iter(settings.values())))):
         sim.run(lambda swarm: toy.join_training(swarm, toy.model(), **settings))
@@ -134,13 +136,19 @@ def test_an_unknown_option_is_named(make: Callable[..., object], option: str) ->
 def test_docstrings_list_the_options(method: Callable[..., object], settings: type) -> None:
     """The method's own names the settings, and theirs every option."""
     assert f"see `{settings.__name__}`" in method.__doc__
-    options = (
-        {one.name for one in fields(settings)}
-        - inspect.signature(method).parameters.keys()
-        - {"prefix", "peers"}
-    )
+    options = {one.name for one in fields(settings)} - {"prefix", "peers", "target_batch_size"}
     assert len(options) >= 4
     assert not [name for name in options if f"\n        {name}: " not in settings.__doc__]
+
+
+def test_the_signature_spells_the_options_out() -> None:
+    options = {one.name: one.default for one in fields(TrainingSettings)}
+    del options["prefix"]
+    parameters = inspect.signature(Swarm.optimizer).parameters
+    assert options.keys() <= parameters.keys() and "options" not in parameters
+    del options["target_batch_size"]
+    assert all(parameters[name].default == default for name, default in options.items())
+    assert TrainingOptions.__annotations__.keys() == options.keys()
 
 
 def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() -> None:
