@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 CLASSIC := .venv-classic
 BIN := $(VENV)/bin
+# A known-good set of versions; make test CONSTRAINTS= takes the newest.
+CONSTRAINTS ?= constraints.txt
 export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
@@ -14,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -U pip
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[all,dev]'
+	$(BIN)/pip install -q --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[all,dev]'
 	touch $@
 
 demo: $(VENV)/installed

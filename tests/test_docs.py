@@ -97,6 +97,33 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
     assert "`make test`" in README and "`make check`" in README
 
 
+def test_the_workflow_runs_the_commands_of_the_readme_on_each_python() -> None:
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    jobs = workflow["jobs"]
+    # YAML 1.1 reads the key `on` as true
+    assert {"push", "pull_request", "schedule"} <= workflow[True].keys()
+    commands = {
+        job: [step["run"] for step in jobs[job]["steps"] if "run" in step]
+        for job in ("test", "lowest", "newest")
+    }
+    assert commands["test"][:2] == ["make check", "make test"]
+    assert (commands["lowest"], commands["newest"]) == (["make test-lowest"], ["make test CONSTRAINTS="])
+    versions = jobs["test"]["strategy"]["matrix"]["python"]
+    lowest = re.search(r"requires-python = \">=(.*)\"", (ROOT / "pyproject.toml").read_text())
+    assert versions == ["3.11", "3.12", "3.13"] and lowest is not None and lowest[1] == versions[0]
+    assert "schedule" not in jobs["test"]["if"].partition("!=")[0]
+    assert all("github.event_name == 'schedule'" in jobs[job]["if"] for job in ("lowest", "newest"))
+
+
+@pytest.mark.parametrize(("setting", "option"), [("", "-c constraints.txt"), ("CONSTRAINTS=", "")])
+def test_make_installs_known_good_versions_or_the_newest(setting: str, option: str) -> None:
+    command = ["make", "-n", "--always-make", ".venv/installed", *filter(None, [setting])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if "all,dev" in line]
+    assert ("-c constraints.txt" in line) is bool(option)
+
+
 def test_names_in_the_readme_are_public() -> None:
     assert {name for name in re.findall(r"\bcs\.(\w+)", README) if not hasattr(cs, name)} == set()
     assert {name for name in re.findall(r"\bswarm\.(\w+)\(", README) if not hasattr(cs.Swarm, name)} == set()

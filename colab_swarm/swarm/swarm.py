@@ -462,15 +462,9 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def panel(self) -> "Panel[SwarmSnapshot]":
         """Return the live view: widgets in a notebook, text elsewhere; always the same object."""
         live = has_frontend()
-
-        def set_paused(paused: bool) -> None:
-            if paused:
-                self.pause()
-            else:
-                self.unpause()
-
+        switches = {True: self.pause, False: self.unpause}
         if self._panel is None:
-            self._panel = Panel(self.snapshot, self.leave, pause=set_paused, live=live)
+            self._panel = Panel(self.snapshot, self.leave, pause=lambda paused: switches[paused](), live=live)
         if live:
             self.runtime.while_waiting(self._panel.tick)
         return self._panel

@@ -79,11 +79,19 @@ def test_it_installs_nothing_but_the_package(notebook: Any) -> None:
     assert install == f"%pip install -q {source}"
 
 
-def test_kaggle_is_told_to_switch_on_internet_and_gpu() -> None:
-    told = json.loads((NOTEBOOKS / "kernel-metadata.json").read_text())
-    assert told["enable_internet"] == told["enable_gpu"] == "true"
-    assert (NOTEBOOKS / told["code_file"]).exists()
-    assert told["id"].partition("/")[2] == told["title"].lower().replace(" ", "-")  # or Kaggle renames it
+@pytest.mark.parametrize("folder", sorted((NOTEBOOKS / "kaggle").iterdir()), ids=lambda folder: folder.name)
+def test_kaggle_is_told_to_switch_on_internet_and_gpu(folder: Path) -> None:
+    """``kaggle kernels push -p notebooks/kaggle/swarm`` takes the notebook from where it is."""
+    metadata = json.loads((folder / "kernel-metadata.json").read_text())
+    assert metadata["enable_internet"] is metadata["enable_gpu"] is metadata["is_private"] is True
+    assert (folder / metadata["code_file"]).resolve() == NOTEBOOKS / f"{folder.name}.ipynb"
+    # or Kaggle renames it
+    assert metadata["id"].partition("/")[2] == metadata["title"].lower().replace(" ", "-")
+
+
+def test_a_notebook_that_needs_internet_or_a_gpu_has_a_folder_for_kaggle() -> None:
+    # a classroom has no internet, and Kaggle no local network
+    assert {folder.name for folder in (NOTEBOOKS / "kaggle").iterdir()} == {*ALL} - {"classroom"}
 
 
 def connects(kernel: Kernel, max_steps: int) -> str:
