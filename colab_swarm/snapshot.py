@@ -66,13 +66,8 @@ class PeerTable(tuple[PeerRow, ...]):
             loss = "" if peer.loss is None else f"{peer.loss:.4f}"
             if peer.me:
                 name += " (me)"
-                heard = "now"
-            step = ""
-            speed = ""
-            if peer.step or peer.role == "trainer":
-                step = f"{peer.step:,}"
-                speed = f"{peer.samples_per_s:,.1f}"
-            rows.append((name, plain(peer.role), step, speed, loss, heard))
+            speed = f"{peer.samples_per_s:,.1f}"
+            rows.append((name, plain(peer.role), f"{peer.step:,}", speed, loss, heard))
         return rows
 
     def __str__(self) -> str:

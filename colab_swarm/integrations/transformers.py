@@ -94,12 +94,11 @@ def attach(
 
 def _check_types(trainer: Any, swarm: Any, max_steps: Any) -> None:
     call = "attach(trainer, swarm, target_batch_size=256, max_steps=500)"
-    kind = type(trainer).__name__
-    require(isinstance(trainer, Trainer), f"{kind} is no Trainer of transformers: call {call}", TypeError)
-    # the form of cs.connect() has all methods of its swarm
-    is_swarm = callable(getattr(swarm, "optimizer", None))
+    text = f"{type(trainer).__name__} is no Trainer of transformers: call {call}"
+    require(isinstance(trainer, Trainer), text, TypeError)
     text = f"{type(swarm).__name__} is no swarm, as cs.create(…) and cs.join(…) return: call {call}"
-    require(is_swarm, text, TypeError)
+    # the form of cs.connect() has all methods of its swarm
+    require(callable(getattr(swarm, "optimizer", None)), text, TypeError)
     text = f"max_steps={max_steps!r}: pass the swarm's last step, a whole number, as in {call}"
     require(isinstance(max_steps, int) and max_steps > 0, text, TypeError)
 

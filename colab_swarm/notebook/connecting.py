@@ -17,7 +17,7 @@ from colab_swarm.notebook.theme import Document
 _CONSENT = "I may use this machine for a swarm."
 _TUNNELS = (
     "If no peer reaches it otherwise, it may use iroh's free relays or a tunnel by cloudflared or ngrok, which see "
-    "addresses, sizes and times but no contents."
+    "addresses, sizes and times but no contents. Without the tick none of these opens."
 )
 Say: TypeAlias = Callable[[str], None]
 
@@ -139,9 +139,11 @@ class Connection:
         if self.swarm.is_owner:
             views.append(ipywidgets.HTML(self.swarm.invite()._repr_mimebundle_()["text/html"]))
         # there is no widget without a front-end
-        panel = self.swarm.panel().widget()
-        if panel is not None:
-            views.append(panel)
+        panel = self.swarm.panel()
+        widget = panel.widget()
+        if widget is not None:
+            panel.in_form = True
+            views.append(widget)
         return views
 
     def _say(self, stage: str) -> None:

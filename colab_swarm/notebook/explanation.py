@@ -109,13 +109,10 @@ def _one_line(paragraph: str) -> str:
 def shorten_interrupts() -> None:
     """Let an interrupted cell or script end with one line, if no other package handles its exceptions."""
     ipython = sys.modules.get("IPython")
-    shell = None
-    if ipython is not None:
-        shell = ipython.get_ipython()
-    if shell is None:
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _end_script
-    elif not shell.custom_exceptions:
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _end_script
+    elif shell is not None and not shell.custom_exceptions:
         shell.set_custom_exc((KeyboardInterrupt,), _show_interrupt)
 
 

@@ -44,14 +44,8 @@ class Invitation(str):
 
     @classmethod
     def of(cls, invite: Invite) -> Self:
-        return cls(
-            str(invite),
-            run=invite.name,
-            role=invite.role.name.lower(),
-            expires_at=invite.expires_at,
-            uses=invite.uses or None,
-            warning=invite.warning,
-        )
+        facts = {"run": invite.name, "role": invite.role.name.lower(), "expires_at": invite.expires_at}
+        return cls(str(invite), uses=invite.uses or None, warning=invite.warning, **facts)
 
     def described(self) -> str:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))

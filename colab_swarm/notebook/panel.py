@@ -98,6 +98,7 @@ class Panel(Generic[S]):
         # some kernels call back on a thread beside the busy cell
         self._lock = threading.RLock()
         self._box: Any = None
+        self.in_form = False  # whether the form of `cs.connect` shows it
         self._beat: asyncio.TimerHandle | None = None
         self._clock_was = 0
         self._paused = False

@@ -51,7 +51,8 @@ class BatchReader:
         """Yield batches until the swarm's step ``max_steps``. Without a panel, print ``lines``."""
         optimizer = self._optimizer
         optimizer.raises_at_end = False
-        if panel is not None:
+        # the form of cs.connect() shows it already
+        if panel is not None and not panel.in_form:
             from IPython.display import display
 
             display(panel)  # type: ignore[no-untyped-call]

@@ -150,9 +150,10 @@ def _say_links(swarm: Swarm, say: Say) -> None:
     say(f"✔ you are {swarm.name} ({short(swarm.id)}) in {swarm.run}")
     for peer in swarm.services.peers.linked():
         say(f"✔ reached {short(peer)}: {swarm.services.peers.way_to(peer)}")
-    verified = swarm.reachability.level is not ReachabilityLevel.UNVERIFIED
-    symbol = "✔" if verified else "○"
-    say(f"{symbol} others reach you: {swarm.reachability}")
+    if swarm.reachability.level is ReachabilityLevel.UNVERIFIED:
+        say("○ others reach you: that shows when the first peer joins, in the panel")
+    else:
+        say(f"✔ others reach you: {swarm.reachability}")
 
 
 def _options_to_join(invitation: str, options: NetworkOptions, entries: Entries, say: Say) -> NetworkOptions:

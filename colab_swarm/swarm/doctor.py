@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import PeerError, SwarmError, require
 from colab_swarm.markup import bandwidth, count, plain, text
+from colab_swarm.net.addresses import IP, is_local, own_ips
 from colab_swarm.net.carrier import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -198,7 +199,9 @@ def _examine(
         check_compute(cores(), free_ram_bytes(), gpu(), subject),
         *gpus,
     ]
-    if swarm is not None:
+    if swarm is None:
+        checks.append(check_addresses(here, own_ips()))
+    else:
         checks += _swarm_checks(swarm)
     if step is not None:
         checks += _step_checks(swarm, step)
@@ -441,6 +444,19 @@ def check_reachability(reached: Reachability) -> Check:
     for level, reason in reached.reasons:
         words += f"; not {level.value}: {reason}"
     return judge("reachability", words, _REACH_FIXES.get(reached.level, ""))
+
+
+def check_addresses(here: Platform, ips: Iterable[IP]) -> Check:
+    """Judge by its own addresses whether others could reach this machine; a peer's attempt would show it."""
+    public = sorted(str(ip) for ip in ips if not is_local(str(ip)))
+    fix = "with an invitation, cs.doctor('swarm://…'), a peer of the run tries to dial this machine"
+    if public and not here.alone:
+        return judge("reachability", f"others reach {public[0]}, unless a firewall blocks it", fix)
+    words = (
+        "no public address: peers outside this network reach it only by a relay, a tunnel or a forwarded port"
+    )
+    start = "to join a run it needs none; to start one, pass options=cs.NetworkOptions(iroh='public')"
+    return judge("reachability", words, f"{start}; {fix}")
 
 
 def check_clock(skew_s: float) -> Check:

@@ -335,11 +335,9 @@ def peer_rows(
 ) -> tuple[PeerRow, ...]:
     """Return a row per peer: those that train, those that assist, this one, others linked; ``now`` is loop time."""
     rows: dict[PeerId, PeerRow] = {}
-    step = 0
+    step = statistics.median_high([0, *(record.step for record in trainers.values())])
     if peers.id in trainers:
         step = trainers[peers.id].step
-    elif trainers:
-        step = statistics.median_high([record.step for record in trainers.values()])
     for peer, record in sorted(trainers.items()):
         role = _role(record, step)
         rows[peer] = replace(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from colab_swarm.errors import require
 from colab_swarm.events import Event, Notice, PeerJoined, PeerLeft, Waited
-from colab_swarm.markup import count
+from colab_swarm.markup import count, plain
 from colab_swarm.net.peers import PeerId
 from colab_swarm.snapshot import describe
 
@@ -24,27 +24,18 @@ class Attendance:
     def __init__(self) -> None:
         self._there: Mapping[PeerId, str] = {}
         self._seen = set[PeerId]()
-        self._reasons: dict[str, str] = {}  # why a link ended, by hex id
-
-    def on_left(self, event: PeerLeft) -> None:
-        self._reasons[event.peer] = event.reason
+        self.reasons: dict[str, str] = {}  # why a link ended, by hex id
 
     def look(self, there: Mapping[PeerId, str]) -> list[str]:
         """Return a line for each peer that joined, left or came back; ``there`` are the names of those that train."""
         lines = []
-        for peer, name in there.items():
-            if peer in self._there:
-                continue
-            self._reasons.pop(peer.hex(), None)
-            lines.append(f"{name} is back" if peer in self._seen else f"{name} joined")
-        for peer, name in self._there.items():
-            if peer in there:
-                continue
-            reason = self._reasons.pop(peer.hex(), "")
-            if reason == "the peer left":
-                lines.append(f"{name} left")
-            else:
-                lines.append(f"{name} is away{reason and f': {reason}'}")
+        for peer in sorted(there.keys() - self._there.keys()):
+            self.reasons.pop(peer.hex(), None)
+            lines.append(f"{there[peer]} {'is back' if peer in self._seen else 'joined'}")
+        for peer in sorted(self._there.keys() - there.keys()):
+            reason = self.reasons.pop(peer.hex(), "")
+            how = f"is away: {reason}".removesuffix(": ")
+            lines.append(f"{self._there[peer]} {'left' if reason == 'the peer left' else how}")
         self._there = dict(there)
         self._seen |= there.keys()
         return lines
@@ -81,13 +72,13 @@ class ScriptLines:
         while unsaid:
             event = unsaid.popleft()
             if isinstance(event, PeerLeft):
-                self._attendance.on_left(event)
+                self._attendance.reasons[event.peer] = event.reason
             elif _is_news(event):
-                print(describe(event, names), flush=True)
+                _say(describe(event, names))
         known = self._optimizer.collaboration.progress.known
         there = {peer: record.name for peer, record in known.there.items() if peer != known.me}
         for line in self._attendance.look(there):
-            print(line, flush=True)
+            _say(line)
 
     def on_batch(self, max_steps: int) -> None:
         """Print what happened, and the step's line if one is due."""
@@ -101,14 +92,17 @@ class ScriptLines:
         self._printed_step = step
 
 
+def _say(line: str) -> None:
+    """Print a line, which has names and words of peers: they must not control a terminal."""
+    print(plain(line, 400), flush=True)
+
+
 def _is_news(event: Event) -> bool:
     """Return True if the event gets a line; a warning was shown, and `Attendance` tells of peers."""
-    match event:
-        case Notice(logged=logged):
-            return not logged
-        case Waited(seconds=seconds):
-            return seconds >= _LONG_WAIT_S
-    return not isinstance(event, PeerJoined)
+    if isinstance(event, Waited):
+        return event.seconds >= _LONG_WAIT_S
+    was_shown = isinstance(event, Notice) and event.logged
+    return not (was_shown or isinstance(event, PeerJoined))
 
 
 def _step_line(optimizer: "SwarmOptimizer", step: int, max_steps: int) -> str:

@@ -28,13 +28,7 @@ from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.communication import Communication, plan_communication
-from colab_swarm.training.settings import (
-    PeerServices,
-    TrainingOptions,
-    TrainingSettings,
-    settings_for,
-    spell_out,
-)
+from colab_swarm.training.settings import PeerServices, TrainingSettings, settings_for, spell_out
 from colab_swarm.trust.contributions import Leaderboard
 
 if TYPE_CHECKING:
@@ -193,7 +187,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         max_grad_norm: float | None = None,
         name: str = "model",
         communication: 'Communication | Literal["auto"] | None' = None,
-        **options: Unpack[TrainingOptions],
+        **options: Any,
     ) -> "SwarmOptimizer":
         """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
 

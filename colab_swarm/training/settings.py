@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -214,29 +214,14 @@ class TrainingSettings:
         return float(samples), float(weight)
 
 
-class TrainingOptions(TypedDict, total=False):
-    """The options of `Swarm.optimizer` that `TrainingSettings` describes, for editors and type checkers."""
-
-    batch_size: float | None
-    weight_unit: str
-    compression: str
-    mean_compression: str
-    error_feedback: bool
-    overlap: bool
-    local_steps: int
-    matchmaking_timeout_s: float
-    min_peers: int | None
-    device_memory: float | None
-
-
 def spell_out(settings: Callable[..., Any]) -> Callable[[T], T]:
     """Let the signature of a method show the options of ``settings`` in place of its ``**options``."""
 
     def spelled(method: Any) -> Any:
         *parameters, _ = inspect.signature(method).parameters.values()
         for option in inspect.signature(settings).parameters.values():
-            if option.default is not inspect.Parameter.empty:
-                parameters.append(option.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            if option.default is not option.empty:
+                parameters.append(option.replace(kind=option.KEYWORD_ONLY))
         method.__signature__ = inspect.Signature(parameters)
         return method
 

@@ -1,6 +1,7 @@
 """`swarm.batches`: data in a plain training loop."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import (
 
 import colab_swarm as cs
 from colab_swarm.events import Notice
+from colab_swarm.swarm.batches import BatchReader
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
@@ -308,3 +310,22 @@ def test_peers_read_a_shuffled_stream_each_in_an_order_of_its_own() -> None:
     with cs.simulate(2) as simulation:
         first, second = simulation.run(train).values()
     assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(("in_form", "count"), [(False, 1), (True, 0)])
+def test_a_panel_that_the_form_shows_is_not_drawn_twice(
+    in_form: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    displayed: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", displayed.append)
+    panel: Any = SimpleNamespace(in_form=in_form, refresh=lambda: None)
+
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        reader = BatchReader(loader(), optimizer, peer=swarm.id, warn=print)
+        for _, x_BI in reader.read(1, panel=panel, lines=None):  # type: ignore[arg-type]
+            net(x_BI).mean().backward()
+            optimizer.step()
+
+    toy.alone(train)
+    assert displayed == [panel] * count

@@ -62,6 +62,7 @@ def test_friends_connect_by_arguments_and_again_for_the_same_peer(capsys: pytest
     bob = cs.connect(f"  {line[:30]}\n{line[30:]} ", name="bob")
     assert cs.connect("", name="alice", run="ours") is alice and cs.connect(line, name="bob") is bob
     told = capsys.readouterr().out
+    assert "○ others reach you: that shows when the first peer joins" in told
     assert "the local network" in told and f"reached {alice.id.hex()[:8]}: same machine" in told
 
 

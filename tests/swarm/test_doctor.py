@@ -1,6 +1,7 @@
 """The doctor as a user meets it: without a swarm, with one, and with an invitation."""
 
 import copy
+import ipaddress
 import itertools
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
+from colab_swarm.notebook import platforms
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import calibration, network
 from colab_swarm.swarm import doctor as module
@@ -54,11 +56,26 @@ def texts(diagnosis: Diagnosis) -> dict[str, str]:
 
 def test_without_a_swarm_the_machine_is_examined() -> None:
     found = doctor()
-    assert set(texts(found)) >= {"platform", "internet", "versions", "compute"}
+    assert set(texts(found)) >= {"platform", "internet", "versions", "compute", "reachability"}
     assert "swarm" not in texts(found)
     bundle = found._repr_mimebundle_()
     assert bundle["text/plain"] == str(found) and bundle["text/html"].startswith("<div")
     assert repr(found).startswith("Diagnosis(") and "\n" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("ips", "here", "text"),
+    [
+        (["192.168.1.5", "203.0.113.7"], platforms.PLAIN, "others reach 203.0.113.7, unless"),
+        (["127.0.0.1", "192.168.1.5", "fe80::1"], platforms.PLAIN, "no public address: "),
+        (["203.0.113.7"], platforms.COLAB, "no public address: "),
+    ],
+)
+def test_the_doctor_says_unasked_whether_others_reach_the_machine(
+    ips: list[str], here: platforms.Platform, text: str
+) -> None:
+    check = module.check_addresses(here, map(ipaddress.ip_address, ips))
+    assert check.text.startswith(text) and "cs.doctor('swarm://…')" in check.fix
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, Event, Notice, PeerJoined, PeerLeft, Waited
+from colab_swarm.events import BatchDropped, Event, Notice, PeerJoined, Waited
 from colab_swarm.net.peers import PeerId
 from colab_swarm.notebook.explanation import shorten_interrupts
 from colab_swarm.swarm.script import Attendance, ScriptLines
@@ -43,7 +43,7 @@ def test_a_look_tells_who_joined_left_and_came_back(
     for look in earlier:
         attendance.look(look)
     if reason:
-        attendance.on_left(PeerLeft(0.0, BOB.hex(), reason))
+        attendance.reasons[BOB.hex()] = reason
     assert attendance.look(now) == last
 
 
