@@ -174,16 +174,18 @@ class Replica:
         with self.lock:
             lineage = mean.lineage_after(self.lineage)
             gradient, front = self._gradient_of(mean.vector)
+            began = False
             try:
                 with self.schedule.advanced(mean.loss):
+                    began = True
                     if within([torch.from_numpy(front), *gradient.segments], _MOST_GRADIENT):
                         self._update(gradient, flags_of(mean.unused, len(self.model)))
                         self.buffers.add(front)
             except BaseException:
-                # It may have changed a part, and at each peer another one: only what is equal may pass for it.
-                self.lineage = bytes.fromhex(digest_with_optimizer(self.parameters, self.stepping))[
-                    :LINEAGE_BYTES
-                ]
+                if began:
+                    # A part may have changed, and at each peer another one: only what is equal may pass for it.
+                    digest = digest_with_optimizer(self.parameters, self.stepping)
+                    self.lineage = bytes.fromhex(digest)[:LINEAGE_BYTES]
                 raise
             self.lineage = lineage
             self.step = self.step + 1
