@@ -23,9 +23,8 @@ _IDLE_S = 2 * MAX_REPORT_S
 _UNKNOWN_IDLE_S = 10 * MAX_REPORT_S
 _EXTRAPOLATE_S = 3.0
 _JUST_ENDED = 0.25  # of a micro-batch
-_RELIABLE = (
-    0.9  # part of its announced samples that a peer contributed, before a micro-batch counts that still runs
-)
+# Part of its announced samples that a peer must have contributed; else a micro-batch that still runs does not count.
+_RELIABLE = 0.9
 _SHORT = 0.8  # a round that is less full makes early calls suspect
 _RECENT_ROUNDS = 10  # rounds in which a short one counts
 _FIRST_PROMISE_S = 2.0  # before any micro-batch is known

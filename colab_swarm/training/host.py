@@ -171,8 +171,8 @@ class HostOptimizer(WrappedOptimizer):
                 self.lead = begin()
 
         self._follow_lead(enter)
-        shown = self.lead or optimizer
-        super().__init__(shown, shown)
+        wrapped = self.lead or optimizer
+        super().__init__(wrapped, wrapped)
 
     def _places(self) -> set[str]:
         """Return the types of devices that the sums of all ranks are on; raises ValueError if they have other sizes."""

@@ -64,7 +64,6 @@ class Placement:
     ) -> None:
         self._replica = replica
         self._held = held
-        self._limit_bytes = limit_bytes
         count = vectors_beside(replica.rule, error_feedback=error_feedback)
         self._beside_bytes = _VALUE_BYTES * replica.numel * count
         sum_bytes = _VALUE_BYTES * replica.numel

@@ -53,13 +53,13 @@ class ProgressRecord(Message, frozen=True):
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
     idle: bool = False  # it has finished no micro-batch for long; counts like paused
     batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
-    counted_at: Figure = 0.0  # its swarm time when it counted its last micro-batch; 0: it computes none now
     sketch: StateSketch | None = None  # of its state a few steps ago
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
     min_peers: _FewPeers = 0  # that must train before its first step; 0: it does not say
     joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields
     changed: bool = False  # by its own account, its parameters changed outside a step since it took a state
     agreement: Agreement = ()  # what must be equal at all peers, by name
+    counted_at: Figure = 0.0  # its swarm time when it counted its last micro-batch; 0: it computes none now
 
     @property
     def absent(self) -> bool:

@@ -98,8 +98,11 @@ def test_a_forecast_is_close_to_a_run_on_home_lines(name: str) -> None:
     forecast = next(one for one in plan.forecasts if one.name == name)
     steps, sent = (np.mean(one) for one in zip(*found.values(), strict=True))
     assert forecast.steps_per_hour == pytest.approx(steps * options.get("local_steps", 1), rel=0.1)
-    # Sparse means have fewer values where the peers have chosen the same ones.
-    assert forecast.sent_bytes == pytest.approx(sent, rel=0.05)
+    tolerance = 0.02
+    if "sparse" in name:
+        # Opposite values of peers that weigh the same cancel out, and zeros are not sent.
+        tolerance = 0.05
+    assert forecast.sent_bytes == pytest.approx(sent, rel=tolerance)
 
 
 @pytest.mark.parametrize("mailbox", [False, True], ids=["links", "bucket"])

@@ -411,4 +411,4 @@ def test_a_step_has_the_samples_that_it_should(batches: tuple[int, ...], network
         # In the first steps the peers learn each other's speed.
         steps = simulation.run(train)["alice"][2:]
     assert abs(statistics.mean(steps) / target - 1) < 0.02
-    assert min(steps) >= 0.95 * target
+    assert min(steps) >= 0.98 * target
