@@ -81,7 +81,8 @@ class BatchForecast:
         """Return True if a round that is called now has a full batch: the others finish their micro-batches first."""
         own = self._known.own
         counted = 0.0 if own.syncing else own.samples
-        for peer in self._known.waiting(own.step, own.lineage):
+        # In one order: the last bit of the sum decides.
+        for peer in sorted(self._known.waiting(own.step, own.lineage)):
             record = self._known.others[peer]
             samples = self._believed_samples(peer, record, now)
             kept = self._kept.get(peer, 1.0)

@@ -1,5 +1,8 @@
 """What the meter makes of a training, and chaos end to end: a script on simulated peers."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +98,27 @@ def test_training_goes_on_under_a_script_of_faults_in_virtual_time() -> None:
     assert found["faults"] == 4
     assert found["steps"] > 20 and not found["forks that lasted"] and not found["exceptions in a loop"]
     assert (found["restarts that trained again"], found["restarts that did not"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_the_order_of_sets_changes_nothing() -> None:
+    """Python shuffles sets of peers in each process; a recorded lesson showed another step on one run of three."""
+    script = """
+import random
+from colab_swarm.experiments.chaos import chaos
+from colab_swarm.sim.chaos import LASTS_S, random_faults
+peers = ["alice", "bob", "carol", "dave"]
+faults = random_faults(peers, until_s=12, mean_s=15, kinds=list(LASTS_S), rng=random.Random(4))
+print(chaos(peers, faults, minutes=0.3, baseline_s=20))
+"""
+    outputs = set()
+    for seed in ("0", "5"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", script]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        outputs.add(run.stdout)
+    assert len(outputs) == 1, outputs
+    assert "dave crashes" in outputs.pop()
 
 
 def test_an_exception_in_a_simulated_loop_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
