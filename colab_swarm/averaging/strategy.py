@@ -1,7 +1,8 @@
 """The adaptive strategy (DeDLOC, section 3.2): how much each member of a round reduces.
 
 Equation 1 has two rates for every pair of peers. A round here sends member j its share ``r_j`` of
-every vector and returns it: n shares determine all. With V bytes of a contribution, M of the means,
+every vector and returns it: n shares determine all. Unlike equation 1, each peer with samples
+contributes, and no pair of peers has a limit of its own. With V bytes of a contribution, M of the means,
 k contributors (``c_i = 1``) and m peers that need means (``w_i = 1``), peer i moves::
 
     up    c_i V (1 - r_i)  +  r_i M (m - w_i)

@@ -19,4 +19,6 @@ Each has functions ``run…(quick=…)`` that return a `Report` of figures, and 
 
 The network and the time are simulated, except for the delays of `learning_at_home`. `python -m tests.benchmarks`, in a
 copy of the repository, runs the same experiments, and measures the package's own speed and memory.
+
+.. include:: DIFFERENCES.md
 """
