@@ -47,7 +47,8 @@ def summary(snapshot: SwarmSnapshot) -> str:
             trainers = [peer for peer in snapshot.peers if peer.samples_per_s > 0]
             peers = count(len(snapshot.peers), "peer")
             parts.append(f"{snapshot.samples_per_s:,.1f} samples/s from {len(trainers)} of {peers}")
-        parts.append(f"{_collected(snapshot)} samples for the next step")
+        if snapshot.state != "left":
+            parts.append(f"{_collected(snapshot)} samples for the next step")
         loss = _loss(snapshot)
         if loss:
             parts.append(f"loss {loss}")
@@ -61,6 +62,14 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
     _draw_notices(document, snapshot)
     _draw_loss(document, snapshot)
     document.figures(_figures(snapshot))
+    if snapshot.state != "left":
+        _draw_next_step(document, snapshot)
+    _draw_peers(document, snapshot)
+    document.note(*reversed(snapshot.log), title="log, newest first")
+    return document
+
+
+def _draw_next_step(document: theme.Document, snapshot: SwarmSnapshot) -> None:
     awaited = _awaited(snapshot)
     if snapshot.target_batch_size > 0:
         part = snapshot.accumulated / snapshot.target_batch_size
@@ -68,9 +77,6 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
         document.bar(part, words, title="next step")
     elif awaited and not snapshot.model:
         document.note(f"waiting for {awaited}")
-    _draw_peers(document, snapshot)
-    document.note(*reversed(snapshot.log), title="log, newest first")
-    return document
 
 
 def _draw_loss(document: theme.Document, snapshot: SwarmSnapshot) -> None:

@@ -107,6 +107,14 @@ def test_the_view_says_what_the_run_waits_for(changes: dict[str, object], waits:
     assert f"waiting for {waits}" in words(shown) and f"waiting for {waits}" in draw(shown).text()
 
 
+def test_a_peer_that_has_left_waits_for_nothing() -> None:
+    shown = dataclasses.replace(SNAPSHOT, state="left", accumulated=256.0)
+    for text in (draw(SNAPSHOT).text(), summary(SNAPSHOT)):
+        assert "64 of 256" in text
+    for text in (draw(shown).text(), summary(shown)):
+        assert "left, step 12" in text and "of 256" not in text and "waiting" not in text
+
+
 def test_what_is_not_known_yet_is_no_zero() -> None:
     fresh = {"step": 0, "samples_per_s": 0.0, "loss_history": (), "peers": (ME, LINKED_ONLY)}
     shown = dataclasses.replace(SNAPSHOT, **fresh)
