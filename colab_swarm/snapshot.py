@@ -160,7 +160,8 @@ def _round(event: events.RoundFinished, names: Mapping[str, str]) -> str:
     for member in event.members:
         if member.dropped:
             short_id = member.peer[:8]
-            text += f"; {names.get(short_id, short_id)}: {member.dropped}"
+            name = names.get(short_id, short_id)
+            text += f"; {name}: {member.dropped.replace(short_id, name)}"
     return text
 
 

@@ -7,6 +7,7 @@ import colab_swarm as cs
 from colab_swarm import events
 from colab_swarm.events import BatchDropped, Event, Fault, PeerJoined, PeerLeft, StateReceived, StepFinished
 from colab_swarm.snapshot import describe
+from tests.notebook.test_rounds import GONE, ROUND
 
 BOB = "b0b00000" * 8
 
@@ -34,6 +35,8 @@ def test_an_event_is_a_line_for_people(event: Event, line: str) -> None:
 
 def test_a_line_names_its_peer() -> None:
     assert describe(PeerLeft(1.0, BOB, "it left"), {BOB[:8]: "bob"}) == "bob is gone: it left"
+    line = describe(ROUND, {GONE.peer[:8]: "carol"})
+    assert line == "round 12: 3 peers, 2.00 s, 1 span lost; carol: the link to carol is lost"
 
 
 def test_a_peer_shows_whom_it_is_linked_to_before_they_train() -> None:

@@ -17,7 +17,7 @@ KEY = "panel"
 TRAINED = """import torch
 from sklearn.datasets import load_digits
 import colab_swarm as cs
-from colab_swarm.averaging.exchange import Chunk
+from colab_swarm.averaging.member import Chunk
 from colab_swarm.notebook.panel import Panel
 x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
 def train(swarm):
@@ -34,13 +34,13 @@ def train(swarm):
 simulation = cs.simulate(4)
 for name, speed in {"alice": 12.0, "bob": 20.0, "carol": 9.0, "dave": 15.0}.items():
     simulation._speeds[name] = speed
-simulation.network.when(lambda sent: isinstance(sent, Chunk), sender="dave", nth=CRASH).crash("dave")
+def last_round(sent):
+    return isinstance(sent, Chunk) and simulation.swarms["alice"].optimizers["model"].global_step == 23
+simulation.network.when(last_round, sender="dave", nth=2).crash("dave")
 simulation.run(train, seconds=600.0)
 alice = simulation.swarms["alice"]
 print([fault.name for fault in simulation.network.fired], alice.snapshot().step)
 Panel(alice.snapshot, alice.leave, pause=lambda wanted: None)"""
-CRASH = 418
-"""The message of dave with which it crashes: in the last round."""
 
 
 def digest() -> str:
@@ -55,7 +55,7 @@ def main() -> None:
     from PIL import Image, PngImagePlugin
 
     with in_jupyterlab(device_scale_factor=2) as (lab, window):
-        notebook = lab.open(window, "picture", [TRAINED.replace("CRASH", str(CRASH))])
+        notebook = lab.open(window, "picture", [TRAINED])
         notebook.page.set_viewport_size({"width": 1240, "height": 2000})
         print(notebook.run(0).splitlines()[0])
         shown = notebook.page.locator(f"{CELL} >> .widget-vbox").first
