@@ -23,7 +23,15 @@ a peer has the parameters of synchronous training. A **scheduler** decides when 
 | `AdaptiveBeta(max_inconsistency)` | the same; beta follows the meter | (p - 1) M / p |
 | `VarianceBounded(timeout_s)` | after a timeout, with the own gradient in place of missing ones | 3 sigma |
 | `BoundedStaleness(tau)` | while nothing is more than *tau* steps late | (p - 1) tau M / p |
+| the same, `stand_in=True` | the same, with the own gradient in place of late ones | c (p - 1) tau sigma / p |
+| the same, `single_steps=True` | the same; each gradient is an update of its own | (p - 1) (tau + 1) M |
 | `CrashTolerant(f, timeout_s)` | with up to *f* gradients missing | f M / p |
+| the same, `stand_in=True` | the same, with the own gradient in place of missing ones | c f sigma / p |
+
+These are rows 2 to 7 of Table 1, which has a row of its own for compression. Row 1, shared memory, is
+missing. The paper gives no constant c; ours is 3 up to 5 peers (`colab_swarm.elastic.schedulers.substitution`).
+Single steps are its equation 10, with a bound that we derive as it does row 2. `NormBounded` asks
+every other peer for *beta*, where the paper asks for it once, of all that was received.
 
 A peer's **view** v lacks the gradients that have not arrived. Elastic consistency (definition 1) requires ``E ||x
 - v||^2 <= alpha^2 B^2``. Here x are the parameters with everything applied, alpha is the learning
@@ -85,9 +93,9 @@ Gradient Descent*, [arXiv 2001.05918](https://arxiv.org/abs/2001.05918).
 
 | section | module |
 |---|---|
-| definition 1, Table 1, lemmas 13 to 16 and 18; section 4.1; our adaptive beta | `colab_swarm.elastic.schedulers` |
+| definition 1, rows 2 to 7 of Table 1, lemmas 12 to 16, 18; our adaptive beta | `colab_swarm.elastic.schedulers` |
 | measured distance, M and sigma | `colab_swarm.elastic.ledger` |
-| 5, equation 11: the elastic scheduler, corrections | `colab_swarm.elastic.ledger`, `steps` |
+| 5, equations 10 and 11: the elastic scheduler, corrections | `colab_swarm.elastic.ledger`, `steps` |
 | 5.2: error feedback | `colab_swarm.tensors.codecs` |
 | groups over peer links | `colab_swarm.elastic.group` |
 

@@ -1,6 +1,6 @@
 """One member's account of its group's gradients, and how far its parameters are off. Free of I/O.
 
-A step applies equation 11 of "Elastic Consistency", as in `ElasticOptimizer`. A stand-in is zero,
+A step applies equation 11 of "Elastic Consistency", or 10, as in `ElasticOptimizer`. A stand-in is zero,
 or the peer's own values of the same bucket. A correction is the difference between a late bucket
 and its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
 
@@ -13,6 +13,7 @@ at a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
+With single steps (equation 10) t counts gradients, by step and peer, and nothing is divided by p.
 All figures are in the unit of gradients, so alpha need not be known. They are averages over recent
 steps with equal weights, the same steps for the distance and for M: two peers that never wait reach
 their bound exactly. M is that of the peer with the largest second moment.
@@ -48,7 +49,9 @@ class Late:
 @dataclass(frozen=True)
 class Closed:
     step: int
-    gradients: list[Floats]  # per bucket: the mean over peers, with stand-ins and corrections
+    # What the optimizer applies, one after another, per bucket: the mean over peers, with stand-ins
+    # and corrections. With single steps: each gradient, or a part of it that arrived.
+    updates: list[list[Floats]]
     arrived: dict[int, dict[int, Floats]]  # buckets of this step by peer, including the peer's own
     late: tuple[Late, ...]  # buckets of earlier steps that arrived during this one, corrected here
     missing: frozenset[Missing]  # (peer, step, bucket) still owed by peers that are not lost
@@ -158,18 +161,38 @@ class GradientLedger:
             lacking = set(buckets) - arrived[peer].keys()
             if lacking:
                 self._owed[peer, self.step] = lacking
-        gradients = [self._sum(bucket, arrived) for bucket in buckets]
-        own = arrived[self._me]
-        for late in self.late:
-            gradients[late.bucket] += late.change / np.float32(self._peers)
+        if self._scheduler.single_steps:
+            updates = self._singly(arrived)
+        else:
+            updates = [self._jointly(arrived)]
         if self._scheduler.stand_in:
-            self._stood_in[self.step] = own
-        closed = Closed(self.step, gradients, arrived, tuple(self.late), self.missing)
+            self._stood_in[self.step] = arrived[self._me]
+        closed = Closed(self.step, updates, arrived, tuple(self.late), self.missing)
         self.late = []
         self.ready = False
         self.step += 1
         self._forget_settled()
         return closed
+
+    def _jointly(self, arrived: dict[int, dict[int, Floats]]) -> list[Floats]:
+        """Return the update of a parallel step (equation 11)."""
+        gradients = [self._sum(bucket, arrived) for bucket in range(len(self._sizes))]
+        for late in self.late:
+            gradients[late.bucket] += late.change / np.float32(self._peers)
+        return gradients
+
+    def _singly(self, arrived: dict[int, dict[int, Floats]]) -> list[list[Floats]]:
+        """Return the updates of single steps (equation 10), in the order of steps and peers."""
+        parts: dict[tuple[int, int], dict[int, Floats]] = defaultdict(dict)
+        for late in self.late:
+            parts[late.step, late.peer][late.bucket] = late.values
+        for peer, buckets in arrived.items():
+            if buckets:
+                parts[self.step, peer] = buckets
+        nothing = [np.zeros(size, np.float32) for size in self._sizes]
+        return [
+            [parts[key].get(bucket, zero) for bucket, zero in enumerate(nothing)] for key in sorted(parts)
+        ]
 
     def _sum(self, bucket: int, arrived: dict[int, dict[int, Floats]]) -> Floats:
         total = np.zeros(self._sizes[bucket], np.float32)
@@ -252,11 +275,15 @@ class Meter:
     """A peer's own distance, exact but for residuals once everything has arrived, and M and sigma.
 
     Residuals, of which only norms are known, count as parallel; what a lost peer owed, not at all.
+    With single steps ``single`` is this peer's number: its gradient of a step comes after those of
+    peers with lower numbers, so its view lacks theirs too.
     """
 
-    def __init__(self, buckets: int, peers: int) -> None:
+    def __init__(self, buckets: int, peers: int, single: int | None = None) -> None:
         self._buckets = buckets
         self._peers = peers
+        self._divisor = peers if single is None else 1
+        self._before = range(single or 0)
         self._variance = Recent()
         self._measured = Recent()
         self._largest = 0.0
@@ -286,11 +313,18 @@ class Meter:
             if (late.peer, late.step, late.bucket) in view.missing:
                 view.arrived.add(late.bucket, late.change)
         for view in self._views:
+            # only with single steps a view lacks gradients of the step that it began
+            for peer, bucket in product(self._before, range(self._buckets)):
+                if (peer, closed.step, bucket) in view.missing and bucket in closed.arrived[peer]:
+                    view.arrived.add(bucket, closed.arrived[peer][bucket])
             view.missing &= closed.missing
-        self._views.append(_View(closed.missing, _Sum(), sum(self._residuals) / self._peers))
+        before = frozenset(product(self._before, (closed.step + 1,), range(self._buckets)))
+        self._views.append(_View(closed.missing | before, _Sum(), sum(self._residuals) / self._divisor))
         known = [view for view in self._views if not view.missing]
         self._views = [view for view in self._views if view.missing]
-        distances = [math.sqrt(view.arrived.squared_norm()) / self._peers + view.residual for view in known]
+        distances = []
+        for view in known:
+            distances.append(math.sqrt(view.arrived.squared_norm()) / self._divisor + view.residual)
         for distance in distances:
             self._measured.add(distance**2)
         self._count_norms(closed.step - len(self._views))

@@ -83,7 +83,7 @@ class Buckets:
 
     @torch.no_grad()
     def to_gradients(self, gradients: Sequence[Floats]) -> None:
-        flat = torch.from_numpy(gradients[0] if len(gradients) == 1 else np.concatenate(gradients))
+        flat = torch.from_numpy(np.concatenate(gradients))
         for parameter, start in self._starts.items():
             values = reals(parameter)
             parameter.grad = torch.empty_like(parameter)
@@ -125,7 +125,8 @@ class ElasticOptimizer(WrappedOptimizer):
 
         g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps,   all / p
 
-    So p members with batches of n train like one process with p n, except for what is late. Call
+    So p members with batches of n train like one process with p n, except for what is late. With
+    `BoundedStaleness(single_steps=True)` it steps once for each gradient (equation 10). Call
     `step` once after each ``backward()``. Parameters must stay the same tensors; buffers are local.
     """
 
@@ -218,8 +219,9 @@ class ElasticOptimizer(WrappedOptimizer):
         assert self._steps.finished is not None
         closed, result = self._steps.finished
         with self._replica.lock:
-            self._buckets.to_gradients(closed.gradients)
-            self._wrapped.step()
+            for update in closed.updates:
+                self._buckets.to_gradients(update)
+                self._wrapped.step()
             self._wrapped.zero_grad(set_to_none=True)
         if self._feedback is not None:
             self._feedback.settle()

@@ -34,6 +34,17 @@ def bounded_staleness(peers: int, tau: int, m: float) -> float:
     return (peers - 1) * tau * m / peers
 
 
+def substitution(peers: int, count: int, sigma: float) -> float:
+    """``c count sigma / p``: the own gradient replaces ``count`` others until they arrive (sections B.3, B.4).
+
+    The paper names no constant here; c = 3 is that of Lemmas 12 and 16. It holds for a loss with
+    L-Lipschitz gradients if alpha <= 1 / (4 L d), d the delay in steps, and every gradient has
+    variance sigma^2. `Meter` averages sigma over peers, and two may differ by more than the
+    rest: by ``sqrt(2 (p - 1)) sigma`` at most. So with 6 peers or more, that is c.
+    """
+    return max(3.0, math.sqrt(2 * (peers - 1))) * count * sigma / peers
+
+
 def compression(gamma: float, m: float) -> float:
     """``sqrt((2 - gamma) gamma / (1 - gamma)^3) M``: compression with error feedback (Lemma 18)."""
     return math.sqrt((2 - gamma) * gamma / (1 - gamma) ** 3) * m
@@ -63,6 +74,7 @@ class Scheduler(ABC):
     """Decides when a peer continues with its next step. Has no I/O."""
 
     stand_in = False  # whether the own gradient replaces missing values until they arrive
+    single_steps = False  # whether each gradient is an update of its own, not divided by p (equation 10)
 
     @property
     @abstractmethod
@@ -89,9 +101,16 @@ class Scheduler(ABC):
         if facts.gamma is None or facts.gamma >= 1:
             return None
         faults = self._faults(facts) * max(facts.m, facts.largest) / facts.peers  # Lemmas 13 and 14
-        return self._relaxed(facts) + faults + compression(facts.gamma, facts.m)
+        total = self._relaxed(facts) + faults + compression(facts.gamma, facts.m)
+        if self.single_steps:
+            # nothing is divided by p, and the last peer's view lacks its step's p - 1 gradients of the others
+            total = facts.peers * total + (facts.peers - 1) * facts.m
+        return total
 
     def _faults(self, facts: StepFacts) -> int:
+        if self.stand_in:
+            # a stand-in stays, and no peer knows whether the lost one computed that gradient, or for whom
+            return facts.crashed * (self.max_delay + 1)
         return facts.crashed
 
     def _relaxed(self, facts: StepFacts) -> float:
@@ -109,6 +128,7 @@ class Synchronous(Scheduler):
 class NormBounded(Scheduler):
     """Continues when the received norm of every other peer is at least ``beta`` times the own norm (section 5).
 
+    This is stricter than the paper, which compares the norm of all that was received with the own.
     With ``beta=0`` it never waits for this step's gradients, with 1 for everything. The bound has
     one step of delay for every beta below 1: a small part of a gradient may have a large norm. The
     measure ``l0`` is the count of values, the paper's relaxed variant.
@@ -166,18 +186,33 @@ class VarianceBounded(Scheduler):
 
 @dataclass(frozen=True)
 class BoundedStaleness(Scheduler):
-    """Waits only for gradients that are ``tau`` steps old, at least 1 (section 4.1 c)."""
+    """Waits only for gradients that are ``tau`` steps old, at least 1 (section 4.1 c).
+
+    With ``stand_in`` the own gradient replaces what is late, and is corrected when that arrives: then
+    B is in sigma, which is less where all gradients are alike (section B.4, `substitution`). With
+    ``single_steps`` each gradient is an update of its own, in full, in the order of steps and
+    peers (equation 10); one that arrives in two parts is two. So p peers need a p times lower
+    learning rate. B is then ``(p - 1) (tau + 1) M``: Lemma 15, and the others' gradients of the step.
+    """
 
     tau: int
+    stand_in: bool = field(default=False, kw_only=True)
+    single_steps: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         require(self.tau >= 1, f"tau={self.tau} allows no delay: choose at least 1, or use Synchronous()")
+        require(
+            not (self.stand_in and self.single_steps),
+            "stand_in=True needs parallel steps: the paper has no bound in sigma for single ones. Choose one of both",
+        )
 
     @property
     def max_delay(self) -> int:
         return self.tau
 
     def _relaxed(self, facts: StepFacts) -> float:
+        if self.stand_in:
+            return substitution(facts.peers, (facts.peers - 1) * self.tau, facts.sigma)
         return bounded_staleness(facts.peers, self.tau, facts.m)
 
 
@@ -187,10 +222,16 @@ class CrashTolerant(Scheduler):
 
     Late gradients are applied when they arrive: Lemma 14 bounds what is missing at any one time. Lost peers use up the
     allowance. If more than f are lost, the others continue with a larger bound, and wait for slow peers.
+
+    With ``stand_in`` the own gradient replaces what is missing, and is corrected when that arrives
+    (Algorithm 1, section B.3): B is ``3 f sigma / p`` (`substitution`). It holds for delays, and for a
+    peer that crashes while it sends a gradient. Other crashes leave a stand-in for a gradient
+    that was never computed. Once a peer is lost, B allows for that: ``(f + 1) M / p`` more.
     """
 
     f: int  # at least 1
     timeout_s: float  # how long to wait for a peer that is not lost
+    stand_in: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         require(self.f >= 1, f"f={self.f} tolerates nothing: choose at least 1, or use Synchronous()")
@@ -205,8 +246,11 @@ class CrashTolerant(Scheduler):
         tolerable = status.owed + status.lost <= self.f and status.waited_s >= self.timeout_s
         return not status.owed or tolerable
 
+    def _relaxed(self, facts: StepFacts) -> float:
+        return substitution(facts.peers, self.f, facts.sigma) if self.stand_in else 0.0
+
     def _faults(self, facts: StepFacts) -> int:
-        return max(self.f, facts.crashed)
+        return super()._faults(facts) if self.stand_in else max(self.f, facts.crashed)
 
 
 def _check_timeout(timeout_s: float) -> None:

@@ -143,7 +143,8 @@ class PieceExchange(ABC):
 class ElasticSteps:
     def __init__(self, exchange: PieceExchange, settings: ElasticSettings, sizes: list[int]) -> None:
         self.ledger = GradientLedger(sizes, exchange.members, exchange.me, settings.scheduler)
-        self.meter = Meter(len(sizes), exchange.members)
+        single = exchange.me if settings.scheduler.single_steps else None
+        self.meter = Meter(len(sizes), exchange.members, single)
         self.finished: tuple[Closed, ElasticStep] | None = None  # not applied yet
         self._exchange = exchange
         self._scheduler = settings.scheduler

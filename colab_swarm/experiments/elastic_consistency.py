@@ -71,7 +71,8 @@ class Member:
     def __init__(self, scene: Scene, index: int, start: Floats) -> None:
         self.scheduler = scene.scheduler()
         self.ledger = GradientLedger(scene.sizes, scene.peers, index, self.scheduler)
-        self.meter = Meter(len(scene.sizes), scene.peers)
+        single = index if self.scheduler.single_steps else None
+        self.meter = Meter(len(scene.sizes), scene.peers, single)
         self.feedback = ErrorFeedback(len(start))
         self.parameters = start.copy()
         self.velocity = np.zeros_like(start)
@@ -125,17 +126,24 @@ class Emulation:
         scene = self._scene
         recent = [Recent() for _ in self.members]
         exact = self.members[0].history[0].astype(np.float64)
+        single = self.members[0].scheduler.single_steps
+        rate = scene.alpha if single else scene.alpha / scene.peers
         for step in range(scene.steps + 1):
+            gradients = self._gradients.pop(step, {})
+            change = np.zeros_like(exact)
             for peer, member in enumerate(self.members):
                 if step < len(member.history):
-                    distance = float(np.linalg.norm(exact - member.history[step])) / scene.alpha
+                    # with single steps, gradients of the peers before this one count
+                    view = member.history[step] - change if single else member.history[step]
+                    distance = float(np.linalg.norm(exact - view)) / scene.alpha
                     self.distances[peer, step] = distance
                     recent[peer].add(distance**2)
+                if peer in gradients:
+                    change -= rate * gradients[peer][0].astype(np.float64)
             self.measured = max(mean.value for mean in recent) ** 0.5
-            gradients = self._gradients.pop(step, {})
             for peer, buckets in gradients.items():
                 self.moments.on_norms(peer, step, float(np.dot(buckets[0], buckets[0])), 0.0)
-                exact -= scene.alpha / scene.peers * buckets[0].astype(np.float64)
+            exact += change
             self.moments.on_closed(Closed(step, [], gradients, (), frozenset()))
             crashed = sum(crash.step < step for crash in scene.crashes.values())
             bound = self.members[0].scheduler.bound(self.moments.facts(gamma=self._gamma, crashed=crashed))
@@ -230,9 +238,10 @@ class Emulation:
             member.betas.append(member.scheduler.beta)
             for distance in distances:
                 member.scheduler.on_measured(distance)
-        member.velocity = scene.momentum * member.velocity + np.concatenate(closed.gradients)
         alpha = scene.alpha * (1 - closed.step / scene.steps if scene.decay else 1)
-        member.parameters = member.parameters - np.float32(alpha) * member.velocity
+        for update in closed.updates:
+            member.velocity = scene.momentum * member.velocity + np.concatenate(update)
+            member.parameters = member.parameters - np.float32(alpha) * member.velocity
         self._at(self._now, self._begin, peer)
 
 
@@ -246,7 +255,10 @@ SCHEDULERS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "norm_l0": partial(schedulers.NormBounded, 0.5, "l0"),
     "variance": partial(schedulers.VarianceBounded, 0.1),
     "stale_3": partial(schedulers.BoundedStaleness, 3),
+    "stale_3_own": partial(schedulers.BoundedStaleness, 3, stand_in=True),
+    "stale_3_single": partial(schedulers.BoundedStaleness, 3, single_steps=True),
     "crash_1": partial(schedulers.CrashTolerant, 1, 0.3),
+    "crash_1_own": partial(schedulers.CrashTolerant, 1, 0.3, stand_in=True),
 }
 BATCH = 32
 BUCKETS = 8
@@ -329,7 +341,7 @@ def ratios(report: Report, steps: int, peers: int = 4, data: str = "digits") -> 
     task = ConsistencyTask(0, data=data)
     largest = 0.0
     for name, scheduler in SCHEDULERS.items():
-        if name == "crash_1":
+        if name.startswith("crash"):
             crashes = {peers - 1: Crash(steps // 2, frozenset({0}))}
         else:
             crashes = {}

@@ -34,7 +34,7 @@ def test_a_step_applies_the_mean_of_all_gradients() -> None:
     assert (standing.overdue, standing.owed, standing.waited_s) == (0, 0, 2.5)
     assert standing.numels == (3,) and standing.norms == (pytest.approx(50**0.5),)
     closed = ledger.close_step()
-    assert [list(bucket) for bucket in closed.gradients] == [[2, 3], [4]]
+    assert [list(bucket) for bucket in closed.updates[0]] == [[2, 3], [4]]
     assert not closed.missing and ledger.step == 1
 
 
@@ -42,26 +42,44 @@ def test_a_missing_bucket_counts_as_zero_and_is_added_when_it_arrives() -> None:
     ledger = alice(NormBounded(0.0))
     ledger.on_received(BOB, 0, 1, of(5))
     closed = ledger.close_step()
-    assert [list(bucket) for bucket in closed.gradients] == [[0.5, 1], [4]]
+    assert [list(bucket) for bucket in closed.updates[0]] == [[0.5, 1], [4]]
     assert closed.missing == {(BOB, 0, 0)}
     assert ledger.on_received(BOB, 0, 0, of(3, 4))
     for bucket, size in enumerate((2, 1)):
         ledger.on_own(1, bucket, np.zeros(size, np.float32), now=2.0)
     closed = ledger.close_step()
-    assert [list(bucket) for bucket in closed.gradients] == [[1.5, 2], [0]]
+    assert [list(bucket) for bucket in closed.updates[0]] == [[1.5, 2], [0]]
     assert [(late.peer, late.step, late.bucket) for late in closed.late] == [(BOB, 0, 0)]
 
 
 def test_own_values_stand_in_until_the_late_ones_arrive() -> None:
     ledger = alice(VarianceBounded(0.0))
-    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[1, 2], [3]]
+    assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[1, 2], [3]]
     ledger.on_received(BOB, 0, 0, of(3, 6))
     for bucket, size in enumerate((2, 1)):
         ledger.on_own(1, bucket, np.zeros(size, np.float32), now=2.0)
     assert ledger.standing(2.0).overdue == 1, "of step 0 a bucket is missing still"
     ledger.on_received(BOB, 0, 1, of(5))
     assert ledger.standing(2.0).overdue == 0
-    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[1, 2], [1]]
+    assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[1, 2], [1]]
+
+
+def test_single_steps_apply_each_gradient_in_full_in_the_order_of_peers() -> None:
+    ledger = alice(BoundedStaleness(1, single_steps=True), peers=3)
+    ledger.on_received(CAROL, 0, 0, of(7, 8))
+    ledger.on_received(CAROL, 0, 1, of(9))
+    closed = ledger.close_step()
+    assert [[list(bucket) for bucket in update] for update in closed.updates] == [
+        [[1, 2], [3]],
+        [[7, 8], [9]],
+    ]
+    ledger.on_received(CAROL, 1, 0, of(4, 4))
+    for bucket, size in enumerate((2, 1)):
+        ledger.on_received(BOB, 0, bucket, np.full(size, 5, np.float32))
+        ledger.on_own(1, bucket, np.ones(size, np.float32), now=2.0)
+    closed = ledger.close_step()
+    late, own, part = [[list(bucket) for bucket in update] for update in closed.updates]
+    assert (late, own, part) == ([[5, 5], [5]], [[1, 1], [1]], [[4, 4], [0]])
 
 
 def test_a_bucket_counts_once() -> None:
@@ -100,14 +118,14 @@ def test_a_lost_peers_values_count_and_its_missing_ones_are_not_waited_for() -> 
     standing = ledger.standing(1.0)
     assert (standing.overdue, standing.lost, len(standing.numels)) == (0, 1, 1)
     assert not ledger.on_received(BOB, 0, 1, of(5))
-    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[2, 3], [3]], "divided by 3"
+    assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[2, 3], [3]], "divided by 3"
     ledger.check_invariants()
 
 
 def test_nothing_stands_in_for_a_lost_peer() -> None:
     ledger = alice(VarianceBounded(0.0))
     ledger.on_lost(BOB)
-    assert [list(bucket) for bucket in ledger.close_step().gradients] == [[0.5, 1], [1.5]]
+    assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[0.5, 1], [1.5]]
 
 
 def test_the_debts_of_a_lost_peer_are_dropped() -> None:
@@ -150,7 +168,7 @@ def test_every_value_is_applied_once_in_any_order(seed: int, peers: int, schedul
         return np.ascontiguousarray(gradients[step, peer, bucket, : sizes[bucket]])
 
     def close() -> None:
-        for bucket, gradient in enumerate(ledger.close_step().gradients):
+        for bucket, gradient in enumerate(ledger.close_step().updates[0]):
             applied[bucket, : sizes[bucket]] += gradient
         ledger.check_invariants()
 
@@ -166,7 +184,7 @@ def test_every_value_is_applied_once_in_any_order(seed: int, peers: int, schedul
         assert ledger.on_received(*piece, value(*piece))
     for bucket, size in enumerate(sizes):
         ledger.on_own(steps, bucket, np.zeros(size, np.float32), now=0.0)
-    for bucket, gradient in enumerate(ledger.close_step().gradients):  # stand-ins of this step are of zeros
+    for bucket, gradient in enumerate(ledger.close_step().updates[0]):  # stand-ins of this step are of zeros
         applied[bucket, : sizes[bucket]] += gradient
     for bucket, size in enumerate(sizes):
         whole = gradients[:, :, bucket, :size].sum((0, 1)) / peers

@@ -9,7 +9,7 @@ import pytest
 
 from colab_swarm.elastic import AdaptiveBeta, NormBounded, Synchronous, VarianceBounded
 from colab_swarm.elastic.ledger import GradientLedger, Meter
-from colab_swarm.elastic.schedulers import BoundedStaleness, CrashTolerant, Scheduler
+from colab_swarm.elastic.schedulers import BoundedStaleness, CrashTolerant, Scheduler, substitution
 from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.experiments.elastic_consistency import Crash, Emulation, Scene
 from colab_swarm.tensors.codecs import Floats
@@ -35,7 +35,12 @@ def emulate(scheduler: Callable[[], Scheduler], steps: int = STEPS, **more: obje
     return Emulation(scene, np.zeros(DIM, np.float32), noisy_quadratic).run()
 
 
-RELAXED = [*map(NormBounded, (0.0, 0.6)), VarianceBounded(0.2), BoundedStaleness(3), CrashTolerant(1, 0.2)]
+RELAXED = [
+    *map(NormBounded, (0.0, 0.6)),
+    VarianceBounded(0.2),
+    *(BoundedStaleness(3), BoundedStaleness(3, stand_in=True), BoundedStaleness(2, single_steps=True)),
+    *(CrashTolerant(1, 0.2), CrashTolerant(1, 0.2, stand_in=True)),
+]
 
 
 @pytest.mark.parametrize("scheduler", RELAXED, ids=repr)
@@ -108,6 +113,93 @@ def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound(
     bound = CrashTolerant(1, 0.3).bound(run.moments.facts())
     assert bound is not None and run.distances[1, 50] < 1e-4 < run.distances[0, 50] <= bound
     assert max(run.ratios) <= 1
+
+
+GRADIENT = np.random.default_rng(0).standard_normal(64).astype(np.float32) * 50
+MEAN = float(np.linalg.norm(GRADIENT))
+
+
+def constant(peer: int, step: int, parameters: Floats) -> Floats:
+    return GRADIENT
+
+
+def alike(peer: int, step: int, parameters: Floats) -> Floats:
+    """A mean of norm 366, and noise of norm 8."""
+    return GRADIENT + np.random.default_rng((peer, step)).standard_normal(64).astype(np.float32)
+
+
+def worst_case(
+    scheduler: Scheduler, gradient: Callable[[int, int, Floats], Floats], late_s: float = 0.0, **more: object
+) -> Emulation:
+    scene = Scene((32, 32), lambda: scheduler, 4, 60, 0.01, delay=lambda *_: late_s, **more)  # type: ignore[arg-type]
+    return Emulation(scene, np.zeros(64, np.float32), gradient).run()
+
+
+@pytest.mark.parametrize("tau", [1, 2, 3])
+def test_constant_gradients_that_are_always_late_reach_the_bound(tau: int) -> None:
+    largest = {}
+    for single in (False, True):
+        scheduler = BoundedStaleness(tau, single_steps=single)
+        run = worst_case(scheduler, constant, tau - 0.01)
+        bound = scheduler.bound(run.moments.facts())
+        assert bound is not None
+        largest[single] = max(run.distances.values())
+        assert largest[single] / bound == pytest.approx(1.0, abs=1e-3)
+    assert (largest[False], largest[True]) == pytest.approx(
+        (0.75 * tau * MEAN, 3 * (tau + 1) * MEAN), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("tau", [1, 2, 3])
+def test_late_gradients_that_are_alike_stay_under_the_bound_in_sigma(tau: int) -> None:
+    scheduler = BoundedStaleness(tau, stand_in=True)
+    run = worst_case(scheduler, alike, tau - 0.01)
+    bound = scheduler.bound(run.moments.facts())
+    assert bound is not None and 0.2 * bound < rms(list(run.distances.values())) < bound < 60 * tau
+    without = worst_case(BoundedStaleness(tau), alike, tau - 0.01)
+    assert rms(list(without.distances.values())) > 10 * bound
+
+
+@pytest.mark.parametrize("reached", [(), (0,), (1, 2)])
+def test_a_crash_during_a_broadcast_stays_under_the_bound_in_sigma(reached: tuple[int, ...]) -> None:
+    crashes = {3: Crash(20, frozenset(reached))}
+    run = worst_case(scheduler := CrashTolerant(1, 0.3, stand_in=True), alike, crashes=crashes)
+    without = worst_case(CrashTolerant(1, 0.3), alike, crashes=crashes)
+    assert run.fired == without.fired == [3]
+    bound = scheduler.bound(run.moments.facts())
+    assert bound is not None
+    for peer in {0, 1, 2} - set(reached):
+        assert 1 < run.distances[peer, 60] < bound < 10 < 90 < without.distances[peer, 60]
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.1])
+def test_a_stand_in_for_a_gradient_that_never_was_is_within_the_bound_after_a_loss(timeout_s: float) -> None:
+    """Carol's last gradient reaches all, and they go on before they notice that she is lost."""
+    scheduler = CrashTolerant(1, timeout_s, stand_in=True)
+    run = worst_case(
+        scheduler, alike, crashes={3: Crash(20, frozenset({0, 1, 2}))}, backward_s=lambda *_: 0.2
+    )
+    assert run.fired == [3]
+    alive, lost = (scheduler.bound(run.moments.facts(crashed=crashed)) or 0.0 for crashed in (0, 1))
+    for peer in range(3):
+        assert alive < 90 < run.distances[peer, 60] < lost
+
+
+@pytest.mark.parametrize("peers", [3, 8, 16])
+def test_two_peers_that_differ_from_all_others_do_not_break_the_bound_in_sigma(peers: int) -> None:
+    """Sigma is an average over peers: with 8, ``3 sigma / p`` is less than the distance."""
+
+    def opposed(peer: int, step: int, parameters: Floats) -> Floats:
+        return GRADIENT * {0: 1, 1: -1}.get(peer, 0)
+
+    scheduler = CrashTolerant(1, 0.3, stand_in=True)
+    scene = Scene((64,), lambda: scheduler, peers, 40, 0.01, delay=lambda sender, *_: 0.9 * (sender == 1))
+    run = Emulation(scene, np.zeros(64, np.float32), opposed).run()
+    distance = run.distances[0, 40]
+    facts = run.moments.facts()
+    assert distance == pytest.approx(2 * MEAN / peers, rel=1e-3)
+    assert distance <= substitution(peers, 1, facts.sigma) * 1.001
+    assert (distance > 3 * facts.sigma / peers) == (peers > 5)
 
 
 LONG, SETTLED = 400, 60

@@ -49,6 +49,31 @@ def test_members_that_wait_equal_one_process_with_all_batches(peers: int, schedu
         assert not any(one.missing for one in steps_done)
 
 
+@pytest.mark.parametrize("peers", [2, 3])
+def test_single_steps_apply_each_gradient_in_full_with_an_update_of_its_own(peers: int) -> None:
+    def train_singly(swarm: Swarm) -> tuple[torch.Tensor, int]:
+        sgd = torch.optim.SGD((net := model()).parameters(), lr=LR)
+        updates: list[int] = []
+        sgd.register_step_post_hook(lambda *_: updates.append(1))
+        scheduler = BoundedStaleness(1, single_steps=True)
+        optimizer = swarm.elastic_optimizer(sgd, peers=peers, scheduler=scheduler)
+        take(optimizer, net, 0, peers)
+        (0.0 * loss_of(net, 1)).backward()
+        optimizer.step(samples=5)  # it waits for all gradients of step 0
+        optimizer.close()
+        return parameters_of(net), len(updates)
+
+    net = model()
+    for member in range(peers):
+        loss_of(net, 0, rows_of(member, peers)).backward()
+    torch.optim.SGD(net.parameters(), lr=LR).step()
+    with simulation(peers) as sim:
+        results = sim.run(train_singly)
+    for parameters, updates in results.values():
+        torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
+        assert peers + 1 <= updates <= 3 * peers
+
+
 @pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)], ids=repr)
 def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler) -> None:
     seconds = {}

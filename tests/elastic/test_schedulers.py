@@ -1,5 +1,7 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -81,6 +83,8 @@ def test_no_scheduler_continues_while_something_too_old_is_missing(scheduler: Sc
         *((Synchronous(), 0.0), (NormBounded(1.0), 0.0), (NormBounded(0.9), 1.5)),
         *((VarianceBounded(1.0), 3.0), (BoundedStaleness(3), 4.5), (BoundedStaleness(1), 1.5)),
         *((CrashTolerant(2, 1.0), 1.0), (TOLERANT, 0.5), (AdaptiveBeta(1.0), 1.5)),
+        *((BoundedStaleness(tau, stand_in=True), 3 * 3 * tau / 4) for tau in (1, 3)),
+        *((CrashTolerant(f, 1.0, stand_in=True), 3 * f / 4) for f in (1, 2)),
     ],
 )
 def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None:
@@ -88,6 +92,27 @@ def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None
     assert scheduler.bound(facts) == pytest.approx(bound)
     assert scheduler.bound(replace(facts, gamma=0.5)) == pytest.approx(bound + 6**0.5 * 2.0)
     assert TOLERANT.bound(replace(facts, crashed=2)) == pytest.approx(1.0)  # more than f
+
+
+@pytest.mark.parametrize("tau", [1, 2, 5])
+def test_single_steps_are_not_divided_by_the_number_of_peers(tau: int) -> None:
+    facts = StepFacts(peers=4, m=2.0, sigma=1.0)
+    assert BoundedStaleness(tau, single_steps=True).bound(facts) == pytest.approx(3 * (tau + 1) * 2.0)
+    parallel = BoundedStaleness(tau).bound(replace(facts, gamma=0.5, crashed=1))
+    single = BoundedStaleness(tau, single_steps=True).bound(replace(facts, gamma=0.5, crashed=1))
+    assert single == pytest.approx(4 * (parallel or 0) + 3 * 2.0)
+    with pytest.raises(ValueError, match="stand_in=True needs parallel steps"):
+        BoundedStaleness(tau, stand_in=True, single_steps=True)
+
+
+@pytest.mark.parametrize("make", [BoundedStaleness, partial(CrashTolerant, timeout_s=0.0)])
+def test_a_lost_peer_adds_its_stand_ins_that_nobody_can_correct(make: Callable[..., Scheduler]) -> None:
+    facts = StepFacts(peers=4, m=2.0, sigma=1.0, largest=3.0)
+    for delay, crashed in ((1, 1), (3, 1), (2, 2)):
+        scheduler = make(delay, stand_in=True)
+        alive = scheduler.bound(facts)
+        lost = scheduler.bound(replace(facts, crashed=crashed))
+        assert lost == pytest.approx((alive or 0) + crashed * (delay + 1) * 3.0 / 4)
 
 
 @pytest.mark.parametrize("gamma", [None, 1.0])

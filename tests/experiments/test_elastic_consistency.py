@@ -43,7 +43,10 @@ def test_every_measured_distance_is_within_its_bound() -> None:
     report = Report("elastic", True)
     elastic.ratios(report, steps=10, peers=3)
     found = report.figures
-    assert len([key for key in found if key.startswith("bound_ratio_")]) == 6 * len(elastic.CODECS) - 1
+    assert (
+        len([key for key in found if key.startswith("bound_ratio_")])
+        == len(elastic.SCHEDULERS) * len(elastic.CODECS) - 1
+    )
     assert 0.2 < found["max_bound_ratio"] <= 1
 
 
