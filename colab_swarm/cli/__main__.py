@@ -397,7 +397,8 @@ def _relay(options: Options) -> None:
 def _experts(options: Options) -> None:
     import torch
 
-    from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
+    from colab_swarm.moe.blocks import FeedForward, TransformerBlock
+    from colab_swarm.moe.expert import ExpertRule
 
     make: Callable[[], torch.nn.Module] = partial(FeedForward, options.dim, options.hidden)
     if options.heads is not None:

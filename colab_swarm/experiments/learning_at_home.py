@@ -37,9 +37,10 @@ from torch.nn.functional import cross_entropy
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import EventLog
 from colab_swarm.experiments.report import Lines, Report, draw, reports
+from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
 from colab_swarm.net.identity import Identity

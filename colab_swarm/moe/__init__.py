@@ -62,6 +62,10 @@ median of three or more. A host can read its inputs: do not send it secrets.
                             torch.optim.Adam(model.parameters()))
     trainer.fit(batches)                                                             # many batches in flight
 
+`FeedForward` is the paper's. For the rest of its setting, host `cs.moe.PaperTransformerBlock`, with
+`rule=cs.moe.PAPER_RULE`: by default a block is pre-norm, without dropout, and gradients are clipped to
+norm 1.
+
 Add `0.01 * layer.balance_loss` to your loss to spread the work. Use autocast with bfloat16 and no `GradScaler`: experts
 step on the gradients they receive. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --dim 512`. Tutorials
 05 and 06 show both sides. See `MixtureOfExperts`, `HostPlan`, `DirectorySettings` and `BatchLimits` for all settings.
@@ -77,6 +81,7 @@ Mixture-of-Experts* (Learning@home), [arXiv 2002.04013](https://arxiv.org/abs/20
 | 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `directory` |
 | 3.1, 4.2: asynchronous training | `trainer` |
 | 3.2: experts with their own optimizers; batching at the host | `expert`, `calls` |
+| 4.1: feed-forward and Transformer blocks | `blocks` |
 | checkpoints in the swarm; hosting and takeover | `saves`, `host` |
 
 ## Measured
@@ -96,6 +101,7 @@ In a copy of the repository, `python -m tests.benchmarks experts`, `moe-throughp
 measures again.
 """
 
-from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.blocks import FeedForward, PaperTransformerBlock, TransformerBlock
+from colab_swarm.moe.expert import PAPER_RULE, ExpertRule
 
-__all__ = ["ExpertRule", "FeedForward", "TransformerBlock"]
+__all__ = ["PAPER_RULE", "ExpertRule", "FeedForward", "PaperTransformerBlock", "TransformerBlock"]

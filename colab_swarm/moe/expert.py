@@ -2,7 +2,8 @@
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
 takes an optimizer step at once (Learning@home, section 3.2), one for a merged batch, on the sum of
-gradients. Avoid `BatchNorm` (statistics of merged calls) and dropout (another mask at backward).
+gradients. Avoid `BatchNorm` (statistics of merged calls) and `nn.Dropout` (another mask at backward;
+`PaperTransformerBlock` shows a way).
 
 Weights are float32. A lower precision is autocast's; with float16 a gradient is scaled so that its
 largest value is about 1, far from what float16 rounds to zero or infinity. Where the device's memory
@@ -70,47 +71,6 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-class FeedForward(nn.Module):
-    """``x + W3 ReLU(LN(W2 ReLU(LN(W1 x))))``, dim -> hidden -> hidden -> dim (Learning@home, section 4.1).
-
-    ``hidden`` None: 4 * ``dim``.
-    """
-
-    def __init__(self, dim: int, hidden: int | None = None) -> None:
-        super().__init__()
-        hidden = 4 * dim if hidden is None else hidden
-        self.sample = (dim,)
-        self.layers = nn.Sequential(
-            *(nn.Linear(dim, hidden), nn.LayerNorm(hidden), nn.ReLU()),
-            *(nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU()),
-            nn.Linear(hidden, dim),
-        )
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        change_BD: Tensor = self.layers(x_BD)
-        return x_BD + change_BD
-
-
-class TransformerBlock(nn.Module):
-    """A pre-norm Transformer encoder block: self-attention and a feed-forward layer of width ``hidden``.
-
-    ``heads`` must divide ``dim``, the width of the embeddings; ``hidden`` None: 4 * ``dim``.
-    """
-
-    def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
-        super().__init__()
-        self.sample = (-1, dim)  # of any length
-        width = 4 * dim if hidden is None else hidden
-        self.layer = nn.TransformerEncoderLayer(
-            dim, heads, width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return a tensor of the same shape; sequences do not see each other."""
-        y_BLD: Tensor = self.layer(x_BLD)
-        return y_BLD
-
-
 @dataclass(frozen=True)
 class ExpertRule:
     """How an expert learns: what makes its optimizer and, advanced by each step, its schedule."""
@@ -123,7 +83,10 @@ class ExpertRule:
         return settings(self)
 
 
-ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
+ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)
+"""How experts learn by default. Published is `PAPER_RULE`, which does not clip gradients."""
+PAPER_RULE = ExpertRule(partial(torch.optim.Adam, lr=1e-3, amsgrad=True))
+"""How the experts of Learning@home learn in its published code."""
 
 
 class Expert:

@@ -15,8 +15,9 @@ import torch
 from colab_swarm.events import EventLog
 from colab_swarm.experiments.learning_at_home import calls_of
 from colab_swarm.experiments.report import Report, reports
+from colab_swarm.moe.blocks import FeedForward
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer
-from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward
+from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact

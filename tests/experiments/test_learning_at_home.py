@@ -7,7 +7,7 @@ import torch
 
 from colab_swarm.experiments import learning_at_home
 from colab_swarm.experiments.learning_at_home import DIM, ConvergenceEmulation, ConvergenceScene, Experts
-from colab_swarm.moe.expert import FeedForward
+from colab_swarm.moe.blocks import FeedForward
 from colab_swarm.sim import run_virtual
 
 TINY = ConvergenceScene((2, 3), trainers=3, delay_s=1.0, batches=6, evaluations=2)

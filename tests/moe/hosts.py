@@ -10,8 +10,9 @@ import torch
 
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import Event, EventLog
+from colab_swarm.moe.blocks import FeedForward
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, HostPlan, measure
+from colab_swarm.moe.expert import Expert, ExpertRule, HostPlan, measure
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, HostResources
 from colab_swarm.moe.saves import ReplicaStore

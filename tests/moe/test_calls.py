@@ -15,7 +15,8 @@ from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog
 from colab_swarm.moe import calls as expert_calls
 from colab_swarm.moe.batching import PART_BYTES, spans
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
+from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.expert import Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.runtime import loop_now

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe import ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe import (
+    PAPER_RULE,
+    ExpertRule,
+    FeedForward,
+    PaperTransformerBlock,
+    TransformerBlock,
+)
 from colab_swarm.moe.expert import (
     MOST,
     Expert,
@@ -125,6 +131,86 @@ def test_a_state_of_another_kind_is_refused(spoil: Any) -> None:
 def test_a_module_that_cannot_be_an_expert_is_refused_at_once(module: nn.Module, why: str) -> None:
     with pytest.raises(ValueError, match=f"{type(module).__name__} failed.*{why}.*an expert maps"):
         measure(expert(module))
+
+
+def reference_of(block: PaperTransformerBlock) -> nn.TransformerEncoderLayer:
+    layer = nn.TransformerEncoderLayer(8, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
+    pairs = {
+        "self_attn.in_proj_": block.attend_in,
+        "self_attn.out_proj.": block.attend_out,
+        "linear1.": block.widen,
+        "linear2.": block.narrow,
+        "norm1.": block.attend_norm,
+        "norm2.": block.norm,
+    }
+    state = {}
+    for name, part in pairs.items():
+        state |= {f"{name}weight": part.weight, f"{name}bias": part.bias}
+    layer.load_state_dict(state)
+    return layer
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_the_published_block_is_the_post_norm_encoder_layer_of_torch(length: int) -> None:
+    inputs = batch(0, 4, length, 8)
+    without = PaperTransformerBlock(8, 2, dropout=0.0)
+    torch.testing.assert_close(without(inputs), reference_of(without)(inputs))
+    block = PaperTransformerBlock(8, 2)
+    dropped = block(inputs)
+    torch.testing.assert_close(block.eval()(inputs), reference_of(block)(inputs))
+    assert not torch.allclose(dropped, block(inputs)), "nothing was dropped in training"
+
+
+def test_the_published_block_drops_alike_in_every_batch_that_a_sample_is_merged_into() -> None:
+    block = PaperTransformerBlock(8, 2)
+    inputs, others = batch(0, 2, 5, 8), batch(1, 3, 5, 8)
+    torch.manual_seed(1)
+    alone = block(inputs)
+    torch.manual_seed(2)
+    merged = block(torch.cat([others, inputs]))
+    torch.testing.assert_close(merged[3:], alone)
+    assert not torch.allclose(block(inputs[:1] + 1e-3), alone[:1], atol=0.05), "another input, another mask"
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.25, 0.5])
+def test_the_published_block_drops_that_share_and_keeps_the_mean(dropout: float) -> None:
+    block = PaperTransformerBlock(8, 2, dropout=dropout)
+    drop = block._drop_of(batch(0, 50, 3, 8))
+    first, second = drop(torch.ones(50, 400)), drop(torch.ones(50, 400))
+    assert (first == 0).float().mean() == pytest.approx(dropout, abs=0.02)
+    assert first.mean() == pytest.approx(1.0, abs=0.03) and not torch.equal(first, second)
+
+
+def test_backward_uses_the_masks_of_the_forward_pass() -> None:
+    """The gradient w.r.t. the inputs is that of the very outputs that forward returned."""
+    block = expert(PaperTransformerBlock(8, 2), replace(PAPER_RULE), (-1, 8))
+    inputs, grads = batch(0, 3, 5, 8), batch(1, 3, 5, 8)
+    leaf = inputs.to(block.device, copy=True).requires_grad_()
+    torch.testing.assert_close(outputs := block.module(leaf), block.forward(inputs))
+    (expected,) = torch.autograd.grad(outputs, leaf, grads.to(block.device))
+    torch.manual_seed(7)
+    torch.testing.assert_close(block.backward(inputs, grads), expected.cpu())
+
+
+@pytest.mark.parametrize(("arguments", "text"), [((8, 3), "divide"), ((8, 2, 4, 1.0), "dropout=1.0")])
+def test_a_published_block_that_cannot_be_is_refused(arguments: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        PaperTransformerBlock(*arguments)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_published_rule_is_amsgrad_and_does_not_clip(scale: float) -> None:
+    ours = expert(rule=PAPER_RULE)
+    torch.manual_seed(0)
+    module = FeedForward(4, 8).to(ours.device)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3, amsgrad=True)
+    for step in range(3):
+        inputs, grads = batch(step), scale * batch(100 + step)
+        optimizer.zero_grad()
+        module(inputs.to(ours.device)).backward(grads.to(ours.device))
+        optimizer.step()
+        ours.backward(inputs, grads)
+    assert equal(values(ours), dict(module.state_dict()))
 
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))

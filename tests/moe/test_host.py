@@ -16,8 +16,9 @@ from torch import nn
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import ExpertHosted, Fault, Notice
+from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.directory import DirectorySettings
-from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock, plan_host
+from colab_swarm.moe.expert import ExpertRule, plan_host
 from colab_swarm.moe.grid import ExpertPlace, Grid, GridPage, GridRecord
 from colab_swarm.moe.host import ExpertHost, SwarmExperts
 from colab_swarm.moe.saves import SavePlace, SaveRecord

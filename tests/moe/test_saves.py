@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, check_fit
+from colab_swarm.moe.blocks import FeedForward
+from colab_swarm.moe.expert import Expert, ExpertRule, check_fit
 from colab_swarm.moe.saves import ReplicaStore, Save
 from colab_swarm.tensors.chunks import Manifest, Snapshot, digest_of, pack, unpack
 

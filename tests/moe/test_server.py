@@ -18,8 +18,9 @@ from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.moe import calls as expert_calls
 from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, Key, compute, finished
+from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.calls import LONGEST, ExpertServer, ForwardExpert, Part
-from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
