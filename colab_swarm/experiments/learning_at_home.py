@@ -6,6 +6,12 @@ waits for an exponentially distributed time, in real time. *Ours* has many batch
 *Model-parallel* is one batch that goes from block to block with the same delays and no network.
 Forward only, as published; blocks are small, for a machine without a GPU.
 
+Checkpointing (appendix C): batches go forth and back through the Transformer blocks, at 100 ms. Our
+hosts keep nothing between the passes. One that keeps activations can admit only as many batches as
+its memory holds. This is emulated by so many batches in flight. Their backward still computes
+forward again, so the factor is too large, by a third at most. The paper does not say how many
+batches fit ("a few"), so the factor is measured for several numbers.
+
 *moe-convergence* (bottom): digits (8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything
 is smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture,
 top 4 of E feed-forward experts of width 64, or for the baseline one such block of width 128, which
@@ -16,6 +22,9 @@ taken from one copy and applied when the batch ends. With experts, each layer's 
 takes an eighth of the delay, an expert computes with its weights at that moment and steps at once;
 stem, gating and head are updated at the end. ``faithful=True`` follows the published emulator: the
 gating is never trained, experts' updates are never delayed, and the learning rate is constant.
+
+*moe-transfers* (appendix D): the same with tensors of 8 bits between trainers and experts, in both
+directions and passes, encoded for each expert as the product does.
 """
 
 import asyncio
@@ -48,6 +57,7 @@ from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.runtime import Runtime, own_loop
 from colab_swarm.sim import run_virtual
+from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.tensors.device import to_host
 
 
@@ -100,6 +110,14 @@ async def _measure_chain(report: Report, chain: Chain) -> None:
     for ms in (0, 200) if report.quick else (0, 50, 100, 150, 200):
         rates[f"{ms}ms"] = await _travelled(chain, calls, infos, ms / 1000)
         rates[f"model_parallel_{ms}ms"] = await _passed_on(chain, server, experts, ms / 1000)
+    if chain.name == "transformer":
+        whole = await _travelled(chain, calls, infos, 0.1, both_ways=True)
+        rates["both_ways_100ms"] = whole
+        for room in (2, 4) if report.quick else (1, 2, 4, 16):
+            few = replace(chain, in_flight=room)
+            rate = await _travelled(few, calls, infos, 0.1, both_ways=True)
+            note = f"with checkpointing, against memory for {room} batches; published: about 9 for 'a few'"
+            report.add(f"checkpointing_factor_room_{room}", whole / rate, "times", note)
     for closing in (server, host, guest):
         await closing.close()
     found = {f"{chain.name}_{name}_samples_per_s": rate for name, rate in rates.items()}
@@ -115,15 +133,21 @@ def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
     return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
 
 
-async def _travelled(chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], delay_s: float) -> float:
-    """Return the throughput of many batches that travel along the chain at once."""
+async def _travelled(
+    chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], delay_s: float, *, both_ways: bool = False
+) -> float:
+    """Return the throughput of many batches that travel along the chain at once, and back if ``both_ways``."""
     inputs = np.random.default_rng(0).standard_normal((chain.batch, *chain.sample), np.float32)
     done = 0
+    # never the last output: it would grow without end
+    path = [partial(calls.forward, info, inputs) for info in infos]
+    if both_ways:
+        path += [partial(calls.backward, info, inputs, inputs) for info in reversed(infos)]
 
     async def travel(rng: random.Random) -> None:
         nonlocal done
-        for info in itertools.islice(itertools.cycle(infos), rng.randrange(len(infos)), None):
-            await calls.forward(info, inputs)  # never the last output: it would grow without end
+        for call in itertools.islice(itertools.cycle(path), rng.randrange(len(path)), None):
+            await call()
             done += 1
             await asyncio.sleep(_exponential(delay_s, rng))
 
@@ -133,7 +157,7 @@ async def _travelled(chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], 
         before = done
         began = time.perf_counter()
         await asyncio.sleep(chain.seconds)
-        rate = chain.samples_per_s(done - before, time.perf_counter() - began)
+        rate = chain.samples_per_s(done - before, time.perf_counter() - began) * len(infos) / len(path)
         for task in travels:
             task.cancel()
     return rate
@@ -181,6 +205,7 @@ class ConvergenceScene:
     evaluations: int = 20
     faithful: bool = False
     data: str = "digits"
+    codec: str = "float32"  # of tensors between trainers and experts
 
 
 DELAYS = {"low": (16, 0.1, 0.0), "failures": (16, 0.1, 0.1), "high": (64, 1.0, 0.0)}
@@ -191,7 +216,9 @@ MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8), "
 class Experts:
     """One layer's experts and their optimizers; only those that are used have a gradient and step."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, codec: str = "float32") -> None:
+        self.sent_bytes = 0  # from trainers to experts and back
+        self._codec = codec_of(codec)
         self.blocks = [FeedForward(DIM, DIM) for _ in range(count)]
         self.optimizers = []
         for block in self.blocks:
@@ -199,25 +226,46 @@ class Experts:
 
     def forward(self, x_ND: Tensor, experts_N: Tensor) -> Tensor:
         """Return (N, D), the output of each sample's expert."""
+        return self._sent(self._outputs(self._sent(x_ND, experts_N), experts_N), experts_N)
+
+    def _outputs(self, x_ND: Tensor, experts_N: Tensor) -> Tensor:
         y_ND = torch.empty_like(x_ND)
         for expert in set(experts_N.tolist()):
             y_ND[experts_N == expert] = self.blocks[expert](x_ND[experts_N == expert])
         return y_ND
+
+    def _sent(self, values_ND: Tensor, experts_N: Tensor) -> Tensor:
+        """Return what arrives, if each expert's samples travel in a message."""
+        if self._codec.name == "float32":
+            self.sent_bytes += values_ND.nbytes
+            return values_ND
+        arrived_ND = torch.empty_like(values_ND)
+        for expert in set(experts_N.tolist()):
+            values = values_ND[experts_N == expert]
+            payload = self._codec.encode(values.detach().numpy().ravel())
+            self.sent_bytes += len(payload)
+            decoded = self._codec.decode(payload, values.numel())
+            arrived_ND[experts_N == expert] = torch.tensor(decoded).view(values.shape)
+        return arrived_ND
 
     def backward(
         self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor, lr: float = LR
     ) -> Tensor:
         """Return the inputs' gradient; only the experts in ``used_BK`` learn, others count as zero."""
         sample, slot = used_BK.nonzero(as_tuple=True)
-        x_BD = x_BD.clone().requires_grad_()
-        outputs_ND = self.forward(x_BD[sample], experts_BK[sample, slot])
+        experts_N = experts_BK[sample, slot]
+        x_ND = self._sent(x_BD[sample], experts_N).requires_grad_()
+        changes_BD = torch.zeros_like(x_BD)
         if len(sample):
-            outputs_ND.backward(grads_BKD[sample, slot])  # type: ignore[no-untyped-call]
+            outputs_ND = self._outputs(x_ND, experts_N)
+            outputs_ND.backward(self._sent(grads_BKD[sample, slot], experts_N))  # type: ignore[no-untyped-call]
+            assert x_ND.grad is not None
+            changes_BD.index_add_(0, sample, self._sent(x_ND.grad, experts_N))
         for expert in set(experts_BK[used_BK].tolist()):
             self.optimizers[expert].param_groups[0]["lr"] = lr
             self.optimizers[expert].step()
             self.optimizers[expert].zero_grad()
-        return torch.zeros_like(x_BD) if x_BD.grad is None else x_BD.grad
+        return changes_BD
 
 
 class Trunk(nn.Module):
@@ -288,7 +336,7 @@ class ConvergenceEmulation:
         self._trunk = Trunk(self._inputs.shape[1], scene.sides)
         self._experts = math.prod(scene.sides)
         self._trunk.gates.requires_grad_(not scene.faithful)
-        self._layers = [Experts(self._experts) for _ in self._trunk.gates]
+        self.layers = [Experts(self._experts, scene.codec) for _ in self._trunk.gates]
         trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.Adam(trained, lr=LR, amsgrad=True, foreach=True)
         self._taken = self._applied = 0
@@ -307,7 +355,7 @@ class ConvergenceEmulation:
             rows = torch.tensor([self._rng.randrange(TEST_SAMPLES, len(self._labels)) for _ in range(BATCH)])
             x = self._inputs[rows]
             y = self._labels[rows]
-            if self._layers:
+            if self.layers:
                 await self._through_experts(replica, x, y)
             else:
                 cross_entropy(replica.head(replica.blocks(replica.stem(x))), y).backward()  # type: ignore[no-untyped-call]
@@ -321,7 +369,7 @@ class ConvergenceEmulation:
         share = 0.0 if self._scene.faithful else 1 / (2 * LAYERS)
         h = stem = replica.stem(x)
         passed: list[Mixing] = []
-        for gate, experts in zip(replica.gates, self._layers, strict=True):
+        for gate, experts in zip(replica.gates, self.layers, strict=True):
             passed.append(Mixing(gate, experts, self._scene.sides, h))
             await self._delay(share)
             h = passed[-1].forward(self._failed())
@@ -353,7 +401,7 @@ class ConvergenceEmulation:
     @torch.no_grad()
     def _evaluate(self) -> float:
         h = self._trunk.blocks(self._trunk.stem(self._inputs[:TEST_SAMPLES]))
-        for gate, experts in zip(self._trunk.gates, self._layers, strict=True):
+        for gate, experts in zip(self._trunk.gates, self.layers, strict=True):
             nothing_failed = torch.zeros(self._experts, dtype=torch.bool)
             h = Mixing(gate, experts, self._scene.sides, h).forward(nothing_failed)
         return float((self._trunk.head(h).argmax(1) == self._labels[:TEST_SAMPLES]).float().mean())
@@ -388,6 +436,27 @@ def run_convergence(report: Report, faithful: bool = False, data: str = "digits"
         for kind, begin in (("final", -max(1, evaluations // 6)), ("mean", 0)):
             percent = 100 * float(np.array(curves)[:, begin:].mean())
             report.add(f"{name}_{kind}_accuracy", percent, "%", f"{seeds} seeds")
+
+
+@reports("moe")
+def run_transfers(report: Report, data: str = "digits") -> None:
+    """Report accuracy and bytes of a mixture whose tensors travel in 32 and in 8 bits (appendix D)."""
+    seeds = 1 if report.quick else 3
+    batches = 100 if report.quick else 1600
+    evaluations = 2 if report.quick else 20
+    torch.set_num_threads(1)
+    for codec in ("float32", "int8"):
+        scene = ConvergenceScene(MODELS["e16"], *DELAYS["low"], batches, evaluations, data=data, codec=codec)
+        emulations = [ConvergenceEmulation(scene, seed) for seed in range(seeds)]
+        accuracy = np.mean([run_virtual(emulation.run()) for emulation in emulations])
+        sent_bytes = sum(layer.sent_bytes for layer in emulations[0].layers)
+        report.add(f"e16_low_{codec}_mean_accuracy", 100 * float(accuracy), "%", f"{seeds} seeds")
+        report.add(f"e16_low_{codec}_sent", sent_bytes / 1e6, "MB", f"{batches} batches, evaluations too")
+    figures = report.figures
+    lost = figures["e16_low_float32_mean_accuracy"] - figures["e16_low_int8_mean_accuracy"]
+    report.add("int8_accuracy_drop", lost, "points", "of the mean accuracy, of 8 against 32 bits")
+    saved = figures["e16_low_float32_sent"] / figures["e16_low_int8_sent"]
+    report.add("int8_bytes_saved", saved, "times", "fewer bytes than in 32 bits")
 
 
 def plot_convergence(report: Report, path: str) -> None:

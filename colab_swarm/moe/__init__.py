@@ -97,8 +97,8 @@ Two cores of a shared virtual machine, over loopback, encrypted:
   (Learning@home: 764 ms): **428 ms, 2.5 ms**
 
 Those of hivemind are of version 1.1.12 on the same kind of machine, those of Learning@home as published.
-In a copy of the repository, `python -m tests.benchmarks experts`, `moe-throughput`, `moe-convergence` or `beam-search`
-measures again.
+In a copy of the repository, `python -m tests.benchmarks experts`, `moe-throughput`, `moe-convergence`, `moe-transfers`
+or `beam-search` measures again.
 """
 
 from colab_swarm.moe.blocks import FeedForward, PaperTransformerBlock, TransformerBlock

@@ -63,14 +63,13 @@ class PaperTransformerBlock(nn.Module):
     equal samples are dropped alike; the published code draws new masks. After ``eval()`` none are drawn.
     """
 
-    def __init__(self, dim: int, heads: int = 16, hidden: int | None = None, dropout: float = 0.1) -> None:
+    def __init__(self, dim: int, heads: int = 16, hidden: int | None = None) -> None:
         super().__init__()
         require(dim % heads == 0, f"dim={dim} and heads={heads}: the number of heads must divide the width")
-        require(0 <= dropout < 1, f"dropout={dropout}: pass a share of the values, 0 to below 1")
         self.sample = (-1, dim)  # of any length
         width = 4 * dim if hidden is None else hidden
         self._heads = heads
-        self._dropout = dropout
+        self.dropout = 0.1
         self.attend_in = nn.Linear(dim, 3 * dim)
         self.attend_out = nn.Linear(dim, dim)
         self.attend_norm = nn.LayerNorm(dim)
@@ -94,7 +93,7 @@ class PaperTransformerBlock(nn.Module):
 
     def _drop_of(self, x_BLD: Tensor) -> Callable[[Tensor], Tensor]:
         """Return a function that drops a share of the values, another one at each call."""
-        if not self.training or not self._dropout:
+        if not self.training:
             return lambda values: values
         generators = []
         for sample in x_BLD.detach().float().cpu().numpy():
@@ -103,7 +102,6 @@ class PaperTransformerBlock(nn.Module):
         def drop(values: Tensor) -> Tensor:
             shape = values.shape[1:]
             draws = [torch.rand(shape, generator=generator, device=values.device) for generator in generators]
-            kept = torch.stack(draws).ge(self._dropout)
-            return values * kept / (1 - self._dropout)
+            return values * torch.stack(draws).ge(self.dropout) / (1 - self.dropout)
 
         return drop

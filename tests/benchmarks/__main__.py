@@ -21,6 +21,7 @@ BENCHMARKS = {
     "expert-ordeal": "tests.benchmarks.ordeal:run_experts",
     "moe-throughput": "colab_swarm.experiments.learning_at_home:run_throughput",
     "moe-convergence": "colab_swarm.experiments.learning_at_home:run_convergence",
+    "moe-transfers": "colab_swarm.experiments.learning_at_home:run_transfers",
     "beam-search": "tests.benchmarks.dht:run_beam_search",
     "parameter-store": "tests.benchmarks.work_units:run_stores",
     "workunits": "tests.benchmarks.work_units:run_workunits",

@@ -48,6 +48,35 @@ def test_the_published_rules_leave_the_gating_as_it_is(sides: tuple[int, ...], f
     assert not torch.equal(stem, emulation._trunk.stem.weight)
 
 
+@pytest.mark.parametrize("codec", ["int8", "float16", "topk:0.1"])
+def test_what_experts_and_trainers_send_each_other_is_compressed_in_both_passes(codec: str) -> None:
+    torch.manual_seed(0)
+    whole, compressed = Experts(3), Experts(3, codec)
+    compressed.blocks = copy.deepcopy(whole.blocks)
+    chosen = torch.tensor([[0, 1], [0, 2], [1, 2], [0, 1]])
+    x, grads = torch.randn(4, DIM), torch.randn(4, 2, DIM)
+    calls = []
+    for experts in (whole, compressed):
+        outputs = experts.forward(x.repeat_interleave(2, 0), chosen.ravel())
+        changes = experts.backward(x, chosen, grads, torch.ones_like(chosen, dtype=torch.bool))
+        calls.append((outputs, changes))
+    # inputs and outputs; inputs, gradients and changes
+    assert whole.sent_bytes == 5 * 8 * DIM * 4
+    assert compressed.sent_bytes < 0.6 * whole.sent_bytes
+    for exact, arrived in zip(*calls, strict=True):
+        assert not torch.equal(exact, arrived)
+        assert torch.cosine_similarity(exact.ravel(), arrived.ravel(), dim=0) > 0.3
+
+
+def test_a_run_with_int8_sends_a_quarter_of_the_bytes() -> None:
+    sent = {}
+    for codec in ("float32", "int8"):
+        emulation = ConvergenceEmulation(replace(TINY, codec=codec), 0)
+        assert len(run_virtual(emulation.run())) == 2
+        sent[codec] = sum(layer.sent_bytes for layer in emulation.layers)
+    assert 0.2 < sent["int8"] / sent["float32"] < 0.3
+
+
 @pytest.mark.slow
 def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
     small: dict[str, Any] = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
@@ -57,3 +86,5 @@ def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: 
     values = learning_at_home.run_throughput(quick=True).figures
     assert values["vs_model_parallel_at_200ms"] > 2 and values["retained_at_200ms"] > 0
     assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]
+    # 8 batches in flight with checkpointing, 2 without
+    assert 2 < values["checkpointing_factor_room_2"] < 8
