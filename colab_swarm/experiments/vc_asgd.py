@@ -7,11 +7,15 @@ long as the fastest, with 4 units at a time each (P3C3T4). A unit starts from th
 
 *preemption*: the time and price of a job, by the real dispatcher on virtual time. The paper: of n units that a slot
 trains in sequence, a share p is lost with its instance, and each loss costs the timeout t_o. So the job takes
-``n t_e + n p t_o``; more where p is large or epochs are short.
+``n t_e + n p t_o``. In the simulation a new instance takes units at once, and only the lost unit waits: one epoch of
+2,000 units costs a quarter of the formula's extra time. In the paper's 40 epochs of 50 units each epoch waits for its
+last unit. The extra time is 1.2 (p = 0.05) and 0.8 (p = 0.2) of the formula's; 2.0 and 1.6 without the dispatcher's
+copies of overdue units; 1.6 and 1.0 with them, if a new instance comes a minute later.
 """
 
 import asyncio
 import heapq
+import itertools
 import math
 import random
 import re
@@ -151,8 +155,8 @@ def plot(report: Report, path: str | Path) -> None:
 class PreemptionModel:
     """``volunteers`` instances train ``slots`` units at a time each; an epoch has ``units``, the
     job ``epochs``. A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An
-    instance is preempted during a unit with ``kill_probability`` (p) and replaced after
-    ``restart_s``.
+    instance is preempted during a unit with ``kill_probability`` (p). A new one takes its place after
+    ``restart_s``, for which the paper's formula has no term.
     """
 
     volunteers: int
@@ -161,7 +165,7 @@ class PreemptionModel:
     unit_s: float
     deadline_s: float
     kill_probability: float
-    restart_s: float = 60.0
+    restart_s: float = 0.0
     epochs: int = 1
 
     def __post_init__(self) -> None:
@@ -204,12 +208,16 @@ class _Fleet:
     async def run(self) -> tuple[float, int]:
         async with asyncio.TaskGroup() as instances:
             for number in range(self._model.volunteers):
-                instances.create_task(self._instance(f"instance {number}"))
+                instances.create_task(self._instances(f"place {number}"))
         return self._ended_at, self._kills
 
-    async def _instance(self, name: str) -> None:
+    async def _instances(self, place: str) -> None:
         rate = -math.log(1 - self._model.kill_probability) / self._model.unit_s
-        while not self._dispatcher.state.finished:
+        for number in itertools.count():
+            if self._dispatcher.state.finished:
+                return
+            # the one that takes its place is a volunteer of its own
+            name = f"{place}, instance {number}"
             try:
                 async with asyncio.timeout(self._rng.expovariate(rate) if rate else None):
                     await asyncio.gather(*(self._slot(name) for _ in range(self._model.slots)))
@@ -228,9 +236,13 @@ class _Fleet:
                 continue
             self._commit(*given)
             await asyncio.sleep(self._model.unit_s)
-            now = self._ended_at = loop_now()
+            now = loop_now()
             unit = given[0].unit
             name = given[0].assignment
+            # a copy of the unit came first
+            if dispatcher.refusal(name, instance, now=now) is not None:
+                continue
+            self._ended_at = now
             self._commit(
                 *dispatcher.on_result(name, 1.0, lambda *_: 0.0, now=now),
                 Assimilated(at=now, unit=unit, assignment=name, server="", version=0, seconds=0.0),

@@ -223,6 +223,8 @@ def _state(snapshot: "VolunteerSnapshot") -> str:
     units = f"{count(snapshot.accepted, 'unit')} accepted"
     if snapshot.refused:
         units += f", {snapshot.refused:,} refused"
+    if snapshot.surplus:
+        units += f", {snapshot.surplus:,} came after another volunteer's"
     if snapshot.given_back:
         units += f", {snapshot.given_back:,} given back"
     return "; ".join([*parts, units])

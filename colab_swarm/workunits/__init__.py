@@ -44,7 +44,8 @@ and counts as gone after 600 s of silence.
 ## Failures
 
 - *A volunteer is preempted.* Its unit expires and goes to another volunteer. Reliable volunteers take such units first,
-  others take them last. Restarted with the same folder, the volunteer resumes its unit.
+  others take them last. Restarted with the same folder, the volunteer resumes its unit. At the end of an epoch an idle
+  volunteer gets a copy of an overdue unit; the first result counts.
 - *Results are not finite, of other shapes, or far off* (`max_change`; at most 10 norms of the first parameters, or
   twice the change by one batch for each batch). They are refused. With `replication=3` a
   majority has to agree. Three bad results in a row, or every fourth, ban the volunteer, ever longer.

@@ -374,6 +374,7 @@ class VolunteerSnapshot:
         accuracy: of the epoch before.
         units: its slots.
         accepted, refused, given_back: numbers of units.
+        surplus: number of units of which another volunteer's result came first.
         refusal: why the last result was refused.
         samples: number trained in accepted units.
         sent_bytes: of results.
@@ -391,6 +392,7 @@ class VolunteerSnapshot:
     accepted: int = 0
     refused: int = 0
     given_back: int = 0
+    surplus: int = 0
     refusal: str = ""
     samples: int = 0
     sent_bytes: int = 0

@@ -7,6 +7,11 @@ store's log: the coordinator may be killed at any moment. Decisions are made one
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first.
   A volunteer that failed it gets it again only after the others had time to take it.
+- When no unit of the epoch is left to hand out, an idle volunteer gets a copy of the unit that is out
+  longest, once that takes longer than nine of ten units do. So an epoch does not wait for a volunteer
+  that was preempted. Earlier copies would keep volunteers from the next epoch's units.
+- The first result of a unit and its copies counts. A later one is not uploaded, so nothing shows that
+  it is valid: it brings its volunteer neither a credit nor a fault.
 - Replicas of a unit go to different volunteers. It is accepted once a majority of
   ``plan.replication`` agrees; until then one more replica is assigned.
 """
@@ -52,6 +57,8 @@ PRESENT_S = 600.0
 FIRST_DEADLINE_S = 600.0
 LONGEST_DEADLINE_S = 86_400.0
 SLACK_S = 30.0
+COPIES = 1
+"""Volunteers who may train a unit at once, beyond those that it needs."""
 FEW = 2
 """Units in flight of a volunteer that is new or unreliable."""
 MORE_REPLICAS = 3
@@ -64,7 +71,6 @@ LONGEST_WAIT_S = 30.0
 STALE = {
     "rejected": "its result was refused before",
     "given back": "you gave it back",
-    "superseded": "enough other results agree",
 }
 """Why a result is not awaited, by the fate of its assignment."""
 
@@ -119,13 +125,13 @@ class Dispatcher:
         """Return the units that a volunteer may train, the best for it first.
 
         A proven one gets units that failed before first, any other gets them last. Then those of
-        data that it has. Volunteers start at different places.
+        data that it has. Volunteers start at different places. Copies are the last resort.
         """
         others = self._has_others(volunteer, now)
         open_units = self.state.open
         free = [unit for unit in open_units if self._is_free(open_units[unit], volunteer, others, now)]
         if not free:
-            return []
+            return self._overdue(volunteer, now)
         first = self._rng.randrange(len(free))
 
         def rank(unit: Unit) -> tuple[bool, bool]:
@@ -133,6 +139,18 @@ class Dispatcher:
             return has_failed != record.proven, self._subsets[unit.subset] not in held
 
         return sorted(free[first:] + free[:first], key=rank)
+
+    def _overdue(self, volunteer: str, now: float) -> list[Unit]:
+        """Return the units that a volunteer may train as a copy, the one that is out longest first."""
+        overdue_s = self._overdue_s()
+        out_since: dict[Unit, float] = {}
+        for unit, state in self.state.open.items():
+            times = [replica.given.at for replica in state.live() if replica.fate == "out"]
+            took_part = state.is_with(volunteer) or volunteer in state.failed_by
+            has_copies = self._missing(state) <= -COPIES
+            if times and not took_part and not has_copies and now - min(times) > overdue_s:
+                out_since[unit] = min(times)
+        return sorted(out_since, key=out_since.__getitem__)
 
     def _has_others(self, volunteer: str, now: float) -> bool:
         """Return True if another volunteer is present, and not banned."""
@@ -174,11 +192,17 @@ class Dispatcher:
         if self._plan.deadline_s is not None:
             return self._plan.deadline_s
         usual_s = FIRST_DEADLINE_S
-        times = sorted(self.state.unit_s)
-        if times:
-            usual_s = 4 * times[len(times) * 9 // 10] + SLACK_S
+        if self.state.unit_s:
+            usual_s = 4 * self._overdue_s() + SLACK_S
         expired = sum(replica.fate == "expired" for replica in unit.replicas)
         return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
+
+    def _overdue_s(self) -> float:
+        """Return the time that nine of ten units take at most; infinity before the first result."""
+        times = sorted(self.state.unit_s)
+        if not times:
+            return math.inf
+        return times[len(times) * 9 // 10]
 
     def _poll_s(self) -> float:
         usual_s = statistics.median(self.state.unit_s or [10 * FIRST_WAIT_S])
@@ -221,6 +245,11 @@ class Dispatcher:
         still_wanted = self._missing(unit) > 0 and not unit.is_with(volunteer)
         if replica.fate == "out" or (replica.fate == "expired" and still_wanted):
             return None
+        if replica.fate == "superseded":
+            return (
+                "surplus",
+                f"thank you: unit {replica.given.unit} is complete, other results came before yours",
+            )
         if replica.fate == "expired":
             late_s = now - replica.given.deadline
             why = f"its deadline passed {late_s:.0f} s ago and another volunteer has it"

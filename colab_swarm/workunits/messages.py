@@ -127,7 +127,8 @@ class Taken(Message, frozen=True):
 class Problem(Message, frozen=True):
     """Why a request was refused: a text that says what to do, and a code.
 
-    The code is ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
+    The code is ``token``, ``banned``, ``unknown``, ``stale``, ``surplus``, ``invalid``, ``size`` or ``busy``.
+    ``surplus``: a result that came after enough others of its unit, which is no fault.
     """
 
     code: str

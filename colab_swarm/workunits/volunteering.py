@@ -258,10 +258,13 @@ class Volunteer:
                 await self._train(held)
                 waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
             except CallRefused as error:
-                self._seen.refused += 1
-                self._seen.refusal = str(error)
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
-                pause_s = next(waits_s)
+                if error.code == "surplus":
+                    self._seen.surplus += 1
+                else:
+                    self._seen.refused += 1
+                    self._seen.refusal = str(error)
+                    pause_s = next(waits_s)
             self._saves.drop(held.unit)
             del self._in_hand[slot]
             await waited(self._leaving.wait(), pause_s)

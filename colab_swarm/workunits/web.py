@@ -65,7 +65,7 @@ BROKEN_S = 5
 """Seconds after which to retry, where the coordinator is busy, and where its store fails."""
 FAREWELL_S = 2.0
 """For draining a refused body, and for transfers when the server closes."""
-STATUSES = dict(token=401, banned=403, unknown=404, stale=410, size=413, invalid=422, busy=503)
+STATUSES = dict(token=401, banned=403, unknown=404, stale=410, surplus=410, size=413, invalid=422, busy=503)
 VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)
 """Its id in hex."""
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)

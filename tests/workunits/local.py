@@ -20,7 +20,7 @@ from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import Message
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.workunits.coordinator import Coordinator
-from colab_swarm.workunits.dispatcher import MORE_REPLICAS, Dispatcher
+from colab_swarm.workunits.dispatcher import COPIES, MORE_REPLICAS, Dispatcher
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem, Token
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
@@ -167,7 +167,7 @@ def check_state(dispatcher: Dispatcher) -> None:
         assert unit.staleness is None or unit.accepted, f"{key} was assimilated, but not accepted"
         live = [replica.given.volunteer for replica in unit.live()]
         assert len(live) == len(set(live)), f"two replicas of {key} are one volunteer's"
-        assert len(live) <= dispatcher._plan.replication + MORE_REPLICAS
+        assert len(live) <= dispatcher._plan.replication + MORE_REPLICAS + COPIES
         assert not (live and unit.accepted), f"{key} is accepted, and still awaited"
         assert unit.accepted == (key not in state.open), f"{key} is in the wrong set"
     out = {name for name, replica in state.replicas.items() if replica.fate == "out"}

@@ -13,7 +13,7 @@ import pytest
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.messages import Taken
+from colab_swarm.workunits.messages import GivenUnit, Taken
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import open_store
@@ -64,6 +64,25 @@ async def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refuse
                 scene.store.blob(blob)
         answer = await strangers[0].send("GET", "/api/parameters/1-0")
         assert (answer.status, answer.problem.code) == (410, "stale")
+
+
+async def test_a_copy_of_an_overdue_unit_counts_once_and_the_late_result_is_thanked_for(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(tiny_job(subsets=2), tmp_path) as scene:
+        (slow,) = await scene.alice.ask()
+        (answer,) = await scene.bob.train()
+        assert answer.status == 200
+        copies: tuple[GivenUnit, ...] = ()
+        while not copies:
+            copies = await scene.bob.ask()
+        assert (copies[0].epoch, copies[0].subset) == (slow.epoch, slow.subset)
+        file = scene.coordinator.schema.encode(scene.values())
+        assert (await scene.bob.upload(copies[0].assignment, file)).status == 200
+        answer = await scene.alice.upload(slow.assignment, file)
+        assert (answer.status, answer.problem.code) == (410, "surplus")
+        await until(lambda: scene.kinds().count("Measured") == 2)
+        assert scene.kinds().count("Assimilated") == scene.store.parameters().version == 2
 
 
 async def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> None:

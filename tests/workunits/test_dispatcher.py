@@ -240,9 +240,79 @@ def test_a_superseded_replica_counts_against_no_volunteer() -> None:
     alices, bobs, carols = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB, CAROL))
     desk.result(alices)
     desk.result(bobs)
-    assert "enough other results agree" in desk.refusal(carols, CAROL)[1]
+    assert desk.refusal(carols, CAROL)[0] == "surplus"
     desk.now += 1000
     assert desk.expire() == []
+
+
+def tail(**plan: object) -> tuple[Desk, Assigned]:
+    """An epoch's last unit, at Alice; Bob has shown that units take 10 s."""
+    desk = Desk(subsets=2, **plan)
+    (last,) = desk.ask(ALICE)
+    (bobs,) = desk.ask(BOB)
+    desk.now += 10
+    desk.assimilate(desk.result(bobs))
+    return desk, last
+
+
+def test_an_overdue_unit_goes_to_one_idle_volunteer_more_once_none_is_left_to_hand_out() -> None:
+    desk, last = tail()
+    assert desk.ask(BOB) == []  # it takes no longer than usual yet
+    desk.now += 0.1
+    assert desk.ask(ALICE) == []
+    (copy,) = desk.ask(BOB)
+    assert (copy.unit, copy.version) == (last.unit, 1)
+    assert desk.ask(BOB) == desk.ask(CAROL) == []
+    desk.give_back(BOB, copy)
+    assert desk.ask(BOB) == []  # it had its turn
+    assert desk.ask(CAROL)[0].unit == last.unit
+
+
+def test_fresh_units_go_before_copies_and_of_the_overdue_ones_the_one_that_is_out_longest() -> None:
+    desk = Desk(subsets=4)
+    desk.prove(BOB)
+    (first,) = desk.ask(ALICE)
+    desk.now += 1
+    (second,) = desk.ask(CAROL)
+    desk.now += 10
+    units = [desk.ask(DAVE)[0].unit for _ in range(2)]
+    assert units[0] not in {first.unit, second.unit} and units[1] == first.unit
+    assert desk.ask(BOB)[0].unit == second.unit
+
+
+@pytest.mark.parametrize("copy_is_first", [True, False])
+def test_of_a_unit_and_its_copy_the_first_result_counts_and_the_later_one_is_thanked_for(
+    copy_is_first: bool,
+) -> None:
+    desk, last = tail()
+    desk.now += 1
+    (copy,) = desk.ask(BOB)
+    early, late = (copy, last) if copy_is_first else (last, copy)
+    desk.assimilate(desk.result(early))
+    code, text = desk.refusal(late, late.volunteer)
+    assert code == "surplus" and text.startswith(f"thank you: unit {last.unit} is complete")
+    records = desk.core.state.volunteers
+    assert sum(record.accepted for record in records.values()) == desk.core.state.version == 2
+    assert (records[late.volunteer].in_flight, records[late.volunteer].expired) == (0, 0)
+    desk.now += 1000
+    assert desk.expire() == []
+    desk.advance()
+    assert desk.ask(ALICE)[0].unit.epoch == 2
+
+
+def test_a_copy_of_an_overdue_replica_may_complete_the_majority() -> None:
+    desk = Desk(subsets=1, replication=2)
+    alices, bobs = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB))
+    desk.now += 10
+    desk.result(alices)
+    assert desk.ask(CAROL) == []
+    desk.now += 1
+    (carols,) = desk.ask(CAROL)
+    assert carols.version == alices.version
+    assert [*map(type, desk.result(carols))] == [Returned, Accepted]
+    assert desk.refusal(bobs, BOB)[0] == "surplus"
+    records = {name: one.accepted for name, one in desk.core.state.volunteers.items()}
+    assert records == {ALICE: 1, BOB: 0, CAROL: 1}
 
 
 def test_units_that_are_not_in_hand_are_astray_until_their_deadline() -> None:

@@ -129,5 +129,13 @@ def test_the_ordeals_faults_do_happen() -> None:
             ordeal.step()
         happened += ordeal.done
     faults = (state.Expired, state.Rejected, state.GaveBack, state.Returned)
-    wanted = {*(kind.__name__ for kind in faults), "late", "vanished", "restarted", "stale", "banned"}
+    wanted = {
+        *(kind.__name__ for kind in faults),
+        "late",
+        "vanished",
+        "restarted",
+        "stale",
+        "banned",
+        "surplus",
+    }
     assert wanted <= happened.keys(), happened

@@ -173,6 +173,17 @@ async def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(
     assert sorted(standin.returned) == sorted(standin.given)
 
 
+async def test_a_result_that_came_second_is_no_refusal_and_the_next_unit_follows_at_once(
+    tmp_path: Path,
+) -> None:
+    standin = StandIn(digits_job())
+    standin.refuse = Problem("surplus", "thank you: unit 1-0 is complete, other results came before yours")
+    async with playing(standin, tmp_path) as (_, alice):
+        await until(lambda: alice.snapshot().surplus == 2)
+        assert (alice.snapshot().refused, alice.snapshot().refusal) == (0, "")
+        assert "2 came after another volunteer's" in repr(alice)
+
+
 async def test_refused_results_are_counted_with_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
     standin = StandIn(digits_job())
