@@ -11,6 +11,7 @@ trains in sequence, a share p is lost with its instance, and each loss costs the
 2,000 units costs a quarter of the formula's extra time. In the paper's 40 epochs of 50 units each epoch waits for its
 last unit. The extra time is 1.2 (p = 0.05) and 0.8 (p = 0.2) of the formula's; 2.0 and 1.6 without the dispatcher's
 copies of overdue units; 1.6 and 1.0 with them, if a new instance comes a minute later.
+The paper's fleet of 5 costs $1.67 an hour, preemptible $0.50: $13.4 or $4 for its 8 hours.
 """
 
 import asyncio

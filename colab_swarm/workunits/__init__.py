@@ -26,7 +26,7 @@ are safetensors files.
 |---|---|
 | `GET /api/job` | `JobCard`: the job with its Python code, signed by the coordinator |
 | `POST /api/units` | `AskForUnits` -> `GivenUnits`; it also returns units that the volunteer will not train |
-| `GET /api/data/SHA256`, `/api/parameters[/EPOCH-SUBSET]` | files, with ranges |
+| `GET /api/data/SHA256`, `/api/parameters[/EPOCH-SUBSET]` | files, with ranges; parameters compressed on request |
 | `PUT /api/results/ASSIGNMENT` | a result -> `Taken`, once it is checked |
 | `/`, `/status.json`, `/metrics` | the status page, for people, programs and Prometheus |
 

@@ -30,6 +30,7 @@ from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
     FRESH_S,
     MAX_HELD,
+    PACKED,
     AskForUnits,
     GivenUnit,
     GivenUnits,
@@ -167,7 +168,11 @@ class CoordinatorClient:
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
         """Fetch the parameters (numel,) at ``path`` below /api, read-only."""
-        return await self._download(f"/api/{path}", schema.size_bytes, schema.decode)
+
+        def decode(file: bytes) -> Floats:
+            return schema.decode(schema.unpack(file))
+
+        return await self._download(f"/api/{path}", schema.size_bytes, decode, accept=PACKED)
 
     async def upload(self, assignment: str, data: bytes) -> None:
         """Send a result; return once the coordinator has accepted it."""
@@ -205,16 +210,18 @@ class CoordinatorClient:
 
         return await self._until_done(attempt)
 
-    async def _download(self, target: str, size_bytes: int, decode: Callable[[bytes], T]) -> T:
+    async def _download(
+        self, target: str, size_bytes: int, decode: Callable[[bytes], T], *, accept: str = "*/*"
+    ) -> T:
         """Fetch a file, across broken connections."""
         data = bytearray()
         etag = ""
 
         async def attempt() -> T:
             nonlocal data, etag
-            headers = {}
+            headers = {"Accept": accept}
             if data and etag:
-                headers = {"Range": f"bytes={len(data)}-", "If-Range": etag}
+                headers |= {"Range": f"bytes={len(data)}-", "If-Range": etag}
             async with self._request("GET", target, headers=headers) as answer:
                 if answer.status != 206:
                     data = bytearray()
@@ -238,7 +245,8 @@ class CoordinatorClient:
             self.received_bytes += len(piece)
             if len(data) > size_bytes:
                 return
-        if len(data) < size_bytes:
+        # aiohttp itself notices where a compressed file ends early
+        if len(data) < size_bytes and answer.content_type != PACKED:
             raise RetryableError(f"{answer.url.path} ended after {len(data):,} of {size_bytes:,} bytes")
 
     async def _until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:

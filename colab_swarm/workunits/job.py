@@ -291,7 +291,8 @@ class Job:
             per sample, a torch ``Dataset`` of finite length, or a ``datasets.Dataset``.
         validation: the same, for the accuracy.
         loss: mean loss of a model on a batch; a batch has the columns of the data, as a tuple or a dictionary.
-        optimizer: over the model's parameters; each unit gets a new one, as in the paper.
+        optimizer: over the model's parameters; each unit gets a new one, so that replicas agree; the paper does
+            not say how it is.
         accuracy: of a model on a batch, between 0 and 1.
         plan: how the job is cut into units.
         code: text of the file that the job was loaded from; volunteers run it.

@@ -37,6 +37,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10
 """Most bytes of a request other than an upload."""
+PACKED = "application/zstd"
+"""Media type of compressed parameters, for a volunteer that accepts it."""
 MAX_UNITS = 64
 MAX_HELD = 1024
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]

@@ -26,6 +26,7 @@ from colab_swarm.workunits.dispatcher import JobLog
 from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
+    PACKED,
     SCHEME,
     AskForUnits,
     GivenUnit,
@@ -105,6 +106,9 @@ class CoordinatorServer:
         # version and file of the newest parameters: many fetch them
         self._newest = (-1, memoryview(b""))
         self._loading = asyncio.Lock()
+        # the parameters that were compressed last: unit, version, and file
+        self._packed: tuple[tuple[Unit | None, int], memoryview] = ((None, -1), memoryview(b""))
+        self._packing = asyncio.Lock()
         self._checking = asyncio.Semaphore(MAX_CHECKS)
         # assignments whose results are being checked
         self._under_check: set[str] = set()
@@ -358,7 +362,15 @@ class CoordinatorServer:
         numbers = [int(number) for number in request.match_info.values()]
         unit = Unit(*numbers) if numbers else None
         version, data = await self._file(unit)
-        return await self._send(request, data, f'"{version}"')
+        etag = f'"{version}"'
+        if request.headers.get("Accept") != PACKED:
+            return await self._send(request, data, etag)
+        file = (unit, version)
+        async with self._packing:
+            if self._packed[0] != file:
+                self._packed = (file, memoryview(await asyncio.to_thread(self._schema.pack, data)))
+            packed = self._packed[1]
+        return await self._send(request, packed, f'"{version}-packed"', PACKED)
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
         """Return version and file of a unit's initial parameters; None: the newest ones."""
@@ -379,7 +391,9 @@ class CoordinatorServer:
                 self._newest = (parameters.version, memoryview(file))
             return self._newest
 
-    async def _send(self, request: web.Request, data: memoryview, etag: str) -> web.StreamResponse:
+    async def _send(
+        self, request: web.Request, data: memoryview, etag: str, kind: str = "application/octet-stream"
+    ) -> web.StreamResponse:
         """Send a file, or the requested range of it."""
         headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
         status = 200
@@ -398,7 +412,7 @@ class CoordinatorServer:
                 return _refusal(416, problem, {"Content-Range": f"bytes */{len(data)}"})
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         response = web.StreamResponse(status=status, headers=headers)
-        response.content_type = "application/octet-stream"
+        response.content_type = kind
         response.content_length = end - start
         async with self._transfer(request, "download", MAX_DOWNLOADS):
             await _stream(request, response, data[start:end])

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+import zstandard
 from torch import nn
 
 from colab_swarm.errors import require
@@ -73,6 +74,32 @@ class Schema:
     def encode(self, values: Floats) -> bytes:
         """Return ``values`` (numel,) as a safetensors file."""
         return b"".join((self.head(), as_bytes(values)))
+
+    def pack(self, file: bytes | memoryview) -> bytes:
+        """Return a file of values, compressed without a loss; as it is if that makes it no smaller.
+
+        zstd makes trained float32 8 % smaller, and 8 to 14 % if the values' first bytes stand
+        together, then their second ones, and so on: only signs and exponents are alike.
+        """
+        head_bytes = len(self.head())
+        places = np.frombuffer(file, np.uint8, offset=head_bytes).reshape(-1, 4).T
+        packed = zstandard.ZstdCompressor(level=1).compress(bytes(file[:head_bytes]) + places.tobytes())
+        return min(packed, bytes(file), key=len)
+
+    def unpack(self, data: bytes) -> bytes:
+        """Return the file that `pack` compressed; another file as it is. Raise ValueError if it is garbled."""
+        if not data.startswith(zstandard.FRAME_HEADER):
+            return data
+        try:
+            # a frame that says more would take that memory
+            size = zstandard.frame_content_size(data)
+            require(size == self.size_bytes, f"a file of {size:,} bytes, {self.size_bytes:,} expected")
+            plain = zstandard.ZstdDecompressor().decompress(data)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"no compressed parameters: {error}") from error
+        head_bytes = len(self.head())
+        values = np.frombuffer(plain, np.uint8, offset=head_bytes).reshape(4, -1).T
+        return plain[:head_bytes] + values.tobytes()
 
     def decode(self, data: bytes | memoryview) -> Floats:
         """Return a view of a file's values; raise ValueError if it has other tensors."""
@@ -150,8 +177,9 @@ def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
     """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``.
 
     All are (numel,) in float32. "Distributed Deep Learning Using Volunteer Computing-Like
-    Paradigm", equation 1. In any order, n results leave ``alpha^n`` of the parameters before them;
-    ``alpha`` is in [0, 1).
+    Paradigm", equation 1. In any order, n results leave ``alpha^n`` of the parameters before them.
+    Equation 2 as printed, the sum after n results, lacks the powers of alpha that repeating equation
+    1 gives each earlier result: this follows equation 1. ``alpha`` is in [0, 1).
     """
     # start from the heavier one: least rounding, and none where they agree or alpha is 0
     near = server

@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Sequence
+from contextlib import aclosing
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from torch import nn
 from colab_swarm.errors import StoreError
 from colab_swarm.net.patience import VisitLimit
 from colab_swarm.notebook.page import ANSWERS_PER_S
+from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Rows
-from colab_swarm.workunits.messages import AskForUnits, Taken
+from colab_swarm.workunits.messages import PACKED, AskForUnits, Taken
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry
 from colab_swarm.workunits.web import MAX_DOWNLOADS
-from tests.workunits.local import coordinating, tiny_job, until
+from tests.workunits.local import RUN, Scene, coordinating, tiny_job, until
 
 
 async def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_path: Path) -> None:
@@ -49,6 +52,48 @@ async def test_parameters_carry_a_version_and_a_range_of_an_old_one_is_the_new_w
         await scene.alice.ask()  # the coordinator has read that by its answer
         later = await scene.alice.send("GET", "/api/parameters", **headers)
         assert (later.status, later.headers["ETag"], len(later.body)) == (200, '"1"', len(first.body))
+
+
+def has_version(scene: Scene, version: int) -> bool:
+    return scene.kinds().count("Assimilated") == scene.coordinator.dispatcher.state.version == version
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+async def test_a_volunteer_that_accepts_packed_parameters_gets_them_whole_or_in_ranges(
+    tmp_path: Path, replication: int
+) -> None:
+    async with coordinating(tiny_job(replication=replication), tmp_path) as scene:
+        (unit,) = await scene.alice.ask()
+        path = f"/api/{unit.parameters}"
+        plain = await scene.alice.send("GET", path)
+        packed = await scene.alice.send("GET", path, Accept=PACKED)
+        assert len(packed.body) < len(plain.body)
+        assert scene.coordinator.schema.unpack(packed.body) == plain.body
+        assert (plain.headers["Content-Type"], packed.headers["Content-Type"]) == (
+            "application/octet-stream",
+            PACKED,
+        )
+        etag = packed.headers["ETag"]
+        assert etag != plain.headers["ETag"]
+        rest = await scene.alice.send("GET", path, Accept=PACKED, Range="bytes=7-", If_Range=etag)
+        assert (rest.status, rest.body) == (206, packed.body[7:])
+        other = await scene.alice.send("GET", path, Range="bytes=7-", If_Range=etag)
+        assert (other.status, other.body) == (200, plain.body)
+
+
+async def test_a_volunteer_downloads_packed_parameters_also_across_a_new_version(tmp_path: Path) -> None:
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        schema = scene.coordinator.schema
+        async with aclosing(
+            CoordinatorClient(scene.server.url, scene.alice.token, run_id=RUN, authority=None)
+        ) as client:
+            for version in range(2):
+                before = client.received_bytes
+                values = await client.parameters("parameters", schema)
+                np.testing.assert_array_equal(values, scene.store.parameters().values)
+                assert 0 < client.received_bytes - before < schema.size_bytes
+                await scene.bob.train()
+                await until(partial(has_version, scene, version + 1))
 
 
 async def test_units_that_are_given_back_go_to_another_volunteer(tmp_path: Path) -> None:

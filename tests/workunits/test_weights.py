@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -37,6 +38,35 @@ def test_a_model_goes_through_the_vector_buffers_and_whole_numbers_included() ->
     assert set(tensors) == {name for name, _ in schema.entries}
     assert torch.equal(tensors["0.weight"], source[0].weight)  # the file is safetensors
     np.testing.assert_array_equal(schema.decode(data), values)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_a_packed_file_is_smaller_and_unpacks_bit_for_bit(scale: float) -> None:
+    schema = Schema.of(nn.Linear(100, 50))
+    values = np.random.default_rng(0).normal(size=schema.numel).astype(np.float32) * np.float32(scale)
+    file = schema.encode(values)
+    packed = schema.pack(memoryview(file))
+    assert len(packed) < 0.92 * len(file)
+    assert schema.unpack(packed) == schema.unpack(file) == file
+
+
+def test_a_file_that_zstd_makes_no_smaller_stays_as_it_is() -> None:
+    schema = Schema((("w", (1000,)),))
+    noise = np.random.default_rng(0).bytes(4 * schema.numel)
+    file = schema.head() + noise
+    assert schema.unpack(schema.pack(file)) == file
+    assert len(schema.pack(file)) <= len(file)
+
+
+def test_packed_files_that_are_garbled_or_of_another_size_are_refused_before_they_fill_memory() -> None:
+    schema = Schema.of(nn.Linear(100, 50))
+    packed = schema.pack(schema.encode(np.zeros(schema.numel, np.float32)))
+    # a frame whose head says 1 TiB
+    bomb = zstandard.FRAME_HEADER + b"\xe0" + (1 << 40).to_bytes(8, "little") + packed[8:]
+    other = zstandard.ZstdCompressor().compress(b"another file")
+    for wrong in (bomb, other, packed[:-5], packed[:5]):
+        with pytest.raises(ValueError, match=r"expected|no compressed parameters"):
+            schema.unpack(wrong)
 
 
 @pytest.mark.parametrize(
