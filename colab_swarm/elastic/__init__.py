@@ -64,7 +64,8 @@ error that names the difference. The first member, by id, sends its parameters a
 ## Failures
 
 The group continues without a lost peer: its share of the mean is missing, and the bound grows by
-M / p. The gradients that it still owed are not part of the measured distance. The peer cannot
+M / p; with stand-ins by (d + 1) M / p, d the longest delay, because nobody can correct them.
+The gradients that it still owed are not part of the measured distance. The peer cannot
 rejoin this group. Error feedback, on by default, sends later the values that a lossy codec cuts
 off. Without it the bound is unknown, and the meter says so. `swarm.elastic_optimizer` raises
 `ValueError` if peers have different terms, and `StateError` if not enough peers come in time.
