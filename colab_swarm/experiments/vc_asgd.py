@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.recipes.classify import classification_job, shape_of
@@ -85,6 +86,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
 
 
 def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
+    size: dict[str, Any]
     if quick:
         size = {"subsets": 20, "max_epochs": 8}
     else:

@@ -77,6 +77,9 @@ checked before a body is read, nothing of a request becomes a path, nothing is p
     coordinator.wait()
     model = coordinator.model()
 
+`WorkPlan(needs=cs.workunits.Resources(cpu_cores=4, memory_gb=8, gpu_memory_gb=12))` keeps smaller machines out: such
+a volunteer ends and says what it lacks. An older volunteer, which does not say what it has, gets no units then.
+
 In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a
 swarm use `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB
 hold the state elsewhere (with the extra `workunits`). `job.train_serially()` is the baseline.
@@ -104,6 +107,7 @@ Those of VC-ASGD are as published. In a copy of the repository, `python -m tests
 
 from colab_swarm.workunits.coordinator import coordinate
 from colab_swarm.workunits.job import Job, WorkPlan
+from colab_swarm.workunits.messages import Resources
 from colab_swarm.workunits.volunteering import volunteer
 
-__all__ = ["Job", "WorkPlan", "coordinate", "volunteer"]
+__all__ = ["Job", "Resources", "WorkPlan", "coordinate", "volunteer"]

@@ -4,6 +4,7 @@ A decision is a list of entries. It takes effect when they are applied, after th
 store's log: the coordinator may be killed at any moment. Decisions are made one at a time, and read
 `JobState` without changing it. The rules:
 
+- A machine that lacks something of ``plan.needs`` gets no units.
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first.
   A volunteer that failed it gets it again only after the others had time to take it.
@@ -30,6 +31,7 @@ import msgspec
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import WorkPlan
+from colab_swarm.workunits.messages import Resources
 from colab_swarm.workunits.state import (
     Accepted,
     AnyEntry,
@@ -93,9 +95,18 @@ class Dispatcher:
         return min(self.state.epoch, self._plan.max_epochs)
 
     def assign(
-        self, volunteer: str, count: int, held: Collection[str], *, now: float, name: str = ""
+        self,
+        volunteer: str,
+        count: int,
+        held: Collection[str],
+        *,
+        now: float,
+        name: str = "",
+        resources: Resources | None = None,
     ) -> list[Assigned]:
         """Assign up to ``count`` units to a volunteer that has the subsets of SHA-256 ``held``."""
+        if self.unfit(resources):
+            return []
         record = self.state.volunteer(volunteer)
         room = min(count, self._most_in_flight(record) - record.in_flight)
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
@@ -113,6 +124,18 @@ class Dispatcher:
             )
             for unit in self._choices(record, volunteer, held, now)[:room]
         ]
+
+    def unfit(self, resources: Resources | None) -> str:
+        """Return why a machine with these ``resources`` gets no units; empty if it does."""
+        needs = self._plan.needs
+        if needs is None:
+            return ""
+        if resources is None:
+            return "this job has needs, and your colab-swarm does not say what your machine has: update it"
+        lacks = resources.lacks(needs)
+        if lacks:
+            return f"this job needs {lacks}: volunteer with another machine"
+        return ""
 
     def _most_in_flight(self, record: VolunteerState) -> int:
         if record.proven:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from colab_swarm.errors import require
 from colab_swarm.markup import settings
-from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Subset
+from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Resources, Subset
 from colab_swarm.workunits.weights import Schema, moved
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
@@ -204,6 +204,7 @@ class WorkPlan:
         deadline_s: a unit that is not back by then goes to another volunteer; None: by the times of earlier units.
         in_flight: units that a volunteer may hold.
         max_change: a result is refused if training moved it more than this many times as far as usual.
+        needs: what a volunteer's machine must have at least, such as ``Resources(memory_gb=8)``; None: anything.
         validation_samples: most samples used to measure the accuracy after each assimilation.
         seed: of the subsets, of the order of samples and of the first parameters.
     """
@@ -220,6 +221,7 @@ class WorkPlan:
     deadline_s: float | None = None
     in_flight: int = 8
     max_change: float = 10.0
+    needs: Resources | None = None
     validation_samples: int = 1000
     seed: int = 0
 
@@ -229,7 +231,7 @@ class WorkPlan:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             left_out = value is None and name in OPTIONAL
-            if name == "alpha" or left_out:
+            if name in ("alpha", "needs") or left_out:
                 continue
             if name in LIMITS:
                 rule = f"over 0, and at most {LIMITS[name]}"
@@ -239,6 +241,8 @@ class WorkPlan:
                 rule = f"a whole number, {least} at least"
                 valid = isinstance(value, int) and value >= least
             require(valid, f"{name}={value}: it must be {rule}")
+        right = self.needs is None or isinstance(self.needs, Resources)
+        require(right, f"needs={self.needs!r}: write cs.workunits.Resources(memory_gb=8)", TypeError)
         # alpha may be a function that fails in some epoch
         for epoch in {*range(1, min(self.max_epochs, MAX_EPOCHS_CHECKED)), self.max_epochs}:
             self.alpha_of(epoch)

@@ -77,6 +77,24 @@ class JobCard(Signed, frozen=True):
     subsets: tuple[Subset, ...]
 
 
+class Resources(Message, frozen=True):
+    """What a machine has, or a job needs at least: CPU cores, gigabytes (1e9 bytes) of memory and of GPU memory."""
+
+    cpu_cores: int = 0
+    memory_gb: float = 0.0
+    gpu_memory_gb: float = 0.0
+
+    def lacks(self, needs: "Resources") -> str:
+        """Return which ``needs`` a machine with these does not fulfil, for people; empty: it fulfils all."""
+        units = {"cpu_cores": "CPU cores", "memory_gb": "GB of memory", "gpu_memory_gb": "GB of GPU memory"}
+        words = []
+        for name, unit in units.items():
+            least = getattr(needs, name)
+            if getattr(self, name) < least:
+                words.append(f"{least:g} {unit} (your machine has {getattr(self, name):.3g})")
+        return " and ".join(words)
+
+
 class AskForUnits(Message, frozen=True):
     """Request up to ``count`` units.
 
@@ -86,6 +104,7 @@ class AskForUnits(Message, frozen=True):
         name: of the volunteer, for people.
         in_hand: assignments that it has. Others of its own are sent again: the reply with them was lost.
         given_back: assignments that it will not train.
+        resources: of its machine; None: an older volunteer does not say.
     """
 
     count: Annotated[int, msgspec.Meta(ge=0, le=MAX_UNITS)]
@@ -93,6 +112,7 @@ class AskForUnits(Message, frozen=True):
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
     given_back: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
+    resources: Resources | None = None
 
 
 class GivenUnit(Message, frozen=True):
@@ -110,7 +130,8 @@ class GivenUnit(Message, frozen=True):
 class GivenUnits(Message, frozen=True):
     """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
 
-    ``epoch`` is the job's current one, ``accuracy`` that of the one before.
+    ``epoch`` is the job's current one, ``accuracy`` that of the one before. ``unfit`` says why this
+    machine gets no units of the job, whenever it asks.
     """
 
     units: tuple[GivenUnit, ...] = ()
@@ -118,6 +139,7 @@ class GivenUnits(Message, frozen=True):
     finished: bool = False
     epoch: int = 0
     accuracy: float | None = None
+    unfit: str = ""
 
 
 class Taken(Message, frozen=True):

@@ -8,6 +8,7 @@ on one thread, because torch's random numbers belong to the process. So replicas
 import asyncio
 import atexit
 import logging
+import os
 import random
 import re
 import socket
@@ -40,7 +41,15 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import AskForUnits, JobCard, Subset, parse_link, token_by, waited
+from colab_swarm.workunits.messages import (
+    AskForUnits,
+    JobCard,
+    Resources,
+    Subset,
+    parse_link,
+    token_by,
+    waited,
+)
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -110,6 +119,7 @@ class Volunteer:
         self._client = client
         self._name = name
         self._device = device
+        self._resources = resources_of(device)
         self._gate = gate or PauseGate()
         # client, and lock of the folder, until `stop`
         self._held = ExitStack()
@@ -290,6 +300,9 @@ class Volunteer:
         self._seen.accuracy = answer.accuracy
         if answer.finished:
             raise _Over("the job is finished", finished=True)
+        if answer.unfit and not answer.units:
+            logger.warning("no units for this machine: %s", answer.unfit)
+            raise _Over(answer.unfit)
         if slot not in self._in_hand:
             await waited(self._leaving.wait(), max(answer.wait_s, SHORTEST_WAIT_S))
         if self._leaving.is_set():
@@ -299,7 +312,7 @@ class Volunteer:
     def _request(self) -> AskForUnits:
         units = [*self._in_hand.values(), *self._left_behind]
         names = tuple(held.unit.assignment for held in units)
-        return AskForUnits(1, self._cache.held(), self._name, names)
+        return AskForUnits(1, self._cache.held(), self._name, names, resources=self._resources)
 
     async def _train(self, held: UnitInHand) -> None:
         """Train a unit and upload its result; raise CallRefused if that is refused."""
@@ -456,6 +469,21 @@ def open_volunteer(
     _volunteers.add(volunteer)
     atexit.register(volunteer.stop, finish_s=0.0)
     return volunteer
+
+
+def resources_of(device: torch.device | None) -> Resources:
+    """Return what this machine has for one job; 0 where the system does not say."""
+    cores = os.cpu_count() or 0
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    memory_bytes = 0
+    # not on Windows
+    with suppress(AttributeError, ValueError, OSError):
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu_bytes = 0
+    if device is not None and device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    return Resources(cores, memory_bytes / 1e9, gpu_bytes / 1e9)
 
 
 def _device(name: str | torch.device | None) -> torch.device:

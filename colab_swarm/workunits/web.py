@@ -22,7 +22,7 @@ from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.net.peers import UNDECODABLE, Message
 from colab_swarm.notebook.page import PATHS, listen
 from colab_swarm.notebook.units_view import status_page
-from colab_swarm.workunits.dispatcher import JobLog
+from colab_swarm.workunits.dispatcher import LONGEST_WAIT_S, JobLog
 from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
@@ -229,10 +229,11 @@ class CoordinatorServer:
             _raise(core.ban_of(volunteer, now=now))
             await self._log.write(core.give_back(volunteer, ask.given_back, now=now))
             lost = core.unacknowledged(volunteer, ask.in_hand, now=now)[: ask.count]
-            assigned = core.assign(volunteer, ask.count - len(lost), ask.held, now=now, name=ask.name)
+            room = ask.count - len(lost)
+            assigned = core.assign(volunteer, room, ask.held, now=now, name=ask.name, resources=ask.resources)
             assigned, bases = await self._with_bases(assigned)
             await self._log.write(assigned, put=bases)
-            return self._given(volunteer, [*lost, *assigned], now)
+            return self._given(volunteer, [*lost, *assigned], now, core.unfit(ask.resources))
 
     async def _with_bases(self, assigned: list[Assigned]) -> tuple[list[Assigned], Blobs]:
         """Return assignments with the initial parameters that replicas of their units share, as blobs."""
@@ -250,18 +251,22 @@ class CoordinatorServer:
             entries.append(entry)
         return entries, bases
 
-    def _given(self, volunteer: str, assigned: Sequence[Assigned], now: float) -> web.Response:
+    def _given(self, volunteer: str, assigned: Sequence[Assigned], now: float, unfit: str) -> web.Response:
         state = self._dispatcher.state
         units = tuple(self._given_unit(entry, now) for entry in assigned)
         wait_s = 0.0
         if not units:
             wait_s = self._dispatcher.wait_s(volunteer, now=now)
+        if unfit:
+            # an older volunteer does not read why, and asks for ever
+            wait_s = LONGEST_WAIT_S
         answer = GivenUnits(
             units,
             wait_s=wait_s,
             finished=state.finished is not None,
             epoch=self._dispatcher.epoch,
             accuracy=state.epochs[-1].accuracy if state.epochs else None,
+            unfit=unfit,
         )
         return _answer(answer)
 

@@ -8,6 +8,7 @@ import pytest
 from colab_swarm.workunits import state
 from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, PRESENT_S, Dispatcher
 from colab_swarm.workunits.job import WorkPlan
+from colab_swarm.workunits.messages import Resources
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Finished, Rejected, Returned
 from tests.workunits.local import check_state
 
@@ -243,6 +244,31 @@ def test_a_superseded_replica_counts_against_no_volunteer() -> None:
     assert desk.refusal(carols, CAROL)[0] == "surplus"
     desk.now += 1000
     assert desk.expire() == []
+
+
+@pytest.mark.parametrize(
+    ("has", "why"),
+    [
+        (Resources(4, 16.0, 15.8), ""),
+        (Resources(2, 16.0, 15.8), "this job needs 4 CPU cores (your machine has 2)"),
+        (
+            Resources(4, 7.5, 0.0),
+            "8 GB of memory (your machine has 7.5) and 12 GB of GPU memory (your machine has 0)",
+        ),
+        (None, "does not say what your machine has: update it"),
+    ],
+)
+def test_a_unit_goes_only_to_a_machine_that_has_what_the_job_needs(has: Resources | None, why: str) -> None:
+    desk = Desk(needs=Resources(cpu_cores=4, memory_gb=8, gpu_memory_gb=12))
+    given = desk.core.assign(ALICE, 1, (), now=desk.now, resources=has)
+    assert why in desk.core.unfit(has)
+    assert bool(given) == (not desk.core.unfit(has)) == (not why)
+
+
+@pytest.mark.parametrize("has", [None, Resources(), Resources(64, 512.0, 80.0)])
+def test_a_job_without_needs_gives_units_to_every_machine(has: Resources | None) -> None:
+    desk = Desk()
+    assert len(desk.core.assign(ALICE, 1, (), now=desk.now, resources=has)) == 1
 
 
 def tail(**plan: object) -> tuple[Desk, Assigned]:

@@ -88,6 +88,12 @@ def test_a_plan_that_makes_no_sense_is_refused(name: str, wrong: Any) -> None:
         WorkPlan(**{name: wrong})
 
 
+@pytest.mark.parametrize("wrong", [8, "8 GB", {"memory_gb": 8}])
+def test_needs_are_resources_and_the_error_shows_how_to_write_them(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"write cs.workunits.Resources\(memory_gb=8\)"):
+        WorkPlan(needs=wrong)
+
+
 def test_alpha_is_a_number_the_papers_schedule_or_a_function() -> None:
     assert [WorkPlan(alpha=0.95).alpha_of(e) for e in (1, 9)] == [0.95, 0.95]
     assert [WorkPlan().alpha_of(e) for e in (1, 9)] == [0.5, 0.9]

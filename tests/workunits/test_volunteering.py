@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
@@ -21,7 +22,7 @@ from colab_swarm.training.state import load_checkpoint
 from colab_swarm.workunits import volunteering as module
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
-from colab_swarm.workunits.messages import GivenUnit, GivenUnits, Problem, Token
+from colab_swarm.workunits.messages import GivenUnit, GivenUnits, Problem, Resources, Token
 from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.volunteering import Volunteer
 from colab_swarm.workunits.weights import Floats
@@ -171,6 +172,29 @@ async def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(
         assert snapshot.state == f"the job's code failed: {kind.__name__}: no such thing"
         assert "in loss" in snapshot.fault and snapshot.given_back == 2
     assert sorted(standin.returned) == sorted(standin.given)
+
+
+@pytest.mark.parametrize("units", [1, 3])
+async def test_a_machine_that_lacks_what_the_job_needs_ends_and_says_so_once(
+    tmp_path: Path, units: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = digits_job().with_plan(needs=Resources(memory_gb=1e6))
+    async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
+        scene = await stack.enter_async_context(coordinating(job, tmp_path / "job"))
+        client = CoordinatorClient(scene.server.url, scene.alice.token, run_id=RUN, authority=None)
+        await stack.enter_async_context(aclosing(client))
+        alice = Volunteer(client, job, await client.card(), tmp_path / "alice", units=units)
+        await alice.begin()
+        await alice.wait_over()
+        assert alice.snapshot().over and not alice.snapshot().fault
+        assert alice.snapshot().state.startswith("this job needs 1e+06 GB of memory (your machine has ")
+        assert caplog.text.count("this job needs") == 1
+        assert scene.kinds() == []
+
+
+def test_a_machine_says_its_cores_and_its_memory() -> None:
+    has = module.resources_of(torch.device("cpu"))
+    assert has.cpu_cores >= 1 and has.memory_gb > 0.5 and has.gpu_memory_gb == 0
 
 
 async def test_a_result_that_came_second_is_no_refusal_and_the_next_unit_follows_at_once(
