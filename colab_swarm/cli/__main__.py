@@ -19,13 +19,14 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from colab_swarm.cli import options as usage
-from colab_swarm.errors import JoinError, MismatchError, SwarmError, require
+from colab_swarm.errors import MismatchError, SwarmError, require
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
+from colab_swarm.invite import Invite
 from colab_swarm.markup import count
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.notebook.explanation import install_line
 from colab_swarm.snapshot import PeerTable
-from colab_swarm.swarm.joining import create, join
+from colab_swarm.swarm.joining import create, join, peers_in_bucket
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
 
@@ -212,18 +213,19 @@ def _status(options: Options) -> None:
     if options.invite is None:
         print(join())
         return
+    invitation = Invite.parse(options.invite)
+    peers = peers_in_bucket(invitation, options.mailbox) if invitation.mailbox else _peers_online(options)
+    text = f"{invitation.name}: {peers.line()}\n{peers}"
+    _report(options, "status", text, peers=[asdict(peer) for peer in peers], **peers.progress())
+
+
+def _peers_online(options: Options) -> PeerTable:
     visit = NetworkOptions(listen=False, lan=False)
     with join(options.invite, peer_name="status", options=visit, accept_terms=options.accept_terms) as swarm:
-        text = "the run's rounds are in a bucket, where no peer is online to ask: look at a trainer's panel"
-        require(not swarm.services.mailbox, text, JoinError)
         until = time.monotonic() + _READ_S
-        peers = swarm.peers
-        while time.monotonic() < until and not any(peer.role == "trainer" for peer in peers):
+        while time.monotonic() < until and not any(peer.role == "trainer" for peer in swarm.peers):
             time.sleep(LOOK_S)
-            peers = swarm.peers
-        others = PeerTable(peer for peer in peers if not peer.me)
-        text = f"{swarm.run}: {others.line()}\n{others}"
-        _report(options, "status", text, peers=[asdict(peer) for peer in others], **others.progress())
+        return PeerTable(peer for peer in swarm.peers if not peer.me)
 
 
 class _Crew:

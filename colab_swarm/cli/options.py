@@ -72,7 +72,10 @@ DOCTOR: Arguments = {
     "invite": ("also check this run", {"nargs": "?"}),
     "--size": ("size of the ALBERT to train", {"choices": SIZES}),
 }
-STATUS: Arguments = {"invite": ("invitation of the run", {"nargs": "?"}), **COMMON}
+MAILBOX: Arguments = {
+    "--mailbox": ("confirms the folder, or the store in your own network, that the invitation names", TEXT),
+}
+STATUS: Arguments = {"invite": ("invitation of the run", {"nargs": "?"}), **MAILBOX, **COMMON}
 CREATE: Arguments = {
     "run": ("name of the run, or a run.toml with its settings", {}),
     "--hours": ("life of the invitation; default: 24, with --mailbox 720", HOURS),
@@ -93,7 +96,7 @@ RELAY: Arguments = {
 JOIN: Arguments = {
     **INVITE,
     **LEAVE,
-    "--mailbox": ("confirms the folder, or the store in your own network, that the invitation names", TEXT),
+    **MAILBOX,
     "--reduce-only": ("help the trainers; needs no GPU, data or torch", FLAG),
     "--size": ("size of the ALBERT", {"default": "tiny", "choices": SIZES}),
     "--text": ("file, Hub data set, or python-docs", {"default": "python-docs"}),

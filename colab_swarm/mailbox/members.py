@@ -1,11 +1,26 @@
-"""The other members of a bucket's last round: their figures, and what they are believed to compute since. Pure."""
+"""The other members of a bucket's last round: their figures, and what they are believed to compute since."""
 
 import math
 import statistics
+import time
 
-from colab_swarm.mailbox.rounds import ClosedRound, PseudoGradient
+from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
+from colab_swarm.mailbox.bucket import Bucket, StoredObject
+from colab_swarm.mailbox.reader import existing
+from colab_swarm.mailbox.rounds import (
+    LEFT,
+    STATE_ROUNDS,
+    ClosedRound,
+    H,
+    PseudoGradient,
+    RoundListing,
+    RoundManifest,
+    unseal,
+)
 from colab_swarm.markup import plain
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.membership import MembershipAdmission
+from colab_swarm.net.peers import PeerId, Role, short
+from colab_swarm.snapshot import PeerRow
 from colab_swarm.training.known import KnownRecords
 from colab_swarm.training.records import PLAUSIBLE, ProgressRecord
 
@@ -66,3 +81,66 @@ class LastMembers:
                 sketch=head.sketch,
             )
         return records
+
+
+class Spectator:
+    """Reads who trains a model by the objects in its ``bucket``, and writes nothing.
+
+    ``admission`` is that of the run; None in an open run.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, admission: MembershipAdmission | None) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._admission = admission
+
+    async def last_members(self) -> list[PeerRow]:
+        """Return the members of the newest round that a member closed; `JoinError` if there is none."""
+        states = await self._bucket.list("states")
+        first = 0
+        if states:
+            first = max(0, int(states[-1].path.rpartition("/")[2]) - STATE_ROUNDS)
+        listing = RoundListing.of(await self._bucket.list("rounds", f"rounds/{first:08d}"))
+        for folder in sorted(listing.manifests, reverse=True):
+            for place in listing.manifests[folder]:
+                manifest = await self._statement(place, RoundManifest)
+                if manifest is not None:
+                    return [await self._row(entry.member, manifest, listing) for entry in manifest.entries]
+        raise JoinError(
+            f"no round is over yet in {self._bucket.address}: nobody has trained this model there"
+        )
+
+    async def _row(self, member: PeerId, manifest: RoundManifest, listing: RoundListing) -> PeerRow:
+        name = member.hex()
+        places = [place for path, place in listing.contributions.items() if path.endswith(f"/{name}")]
+        head = None
+        if places:
+            # it may be of the round that is open
+            head = await self._statement(places[-1], PseudoGradient)
+        last_folder = max((place.folder for place in places), default="")
+        left = any(path.endswith(name + LEFT) and path > last_folder for path in listing.farewells)
+        heard_at = max((place.modified_at for place in places), default=None)
+        return PeerRow(
+            name=head.name if head else short(member),
+            id=short(member),
+            role="away" if left else "trainer",
+            step=manifest.round + 1,
+            samples_per_s=head.samples_per_s if head else 0.0,
+            samples=0.0,
+            reachable=None,
+            me=False,
+            loss=head.loss if head else None,
+            heard_s=None if heard_at is None else max(0.0, time.time() - heard_at),
+        )
+
+    async def _statement(self, place: StoredObject, kind: type[H]) -> H | None:
+        """Return what a member that trains wrote about this model; None if it is something else."""
+        try:
+            statement, _ = unseal(existing(await self._bucket.read(place.path)), kind)
+            require(statement.prefix == self._prefix, "it is of another model", ProtocolError)
+            if self._admission is not None:
+                role = self._admission.verify(statement.key, statement.membership, now=place.modified_at)
+                require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
+        except (PeerError, ValueError):
+            return None
+        return statement

@@ -16,6 +16,7 @@ from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Access, Invite
 from colab_swarm.mailbox.address import confirmed_address
 from colab_swarm.mailbox.bucket import Bucket, prepare, require_rights
+from colab_swarm.mailbox.members import Spectator
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings
@@ -25,6 +26,7 @@ from colab_swarm.notebook import platforms
 from colab_swarm.notebook.invitation import LanSwarms
 from colab_swarm.notebook.platforms import Consent
 from colab_swarm.runtime import Runtime, loop_now
+from colab_swarm.snapshot import PeerRow, PeerTable
 from colab_swarm.swarm import saved as saving
 from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions, NetworkSession, assemble
 from colab_swarm.swarm.saved import PeerStore, SavedPeer, folder_of
@@ -315,6 +317,21 @@ def _mailbox_of(invitation: Invite, mailbox: str) -> str:
     mailbox = confirmed_address(invitation.mailbox, mailbox)
     require_rights(mailbox)
     return mailbox
+
+
+def peers_in_bucket(invitation: Invite, mailbox: str = "", *, name: str = "model") -> PeerTable:
+    """Return who trains the model of this ``name`` in a run whose rounds are in a bucket; writes nothing there.
+
+    Raises `JoinError` if the run is not there or has had no round, and ValueError and `BucketError` as `join`.
+    """
+    access = RunAccess.by(invitation, Identity(), mailbox=_mailbox_of(invitation, mailbox))
+    prefix = f"{access.run_id}/{name}"
+
+    async def look() -> list[PeerRow]:
+        await Bucket(access.mailbox, access.run_id).enter(begins=False, writes=False)
+        return await Spectator(Bucket(access.mailbox, prefix), prefix, access.admission).last_members()
+
+    return PeerTable(Runtime.shared().call(look()))
 
 
 def _with_identity(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:

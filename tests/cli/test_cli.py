@@ -135,6 +135,35 @@ def test_the_status_of_a_run_has_its_peers_and_their_progress(capsys: pytest.Cap
         swarm.invite()
 
 
+def test_the_status_of_a_run_in_a_bucket_is_read_from_its_rounds_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    box = f"file://{tmp_path}/box"
+    with cs.create("cli-box", peer_name="alice", mailbox=box) as swarm:
+        invitation = str(swarm.invite())
+        with pytest.raises(SystemExit, match="no round is over yet"):
+            main(["status", invitation, "--mailbox", box])
+        optimizer = join_training(swarm, net := model(), target_batch_size=8, local_steps=2)
+        while optimizer.global_step < 2:
+            loss_of(net, optimizer.global_step).backward()
+            optimizer.step(samples=4, loss=0.25)
+        before = sorted(tmp_path.rglob("*"))
+        main(["status", invitation, "--mailbox", box])
+        assert sorted(tmp_path.rglob("*")) == before
+        line, head, row = capsys.readouterr().out.splitlines()
+        assert line.startswith("cli-box") and "step 2   loss 0.250   " in line and line.endswith("from alice")
+        assert head.split()[:3] == ["peer", "role", "step"] and row.split()[:3] == ["alice", "trainer", "2"]
+        main(["status", invitation, "--mailbox", box, "--json-lines"])
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["step"], facts["training"], len(facts["peers"])) == (2, ["alice"], 1)
+        with pytest.raises(SystemExit, match="a folder of this machine"):
+            main(["status", invitation])
+    main(["status", invitation, "--mailbox", box])
+    assert "nobody trains; 1 peer here" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="the run is not in file:"):
+        main(["status", invitation, "--mailbox", f"{box}/elsewhere"])
+
+
 def test_ctrl_c_ends_a_command_with_one_line() -> None:
     with interrupted("create", "run", "--no-lan", says="colab-swarm: stopped\n") as output:
         assert any("Ctrl-C" in line for line in output)
