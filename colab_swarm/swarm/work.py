@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from colab_swarm.errors import JoinError
+from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession
 from colab_swarm.workunits.client import CoordinatorClient
@@ -27,6 +28,18 @@ def coordinate(
     def link() -> str | None:
         return None if coordinator.stopped else coordinator.url
 
+    volunteers = coordinator.dispatcher.state.volunteers
+    # the peer's saved tally has the earlier ones
+    before = {peer: record.accepted for peer, record in dict(volunteers).items()}
+
+    def units() -> dict[PeerId, int]:
+        return {
+            PeerId(bytes.fromhex(peer)): record.accepted - before.get(peer, 0)
+            for peer, record in volunteers.items()
+        }
+
+    # one that runs already counts on
+    network.trust.contributions.units.setdefault(coordinator, units)
     runtime.call(network.announce("coordinators", link))
     network.stops.append(coordinator.stop)
     return coordinator

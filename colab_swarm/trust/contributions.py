@@ -12,6 +12,7 @@
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
@@ -176,6 +177,8 @@ class Contributions:
         self.ledger = ContributionLedger(peers.id)
         self.saved: tuple[TallyRow, ...] = ()
         self.expert_calls: Mapping[PeerId, int] = {}  # that the experts of each host have answered
+        # by coordinator: the units that volunteers have trained for it
+        self.units: dict[object, Callable[[], Mapping[PeerId, int]]] = {}
         self._key = tally_key(run_id, peers.id)
 
     async def tick(self) -> None:
@@ -233,6 +236,10 @@ class Contributions:
         # each end of a circuit counts half
         self.ledger.on_totals("relayed_bytes", self._relayed_bytes(), 0.5)
         self.ledger.on_totals("expert_calls", dict(self.expert_calls))
+        units = Counter[PeerId]()
+        for accepted in self.units.values():
+            units.update(accepted())
+        self.ledger.on_totals("units", units)
         return ContributionTally(self._peers.public_key, self.ledger.rows())
 
 

@@ -81,7 +81,8 @@ checked before a body is read, nothing of a request becomes a path, nothing is p
 a volunteer ends and says what it lacks. An older volunteer, which does not say what it has, gets no units then.
 
 In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a
-swarm use `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB
+swarm use `swarm.coordinate(job)`, `swarm.volunteer()`, and `swarm.contributions()` lists their accepted units;
+volunteers by a link see theirs on the status page. `store="redis://…"`, PostgreSQL or MariaDB
 hold the state elsewhere (with the extra `workunits`). `job.train_serially()` is the baseline.
 
 ## The paper and the modules

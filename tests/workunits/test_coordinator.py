@@ -76,6 +76,25 @@ def test_a_stopped_job_resumes_and_its_link_stays_valid(tmp_path: Path) -> None:
     second.stop()
 
 
+@pytest.mark.slow
+def test_volunteers_of_a_swarm_are_credited_with_their_units_once(tmp_path: Path) -> None:
+    options = cs.NetworkOptions(lan=False)
+    work: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "servers": 1}
+    with cs.create("credited", peer_name="alice", options=options) as alice:
+        invitation = str(alice.invite())
+        coordinator = alice.coordinate(tiny_job(), **work)
+        with cs.join(invitation, peer_name="bob", options=options) as bob:
+            volunteer = bob.volunteer(job=tiny_job(), folder=tmp_path / "bob")
+            assert coordinator.wait(30) and volunteer.wait(30)
+            for _ in range(2):
+                assert alice.coordinate(tiny_job(), **work) is coordinator
+                units = {row.peer: row.units for row in alice.contributions()}
+                assert units == {bob.id: 8}
+    with cs.create("credited", peer_name="alice", options=options) as again:
+        again.coordinate(tiny_job(), **work)
+        assert not again.contributions()
+
+
 def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trust_code=True") as raised:
         cs.workunits.volunteer(coordinator.link, name="alice", folder=tmp_path)
