@@ -2,21 +2,23 @@
 
 | module | experiments |
 |---|---|
-| `dedloc` | DeDLOC: Table 1 (`strategy`), section 4.2 and Figure 5 (`albert`), Appendix C (`groups`) |
+| `dedloc` | DeDLOC: Figure 3 (`swav`), Table 1 (`strategy`), Figures 4 and 5 (`albert`), Appendix C (`groups`) |
 | `learning_at_home` | Learning@home: Figure 4, throughput under delays and learning from stale gradients |
-| `vc_asgd` | VC-ASGD: Figure 4, the effect of alpha; jobs on preemptible instances (section IV) |
+| `vc_asgd` | VC-ASGD: Figures 4 to 6, the effect of alpha; jobs on preemptible instances (section IV-E) |
 | `elastic_consistency` | Elastic Consistency: Figure 1 and the bounds of Table 1 |
 | `loss_per_byte` | DiLoCo, SparseLoCo and MuLoCo: loss by the bytes that a peer sends |
 | `chaos` | no paper's: training under faults, for tutorial 11 |
 
 Each has functions ``run…(quick=…)`` that return a `Report` of figures, and ``plot…(report, path)`` that draw it:
 
-    from colab_swarm.experiments import dedloc
+    from colab_swarm.experiments import claims, dedloc
 
     report = dedloc.run_strategy(quick=True)
     print(report.figures["speedup_c"])
     dedloc.plot_strategy(report, "table1.png")
+    print(claims.compare(report))
 
+`claims.compare` sets each claim of the paper's figure beside the run, with a verdict, and with that of the full preset.
 The network and the time are simulated, except for the delays of `learning_at_home`. `python -m tests.benchmarks`, in a
 copy of the repository, runs the same experiments, and measures the package's own speed and memory.
 

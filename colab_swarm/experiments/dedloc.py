@@ -1,4 +1,7 @@
-"""DeDLOC: the adaptive strategy (Table 1), ALBERT-large (section 4.2, Figure 5), alternating groups (Appendix C).
+"""DeDLOC: SwAV (Figure 3), the strategy (Table 1), ALBERT-large (Figures 4 and 5), alternating groups (Appendix C).
+
+*swav*: the time per step on servers, workstations and both, a quarter of the paper's, by simulated peers that
+measure their bandwidth and average a part of the bytes. They do not compute: only that time passes.
 
 *strategy*: averaging ResNet-50's gradients by all-reduce, a parameter server and the adaptive
 strategy. Predicted by the strategy's arithmetic, and simulated: groups form and bytes move as in a
@@ -54,6 +57,7 @@ from colab_swarm.net.peers import Contact, Message
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, run_virtual
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
+from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector, Vector
 
@@ -316,6 +320,44 @@ def plot_albert(report: Report, path: str) -> None:
         scaling[name.replace("_", " ")] = counts, seconds, "o-"
     logarithmic = {"xscale": "log", "yscale": "log", "xlabel": "peers", "ylabel": "seconds per step"}
     draw(path, [({"xlabel": "speed, share of high bandwidth"}, speeds), (logarithmic, scaling)])
+
+
+VALUES = 100_000
+LIGHTER = 28.1e6 / VALUES  # ResNet-50 with SwAV's head
+SWAV_BATCH = 8192
+# images per second: SwAV's authors train 100 epochs of ImageNet in 6.25 hours on 64 V100; 1080 Ti by Figure 3
+SERVERS = ((89.0, GIGABIT),) * 2
+WORKSTATIONS = ((36.0, 0.2 * GIGABIT),) * 4
+HARDWARE = {"server": SERVERS, "workstation": WORKSTATIONS, "hybrid": (*SERVERS, *WORKSTATIONS)}
+
+
+@reports("swav")
+def run_swav(report: Report) -> None:
+    steps = 3 if report.quick else 20
+    for name, peers in HARDWARE.items():
+        images_per_s = sum(speed for speed, _ in peers)
+        note = f"{SWAV_BATCH / images_per_s:.1f} s of it to compute"
+        report.add(f"{name}_s", _swav_step_s(peers, steps), "s", note)
+
+
+def _swav_step_s(peers: Sequence[tuple[float, float]], steps: int) -> float:
+    hosts = tuple(HostProfile(bps / LIGHTER, bps / LIGHTER) for _, bps in peers)
+
+    def train(swarm: cs.Swarm) -> float:
+        weights = torch.nn.Parameter(torch.zeros(VALUES))
+        inner = torch.optim.SGD([weights])
+        optimizer = swarm.optimizer(inner, target_batch_size=SWAV_BATCH, compression="float16")
+        while optimizer.global_step <= steps:
+            weights.grad = torch.zeros(VALUES)
+            optimizer.step(samples=32)
+        times = [event.at for event in swarm.events.recent(StepFinished)]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+    network = NetworkProfile("paper", 0.01, hosts=hosts)
+    with Simulation(network, seed=0, samples_per_s=1.0) as simulation:
+        for number, (images_per_s, _) in enumerate(peers):
+            simulation.join(f"peer{number}", samples_per_s=images_per_s)
+        return max(simulation.run(train).values())
 
 
 NUMEL = 500

@@ -84,7 +84,7 @@ CHAINS = (
 )
 
 
-@reports("moe")
+@reports("moe_throughput")
 def run_throughput(report: Report) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
     for chain in CHAINS:
@@ -407,7 +407,7 @@ class ConvergenceEmulation:
         return float((self._trunk.head(h).argmax(1) == self._labels[:TEST_SAMPLES]).float().mean())
 
 
-@reports("moe")
+@reports("moe_convergence")
 def run_convergence(report: Report, faithful: bool = False, data: str = "digits") -> None:
     """Report accuracies; ``data`` may be an ``.npz`` file of images, such as MNIST's: see `classification_job`."""
     seeds = 3

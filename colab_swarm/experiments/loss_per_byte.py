@@ -34,6 +34,7 @@ import colab_swarm as cs
 from colab_swarm.events import Event, RoundFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.communication import HOME_BPS, WAYS, plan_communication
 
@@ -313,6 +314,8 @@ def run(report: Report) -> None:
         loss = figures[f"{name}_{PEERS}_loss"] / figures[f"float32_{PEERS}_loss"]
         report.add(f"{name}_vs_float32_bytes", fewer, "times fewer", ">= 100 wanted")
         report.add(f"{name}_vs_float32_loss", loss, "", "<= 1.02 wanted")
+    smaller = 4 * LARGE / codec_of("sparseloco").encoded_bytes(LARGE)
+    report.add("sparse_contribution_smaller", smaller, "times", "than float32, one way")
     net = adapter(size)
     with torch.no_grad():
         before = net.loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()

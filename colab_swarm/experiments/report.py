@@ -1,4 +1,4 @@
-"""What an experiment returns: its figures, what they look like, and how they compare with the paper's."""
+"""What an experiment returns: its figures, and what they look like. `claims` compares them with the paper's."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,19 +54,6 @@ def reports(name: str) -> Callable[[Callable[..., None]], Callable[..., Report]]
         return run
 
     return decorate
-
-
-def beside_paper(*rows: tuple[str, str, str, bool, str]) -> str:
-    """Return a table: quantity, the paper's figure, ours, and a verdict.
-
-    A row ends with whether the figures agree, and the reason if they do not.
-    """
-    table = [("", "paper", "ours", "verdict")]
-    for quantity, published, measured, agrees, reason in rows:
-        verdict = "agrees" if agrees else f"differs, because {reason}"
-        table.append((quantity, published, measured, verdict))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 Lines: TypeAlias = dict[str, tuple[Iterable[Any], Iterable[Any], str]]

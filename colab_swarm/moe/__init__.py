@@ -91,8 +91,8 @@ Two cores of a shared virtual machine, over loopback, encrypted:
 - `experts.vs_local`: forward samples/s with 8 callers, share of the same module's without network: **100 %**
 - `experts.samples_per_s`: 4 experts of 256, 4 callers, batches of 128, both ways: **7,858** (hivemind: 2,062)
 - `experts.nop_calls_per_s`: calls of 128 KiB each way without computation: **2,049** (hivemind: 86)
-- `moe.retained_at_200ms`: throughput at 200 ms mean delay a block, share of that without delay: **102 %**
-- `moe.vs_model_parallel_at_200ms`: the same against a pipeline that waits (Learning@home: 42): **60**
+- `moe_throughput.retained_at_200ms`: throughput at 200 ms mean delay a block, share of that without delay: **102 %**
+- `moe_throughput.vs_model_parallel_at_200ms`: the same against a pipeline that waits (Learning@home: 42): **60**
 - `beam.cold_ms_10k`, `warm_ms`: finding the top 4 of 1,024 experts among 10,000 simulated peers
   (Learning@home: 764 ms): **428 ms, 2.5 ms**
 

@@ -2,9 +2,10 @@
 
 import argparse
 import importlib
+import time
 
 from colab_swarm.experiments.report import Report
-from tests.benchmarks.harness import save, table
+from tests.benchmarks.harness import save, store_findings, table
 
 BENCHMARKS = {
     "link": "tests.benchmarks.link:run",
@@ -14,6 +15,7 @@ BENCHMARKS = {
     "groups": "colab_swarm.experiments.dedloc:run_groups",
     "strategy": "colab_swarm.experiments.dedloc:run_strategy",
     "albert": "colab_swarm.experiments.dedloc:run_albert",
+    "swav": "colab_swarm.experiments.dedloc:run_swav",
     "overhead": "tests.benchmarks.overhead:run",
     "join": "tests.benchmarks.overhead:run_join",
     "soak": "tests.benchmarks.overhead:run_soak",
@@ -26,6 +28,7 @@ BENCHMARKS = {
     "parameter-store": "tests.benchmarks.work_units:run_stores",
     "workunits": "tests.benchmarks.work_units:run_workunits",
     "vc-asgd": "colab_swarm.experiments.vc_asgd:run",
+    "preemption": "colab_swarm.experiments.vc_asgd:run_preemption",
     "work-ordeal": "tests.benchmarks.work_units:run_ordeal",
     "scale": "tests.benchmarks.scale:run",
     "elastic": "tests.benchmarks.elastic:run",
@@ -35,6 +38,8 @@ BENCHMARKS = {
     "gpu": "tests.benchmarks.gpu:run",
 }
 """The functions that run them; what ``run…`` returns, ``plot…`` draws."""
+STORED = ("groups", "strategy", "albert", "swav", "moe-throughput", "moe-convergence", "beam-search")
+STORED += ("vc-asgd", "preemption", "elastic", "loss-per-byte")
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic", "loss-per-byte")
 
 
@@ -48,17 +53,22 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
     parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
+    parser.add_argument("--store", action="store_true", help="keep a full preset's verdicts in the package")
     parser.add_argument("--plot", metavar="PNG", help=f"{', '.join(PLOTTED)}: also draw them")
     parser.add_argument("--faithful", action="store_true", help="moe-convergence: the published rules")
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
     parser.add_argument("--python", metavar="PATH", help="averaging: of an environment with hivemind")
     options = parser.parse_args(arguments)
-    of = dict(plot=PLOTTED, faithful=("moe-convergence",), vs=("averaging",), python=("averaging",))
+    of = dict(
+        plot=PLOTTED, faithful=("moe-convergence",), vs=("averaging",), python=("averaging",), store=STORED
+    )
     for option, allowed in of.items():
         if getattr(options, option) and options.name not in allowed:
             parser.error(f"--{option} is for {' or '.join(allowed)}, not {options.name}")
     if (options.vs is None) != (options.python is None):
         parser.error("use: averaging --vs hivemind --python PATH")
+    if options.store and options.quick:
+        parser.error("--store is for full presets, without --quick")
     more = {}
     for key in ("python", "faithful"):
         if getattr(options, key):
@@ -67,8 +77,11 @@ def main(arguments: list[str] | None = None) -> None:
     for name in BENCHMARKS if options.name == "all" else [options.name]:
         module_name, _, run = BENCHMARKS[name].partition(":")
         module = importlib.import_module(module_name)
+        began = time.monotonic()
         report = getattr(module, run)(quick=options.quick, **more)
         print(table(report), flush=True)
+        if options.store:
+            store_findings(report, minutes=(time.monotonic() - began) / 60)
         merged.rows += report.rows
         if options.plot:
             getattr(module, run.replace("run", "plot"))(report, options.plot)

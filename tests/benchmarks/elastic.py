@@ -42,6 +42,7 @@ DELAY_S = 0.005
 JITTER_S = 0.0002
 WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "synchronous": schedulers.Synchronous,
+    "l0_0.8": partial(schedulers.NormBounded, 0.8, "l0"),
     "norm_0.5": partial(schedulers.NormBounded, 0.5),
     "norm_0.1": partial(schedulers.NormBounded, 0.1),
     "norm_0": partial(schedulers.NormBounded, 0.0),

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from colab_swarm.experiments.vc_asgd import PreemptionModel, simulate_preemption
+from colab_swarm.experiments.vc_asgd import P5C5T2, PreemptionModel, simulate_preemption
 from colab_swarm.workunits import dispatcher
 
 MODEL = PreemptionModel(
@@ -57,3 +57,10 @@ def test_an_impossible_model_is_refused() -> None:
     for p, t_o, t_e in ((1.0, 300.0, 144.0), (-0.1, 300.0, 144.0), (0.05, 144.0, 144.0), (0.05, 300.0, 0.0)):
         with pytest.raises(ValueError, match="unit_s below deadline_s"):
             replace(MODEL, kill_probability=p, deadline_s=t_o, unit_s=t_e)
+
+
+@pytest.mark.parametrize(("probability", "minutes"), [(0.0, 0), (0.05, 50), (0.2, 200)])
+def test_the_formula_gives_the_minutes_that_the_paper_prints(probability: float, minutes: float) -> None:
+    model = replace(P5C5T2, kill_probability=probability)
+    assert (model.expected_s - model.undisturbed_s) / 60 == pytest.approx(minutes)
+    assert model.undisturbed_s == pytest.approx(8 * 3600)

@@ -6,7 +6,7 @@ import pytest
 
 from colab_swarm.experiments import elastic_consistency as elastic
 from colab_swarm.experiments import learning_at_home, vc_asgd
-from colab_swarm.experiments.report import Report, beside_paper
+from colab_swarm.experiments.report import Report
 from colab_swarm.experiments.vc_asgd import Epoch
 
 
@@ -26,10 +26,3 @@ def test_the_curves_are_drawn(tmp_path: Path, plot: Callable[[Report, str], None
     pytest.importorskip("matplotlib", reason="the extra [notebook] installs matplotlib")
     plot(report, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_row_beside_the_paper_ends_with_a_verdict() -> None:
-    rows = beside_paper(("gain", "1.47", "1.50", True, ""), ("share", "0.74", "0.5", False, "chunks are few"))
-    first, second = rows.splitlines()[1:]
-    assert first == "gain   1.47   1.50  agrees"
-    assert second == "share  0.74   0.5   differs, because chunks are few"
