@@ -268,7 +268,15 @@ def _moe_throughput(figures: Figures) -> Findings:
         findings[f"{kind}_ratio"] = _judge(
             _within(0.25, ours / passed_on, paper), f"{ours / passed_on:.0f}", reason
         )
+    few, some = (figures[f"checkpointing_factor_room_{room}"] for room in (2, 4))
+    # hosts that keep activations are not spared the second forward pass, so factors are up to a third too large
+    findings["checkpointing"] = _judge(some * 3 / 4 <= 9 <= few, f"{few:.1f}, {some:.1f} times")
     return findings
+
+
+def _moe_transfers(figures: Figures) -> Findings:
+    lost = figures["int8_accuracy_drop"]
+    return {"eight_bits": _judge(lost <= 1, f"{lost:.1f}")}
 
 
 def _moe_convergence(figures: Figures) -> Findings:
@@ -353,6 +361,7 @@ FINDINGS: dict[str, Callable[[Figures], Findings]] = {
     "vc_asgd": _vc_asgd,
     "preemption": _preemption,
     "moe_throughput": _moe_throughput,
+    "moe_transfers": _moe_transfers,
     "moe_convergence": _moe_convergence,
     "beam": _beam,
     "elastic": _elastic,

@@ -438,7 +438,7 @@ def run_convergence(report: Report, faithful: bool = False, data: str = "digits"
             report.add(f"{name}_{kind}_accuracy", percent, "%", f"{seeds} seeds")
 
 
-@reports("moe")
+@reports("moe_transfers")
 def run_transfers(report: Report, data: str = "digits") -> None:
     """Report accuracy and bytes of a mixture whose tensors travel in 32 and in 8 bits (appendix D)."""
     seeds = 1 if report.quick else 3

@@ -38,8 +38,8 @@ BENCHMARKS = {
     "gpu": "tests.benchmarks.gpu:run",
 }
 """The functions that run them; what ``run…`` returns, ``plot…`` draws."""
-STORED = ("groups", "strategy", "albert", "swav", "moe-throughput", "moe-convergence", "beam-search")
-STORED += ("vc-asgd", "preemption", "elastic", "loss-per-byte")
+STORED = ("groups", "strategy", "albert", "swav", "moe-throughput", "moe-transfers", "beam-search")
+STORED += ("moe-convergence", "vc-asgd", "preemption", "elastic", "loss-per-byte")
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic", "loss-per-byte")
 
 

@@ -24,7 +24,7 @@ from tests.notebooks.regenerate import REPRODUCED
 NOTEBOOKS = {
     "albert": ["albert"],
     "elastic": ["elastic"],
-    "experts": ["moe_throughput", "moe_convergence", "beam"],
+    "experts": ["moe_throughput", "moe_transfers", "moe_convergence", "beam"],
     "groups": ["groups"],
     "loss_per_byte": ["loss_per_byte"],
     "strategy": ["strategy"],
