@@ -16,11 +16,11 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self
 
 from colab_swarm.cli import options as usage
+from colab_swarm.cli.lines import Options, report, report_event, report_facts, say, step_line
 from colab_swarm.errors import MismatchError, SwarmError, require
-from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.invite import Invite
 from colab_swarm.markup import count
 from colab_swarm.net.relay import RelayQuota
@@ -29,8 +29,6 @@ from colab_swarm.snapshot import PeerTable
 from colab_swarm.swarm.joining import create, join, peers_in_bucket
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
-
-Options: TypeAlias = argparse.Namespace
 
 
 class Command(NamedTuple):
@@ -122,71 +120,9 @@ def _set_values(options: Options, *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _say(text: str) -> None:
-    """Print a line; rich, if it is installed, colours its numbers and links in a terminal."""
-    if find_spec("rich") is None:
-        print(text, flush=True)
-    else:
-        from rich.console import Console
-
-        Console(markup=False, emoji=False, soft_wrap=True).print(text)
-        sys.stdout.flush()
-
-
-def _report(options: Options, event: str, text: str = "", /, **facts: Any) -> None:
-    if options.json_lines:
-        print(json.dumps({"event": event, **facts}), flush=True)
-    else:
-        _say(text or f"{event:>9}  {_shown(facts)}")
-
-
-def _shown(facts: dict[str, Any]) -> str:
-    words: list[str] = []
-    for name, fact in facts.items():
-        if isinstance(fact, float):
-            words.append(f"{name} {fact:.4g}")
-        elif fact is not None:
-            words.append(f"{name} {fact}")
-    return "  ".join(words)
-
-
-def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
-    match event:
-        case StepFinished(step=step, samples=samples, loss=loss):
-            snapshot = swarm.snapshot()
-            facts = {
-                "loss": loss,
-                "peers": sum(row.role == "trainer" for row in snapshot.peers),
-                "step": step,
-                "samples": samples,
-                "swarm_samples_per_s": snapshot.samples_per_s,
-            }
-            _report(options, "step", _step_line(facts), **facts)
-        case RoundFinished(group_size=size, seconds=seconds, spans_lost=lost, kept_local=kept):
-            if options.json_lines or lost:  # a step's line is enough for a round without losses
-                _report(options, "round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
-        case ReachabilityChanged(how=how):
-            _report(options, "reached", how=how)
-        case StateReceived(step=step, size_bytes=size, seconds=seconds, donors=donors):
-            _report(options, "state", step=step, bytes=size, seconds=seconds, donors=len(donors))
-
-
-def _step_line(step: dict[str, Any], last: int = 0) -> str:
-    """Return a step's line; ``last`` is the step that the training ends at, 0 if none is set."""
-    loss = "" if step["loss"] is None else f"loss {step['loss']:.3f}   "
-    goal = f"/{last}" if last else ""
-    speed = step["swarm_samples_per_s"]
-    return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}   {speed:.1f} samples/s"
-
-
-def _report_facts(options: Options, facts: dict[str, str]) -> None:
-    for kind, fact in facts.items():
-        _report(options, kind, f"{kind:>9}  {fact}", **{kind: fact})
-
-
 def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
     until = time.monotonic() + 3600 * (hours or usage.MAX_HOURS)
-    _report_facts(options, facts)
+    report_facts(options, facts)
     if not options.json_lines:
         print("Press Ctrl-C to stop.", flush=True)
     printed = ""
@@ -196,7 +132,7 @@ def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float
         table = PeerTable(snapshot.peers)
         line = table.line()
         if options.json_lines or line != printed:
-            _report(
+            report(
                 options,
                 "status",
                 f"{'status':>9}  {line}",
@@ -216,7 +152,7 @@ def _status(options: Options) -> None:
     invitation = Invite.parse(options.invite)
     peers = peers_in_bucket(invitation, options.mailbox) if invitation.mailbox else _peers_online(options)
     text = f"{invitation.name}: {peers.line()}\n{peers}"
-    _report(options, "status", text, peers=[asdict(peer) for peer in peers], **peers.progress())
+    report(options, "status", text, peers=[asdict(peer) for peer in peers], **peers.progress())
 
 
 def _peers_online(options: Options) -> PeerTable:
@@ -282,7 +218,7 @@ def _demo(options: Options) -> None:
         event: dict[str, Any] = {}
         while "invite" not in event:
             _, event = crew.next_event()
-        _say("The run demo is there; alice, bob and carol join it.")
+        say("The run demo is there; alice, bob and carol join it.")
         trainer = ["join", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
         for name in ("alice", "bob", "carol"):
             crew.start(name, *trainer)
@@ -298,22 +234,22 @@ def _demo(options: Options) -> None:
                 last = event["step"]
             line = _demo_line(name, event, options.steps)
             if line:
-                _say(line)
+                say(line)
             if last >= options.steps // 2 and "dave" not in crew.by_name:
                 crew.by_name["carol"].kill()
                 crew.start("dave", *trainer)
-                _say("--- carol is killed, dave joins ---")
+                say("--- carol is killed, dave joins ---")
     if len({digests[name] for name in SURVIVORS}) != 1:
         raise SwarmError(f"the trainers hold different parameters: {digests}")
-    _say(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}")
-    _say(f"\n{usage.NEXT}")
+    say(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}")
+    say(f"\n{usage.NEXT}")
 
 
 def _demo_line(name: str, event: dict[str, Any], steps: int) -> str:
     """Return the line of an event of a trainer; empty for one that the demo does not show."""
     match event:
         case {"event": "step"}:
-            return _step_line(event, steps)
+            return step_line(event, steps)
         case {"event": "training", "step": step}:
             return f"{name} trains from step {step}"
         case {"event": "state", "step": step, "bytes": size, "donors": donors}:
@@ -366,7 +302,7 @@ def _create(options: Options) -> None:
             options=network,
             accept_terms=options.accept_terms,
         ) as swarm:
-            _report_facts(options, swarm.invite(hours=options.hours).facts)
+            report_facts(options, swarm.invite(hours=options.hours).facts)
         return
     with serve(file, network, accept_terms=options.accept_terms) as served:
         facts = served.invite.facts
@@ -428,7 +364,7 @@ def _train(options: Options) -> None:
 
     until = time.monotonic() + 3600 * (options.hours or usage.MAX_HOURS)
     with _joined(options, mailbox=options.mailbox) as swarm:
-        swarm.events.listen(partial(_report_event, options, swarm))
+        swarm.events.listen(partial(report_event, options, swarm))
         model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
         try:
             optimizer = swarm.optimizer(
@@ -441,7 +377,7 @@ def _train(options: Options) -> None:
             )
         except MismatchError as error:
             raise MismatchError(f"{error}. {usage.ALBERT_ONLY}") from error
-        _report(options, "training", step=optimizer.global_step)
+        report(options, "training", step=optimizer.global_step)
         for batch in batches:
             if time.monotonic() > until or (options.steps and optimizer.global_step >= options.steps):
                 break
@@ -451,7 +387,7 @@ def _train(options: Options) -> None:
         if options.hours is not None:
             optimizer.wait_step(60.0)  # for a round that uses its accumulated gradients
         snapshot = swarm.snapshot()
-        _report(
+        report(
             options,
             "finished",
             step=optimizer.global_step,
@@ -484,7 +420,7 @@ def _coordinate(options: Options) -> None:
     with coordinate(options.job, access=access, **settings) as coordinator:
         link = str(coordinator.link)
         done = False
-        _report(options, "link", link, link=link, page=coordinator.url)
+        report(options, "link", link, link=link, page=coordinator.url)
         if not options.json_lines:
             print(f"status page: {coordinator.url}\nCtrl-C stops it, the same command continues.", flush=True)
         while not done:
@@ -493,9 +429,9 @@ def _coordinate(options: Options) -> None:
             epochs = [(end.epoch, end.accuracy, end.at) for end in status.epochs]
             facts: dict[str, Any] = {"epochs": epochs, "version": status.version}
             if done:
-                _report(options, "finished", draw_job(status).text(), since=status.since, **facts)
+                report(options, "finished", draw_job(status).text(), since=status.since, **facts)
             else:
-                _report(options, "status", job_line(status), epoch=status.epoch, **facts)
+                report(options, "status", job_line(status), epoch=status.epoch, **facts)
         time.sleep(35.0)  # volunteers that wait for units ask again within this time
 
 
@@ -507,19 +443,19 @@ def _volunteer(options: Options) -> None:
     settings = _set_values(options, "trust_code", "units", "name", "folder", "device", "accept_terms")
     volunteering = volunteer(options.link, **settings)
 
-    def report(event: str) -> None:
+    def report_state(event: str) -> None:
         status = volunteering.snapshot()
-        _report(options, event, volunteer_line(status), state=status.state, accepted=status.accepted)
+        report(options, event, volunteer_line(status), state=status.state, accepted=status.accepted)
 
     reported_at = float("-inf")
     try:
         while not volunteering.wait(LOOK_S) and time.monotonic() <= until:
             if time.monotonic() - reported_at >= STATUS_EVERY_S:
                 reported_at = time.monotonic()
-                report("status")
+                report_state("status")
     finally:
         volunteering.stop()
-        report("finished")
+        report_state("finished")
 
 
 COMMANDS = (

@@ -1,0 +1,75 @@
+"""What the commands print: lines for people, or JSON."""
+
+import argparse
+import json
+import sys
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
+from colab_swarm.markup import count
+from colab_swarm.swarm.swarm import Swarm
+
+Options: TypeAlias = argparse.Namespace
+
+
+def say(text: str) -> None:
+    """Print a line; rich, if it is installed, colours its numbers and links in a terminal."""
+    if find_spec("rich") is None:
+        print(text, flush=True)
+    else:
+        from rich.console import Console
+
+        Console(markup=False, emoji=False, soft_wrap=True).print(text)
+        sys.stdout.flush()
+
+
+def report(options: Options, event: str, text: str = "", /, **facts: Any) -> None:
+    if options.json_lines:
+        print(json.dumps({"event": event, **facts}), flush=True)
+    else:
+        say(text or f"{event:>9}  {_shown(facts)}")
+
+
+def _shown(facts: dict[str, Any]) -> str:
+    words: list[str] = []
+    for name, fact in facts.items():
+        if isinstance(fact, float):
+            words.append(f"{name} {fact:.4g}")
+        elif fact is not None:
+            words.append(f"{name} {fact}")
+    return "  ".join(words)
+
+
+def report_event(options: Options, swarm: Swarm, event: Event) -> None:
+    match event:
+        case StepFinished(step=step, samples=samples, loss=loss):
+            snapshot = swarm.snapshot()
+            facts = {
+                "loss": loss,
+                "peers": sum(row.role == "trainer" for row in snapshot.peers),
+                "step": step,
+                "samples": samples,
+                "swarm_samples_per_s": snapshot.samples_per_s,
+            }
+            report(options, "step", step_line(facts), **facts)
+        case RoundFinished(group_size=size, seconds=seconds, spans_lost=lost, kept_local=kept):
+            if options.json_lines or lost:  # a step's line is enough for a round without losses
+                report(options, "round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
+        case ReachabilityChanged(how=how):
+            report(options, "reached", how=how)
+        case StateReceived(step=step, size_bytes=size, seconds=seconds, donors=donors):
+            report(options, "state", step=step, bytes=size, seconds=seconds, donors=len(donors))
+
+
+def step_line(step: dict[str, Any], last: int = 0) -> str:
+    """Return a step's line; ``last`` is the step that the training ends at, 0 if none is set."""
+    loss = "" if step["loss"] is None else f"loss {step['loss']:.3f}   "
+    goal = f"/{last}" if last else ""
+    speed = step["swarm_samples_per_s"]
+    return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}   {speed:.1f} samples/s"
+
+
+def report_facts(options: Options, facts: dict[str, str]) -> None:
+    for kind, fact in facts.items():
+        report(options, kind, f"{kind:>9}  {fact}", **{kind: fact})
