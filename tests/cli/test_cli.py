@@ -153,6 +153,11 @@ def test_the_status_of_a_run_in_a_bucket_is_read_from_its_rounds_and_writes_noth
         line, head, row = capsys.readouterr().out.splitlines()
         assert line.startswith("cli-box") and "step 2   loss 0.250   " in line and line.endswith("from alice")
         assert head.split()[:3] == ["peer", "role", "step"] and row.split()[:3] == ["alice", "trainer", "2"]
+        # a later manifest that no member wrote
+        (rounds,) = tmp_path.glob("box/runs/*/model/rounds")
+        for name in ("00000077-0123456789abcdef", "00000099-0123456789abcdef"):
+            (rounds / name).mkdir()
+            (rounds / name / "manifest-00").write_bytes(b"colab_swarm" + bytes(64))
         main(["status", invitation, "--mailbox", box, "--json-lines"])
         facts = json.loads(capsys.readouterr().out)
         assert (facts["step"], facts["training"], len(facts["peers"])) == (2, ["alice"], 1)
