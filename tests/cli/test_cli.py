@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.cli.__main__ import COMMANDS, Command, _parser, _step_line, main
+from colab_swarm.cli.__main__ import COMMANDS, Command, _parser, main
+from colab_swarm.cli.lines import step_line
 from colab_swarm.cli.options import NETWORK
 from colab_swarm.invite import Invite
 from colab_swarm.project import install
@@ -99,8 +100,8 @@ def test_the_help_shows_defaults_and_the_network_options_last(capsys: pytest.Cap
 
 def test_a_step_is_one_line() -> None:
     step = {"step": 7, "loss": 6.25, "peers": 1, "swarm_samples_per_s": 41.26}
-    assert _step_line(step, 60) == "step    7/60   loss 6.250   1 peer   41.3 samples/s"
-    assert _step_line(step | {"loss": None}) == "step    7   1 peer   41.3 samples/s"
+    assert step_line(step, 60) == "step    7/60   loss 6.250   1 peer   41.3 samples/s"
+    assert step_line(step | {"loss": None}) == "step    7   1 peer   41.3 samples/s"
 
 
 def test_python_runs_the_package_as_the_command() -> None:
