@@ -21,6 +21,7 @@ from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, Fault, RoundFinished, StateReceived, StepFinished
 from colab_swarm.sim import SimNetwork
+from colab_swarm.sim.profiles import PROFILES, HostProfile
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
@@ -412,3 +413,27 @@ def test_a_step_has_the_samples_that_it_should(batches: tuple[int, ...], network
         steps = simulation.run(train)["alice"][2:]
     assert abs(statistics.mean(steps) / target - 1) < 0.02
     assert min(steps) >= 0.98 * target
+
+
+@pytest.mark.slow
+def test_a_round_over_slow_lines_is_not_called_too_early() -> None:
+    """The fast peers have the means seconds before the slow ones, and could nearly fill the batch alone."""
+    mbit_s = (12, 6, 6, 3, 12, 6, 6, 3)
+    lines = tuple(HostProfile(1e6 * rate, 1e6 * rate) for rate in mbit_s)
+    target = 64 * len(lines)
+
+    def train(swarm: Swarm) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(1_000_000))
+        sgd = torch.optim.SGD([weight], lr=0.1)
+        optimizer = swarm.optimizer(sgd, target_batch_size=target, compression="float16")
+        while optimizer.global_step < 4:
+            weight.grad = torch.ones_like(weight)
+            optimizer.step(samples=8)
+        return [step.samples for step in swarm.events.recent(StepFinished)]
+
+    network = replace(PROFILES["home"], name="slow", hosts=lines)
+    with cs.simulate(len(lines), network=network, seed=0, samples_per_s=16.0) as simulation:
+        steps = simulation.run(train)["alice"]
+        rounds = simulation.swarms["alice"].events.recent(RoundFinished)
+    assert min(one.averaging_s for one in rounds) > 64 / 16
+    assert len(steps) == 4 and min(steps) >= 0.98 * target
