@@ -8,6 +8,7 @@ never reaches the server.
 
 import asyncio
 import base64
+import math
 import os
 import re
 import time
@@ -83,6 +84,12 @@ class Resources(Message, frozen=True):
     cpu_cores: int = 0
     memory_gb: float = 0.0
     gpu_memory_gb: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            amount = getattr(self, name)
+            valid = isinstance(amount, int | float) and 0 <= amount < math.inf
+            require(valid, f"{name}={amount!r}: it must be a number, 0 at least")
 
     def lacks(self, needs: "Resources") -> str:
         """Return which ``needs`` a machine with these does not fulfil, for people; empty: it fulfils all."""

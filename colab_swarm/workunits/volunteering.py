@@ -479,7 +479,8 @@ def resources_of(device: torch.device | None) -> Resources:
     memory_bytes = 0
     # not on Windows
     with suppress(AttributeError, ValueError, OSError):
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # -1 where the system cannot tell
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * max(0, os.sysconf("SC_PHYS_PAGES"))
     gpu_bytes = 0
     if device is not None and device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory

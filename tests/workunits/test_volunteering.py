@@ -197,6 +197,17 @@ def test_a_machine_says_its_cores_and_its_memory() -> None:
     assert has.cpu_cores >= 1 and has.memory_gb > 0.5 and has.gpu_memory_gb == 0
 
 
+def test_a_machine_whose_system_does_not_say_its_memory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def sysconf(name: str) -> int:
+        asked.append(name)
+        return -1 if name == "SC_PHYS_PAGES" else 4096
+
+    monkeypatch.setattr(module.os, "sysconf", sysconf)
+    assert module.resources_of(None).memory_gb == 0 and "SC_PHYS_PAGES" in asked
+
+
 async def test_a_result_that_came_second_is_no_refusal_and_the_next_unit_follows_at_once(
     tmp_path: Path,
 ) -> None:

@@ -225,3 +225,13 @@ async def test_an_older_volunteer_gets_units_of_a_job_without_needs_only(tmp_pat
             answer = (await scene.alice.send("POST", "/api/units", body)).message(GivenUnits)
             assert len(answer.units) == units
             assert (answer.wait_s == LONGEST_WAIT_S) == bool(answer.unfit) == (not units)
+
+
+async def test_a_request_with_resources_that_no_machine_has_is_refused_and_gets_no_unit(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(tiny_job(needs=Resources(memory_gb=8)), tmp_path) as scene:
+        for wrong in (float("nan"), float("inf"), -1.0):
+            body = msgspec.msgpack.encode([1, (), "alice", (), (), (4, wrong, 0.0)])
+            answer = await scene.alice.send("POST", "/api/units", body)
+            assert answer.status == 422 and "memory_gb" in answer.problem.text
