@@ -65,7 +65,7 @@ class Store(Protocol):
     async def create(self, path: str, data: Buffer) -> bool:
         """Write an object unless there is one at that path; return whether it was written."""
 
-    async def read(self, path: str) -> bytes | None: ...
+    async def read(self, path: str, most_bytes: int | None) -> bytes | None: ...
     async def list(self, prefix: str, after: str) -> list[StoredObject]: ...
     async def delete(self, paths: Sequence[str]) -> None: ...
 
@@ -85,8 +85,8 @@ class MemoryStore:
         own = bytes(data), self.clock()
         return self.objects.setdefault(path, own) is own
 
-    async def read(self, path: str) -> bytes | None:
-        return self.objects[path][0] if path in self.objects else None
+    async def read(self, path: str, most_bytes: int | None) -> bytes | None:
+        return self.objects[path][0][:most_bytes] if path in self.objects else None
 
     async def list(self, prefix: str, after: str) -> list[StoredObject]:
         found = sorted(self.objects.items())
@@ -134,9 +134,14 @@ class ObjectStore:
             return False
         return True
 
-    async def read(self, path: str) -> bytes | None:
+    async def read(self, path: str, most_bytes: int | None) -> bytes | None:
+        def fetch() -> bytes:
+            if most_bytes is None:
+                return bytes(self._obstore.get(self._store, path).bytes())
+            return bytes(self._obstore.get_range(self._store, path, start=0, length=most_bytes))
+
         try:
-            return await asyncio.to_thread(lambda: bytes(self._obstore.get(self._store, path).bytes()))
+            return await asyncio.to_thread(fetch)
         except FileNotFoundError:
             return None
 
@@ -248,9 +253,9 @@ class Bucket:
         self.sent_bytes += len(data)
         return written
 
-    async def read(self, path: str) -> bytes | None:
-        """Return an object, or None if there is none."""
-        data = await self._do(self._store.read, self._root + path)
+    async def read(self, path: str, most_bytes: int | None = None) -> bytes | None:
+        """Return an object, or only its first ``most_bytes``; None if there is none."""
+        data = await self._do(self._store.read, self._root + path, most_bytes)
         self.received_bytes += len(data or b"")
         return data
 

@@ -3,19 +3,26 @@
 import math
 import statistics
 import time
+from dataclasses import replace
+from typing import TypeVar
 
 from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.reader import existing
 from colab_swarm.mailbox.rounds import (
+    HEADER_BYTES,
     LEFT,
+    MANIFEST_BYTES,
+    STATE_PLACE,
     STATE_ROUNDS,
     ClosedRound,
-    H,
+    Farewell,
     PseudoGradient,
     RoundListing,
     RoundManifest,
-    unseal,
+    folder_of,
+    round_of,
+    unseal_start,
 )
 from colab_swarm.markup import plain
 from colab_swarm.net.membership import MembershipAdmission
@@ -23,6 +30,8 @@ from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.snapshot import PeerRow
 from colab_swarm.training.known import KnownRecords
 from colab_swarm.training.records import PLAUSIBLE, ProgressRecord
+
+Placed = TypeVar("Placed", RoundManifest, PseudoGradient, Farewell)
 
 
 class LastMembers:
@@ -86,7 +95,7 @@ class LastMembers:
 class Spectator:
     """Reads who trains a model by the objects in its ``bucket``, and writes nothing.
 
-    ``admission`` is that of the run; None in an open run.
+    It reads the start of an object, and not its values. ``admission`` is that of the run; None in an open run.
     """
 
     def __init__(self, bucket: Bucket, prefix: str, admission: MembershipAdmission | None) -> None:
@@ -96,48 +105,75 @@ class Spectator:
 
     async def last_members(self) -> list[PeerRow]:
         """Return the members of the newest round that a member closed; `JoinError` if there is none."""
-        states = await self._bucket.list("states")
-        first = 0
-        if states:
-            first = max(0, int(states[-1].path.rpartition("/")[2]) - STATE_ROUNDS)
-        listing = RoundListing.of(await self._bucket.list("rounds", f"rounds/{first:08d}"))
-        for folder in sorted(listing.manifests, reverse=True):
-            for place in listing.manifests[folder]:
-                manifest = await self._statement(place, RoundManifest)
-                if manifest is not None:
-                    return [await self._row(entry.member, manifest, listing) for entry in manifest.entries]
+        for first in await self._first_rounds():
+            listing = RoundListing.of(await self._bucket.list("rounds", f"rounds/{first:08d}"))
+            for folder in sorted(listing.manifests, reverse=True):
+                for place in listing.manifests[folder]:
+                    manifest = await self._statement(place, RoundManifest)
+                    if manifest is not None:
+                        return [
+                            await self._row(entry.member, manifest, listing) for entry in manifest.entries
+                        ]
         raise JoinError(
             f"no round is over yet in {self._bucket.address}: nobody has trained this model there"
         )
 
+    async def _first_rounds(self) -> list[int]:
+        """Return from which rounds on to look: the last ones, then all, because a state may be no member's."""
+        first = 0
+        for place in await self._bucket.list("states"):
+            match = STATE_PLACE.fullmatch(place.path)
+            if match is not None:
+                first = max(0, int(match[1]) - STATE_ROUNDS)
+        return sorted({first, 0}, reverse=True)
+
     async def _row(self, member: PeerId, manifest: RoundManifest, listing: RoundListing) -> PeerRow:
-        name = member.hex()
-        places = [place for path, place in listing.contributions.items() if path.endswith(f"/{name}")]
-        head = None
-        if places:
-            # it may be of the round that is open
-            head = await self._statement(places[-1], PseudoGradient)
-        last_folder = max((place.folder for place in places), default="")
-        left = any(path.endswith(name + LEFT) and path > last_folder for path in listing.farewells)
-        heard_at = max((place.modified_at for place in places), default=None)
-        return PeerRow(
-            name=head.name if head else short(member),
+        row = PeerRow(
+            name=short(member),
             id=short(member),
-            role="away" if left else "trainer",
+            role="trainer",
             step=manifest.round + 1,
-            samples_per_s=head.samples_per_s if head else 0.0,
+            samples_per_s=0.0,
             samples=0.0,
             reachable=None,
             me=False,
-            loss=head.loss if head else None,
-            heard_s=None if heard_at is None else max(0.0, time.time() - heard_at),
         )
+        folder = ""
+        # the newest contribution may be of the round that is open
+        for place in reversed(listing.contributions.values()):
+            if place.member != member:
+                continue
+            head = await self._statement(place, PseudoGradient)
+            if head is not None and head.member == member:
+                folder = place.folder
+                loss = head.loss
+                # JSON has no other numbers
+                if loss is not None and not math.isfinite(loss):
+                    loss = None
+                heard_s = max(0.0, time.time() - place.modified_at)
+                row = replace(
+                    row, name=head.name, samples_per_s=head.samples_per_s, loss=loss, heard_s=heard_s
+                )
+                break
+        for place in listing.farewells.values():
+            if place.path.endswith(member.hex() + LEFT) and place.path > folder:
+                farewell = await self._statement(place, Farewell)
+                if farewell is not None and farewell.member == member:
+                    return replace(row, role="away")
+        return row
 
-    async def _statement(self, place: StoredObject, kind: type[H]) -> H | None:
-        """Return what a member that trains wrote about this model; None if it is something else."""
+    async def _statement(self, place: StoredObject, kind: type[Placed]) -> Placed | None:
+        """Return what a member that trains wrote there about this model; None if it is something else."""
+        most_bytes = HEADER_BYTES
+        if kind is RoundManifest:
+            most_bytes = MANIFEST_BYTES
         try:
-            statement, _ = unseal(existing(await self._bucket.read(place.path)), kind)
+            require(place.size_bytes > 0, "it is empty", ProtocolError)
+            data = existing(await self._bucket.read(place.path, min(place.size_bytes, most_bytes)))
+            statement, _ = unseal_start(data, kind)
             require(statement.prefix == self._prefix, "it is of another model", ProtocolError)
+            folder = folder_of(round_of(place.path), statement.base)
+            require(place.folder == folder, "it is of another round", ProtocolError)
             if self._admission is not None:
                 role = self._admission.verify(statement.key, statement.membership, now=place.modified_at)
                 require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)

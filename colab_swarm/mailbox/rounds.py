@@ -319,6 +319,14 @@ def content_digest(content: Buffer) -> bytes:
 
 def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
     """Return a statement that its own key signed, and the content; raises `ProtocolError`."""
+    statement, content = unseal_start(data, kind)
+    named = statement.content or content_digest(b"")
+    require(content_digest(content) == named, "it is cut off or changed", ProtocolError)
+    return statement, content
+
+
+def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
+    """Return a statement that its own key signed, and the rest of ``data``, the start of an object."""
     version = _version_of(data)
     text = (
         f"the run was written by protocol {version}, this package speaks {VERSION}: update the older of both"
@@ -331,8 +339,6 @@ def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
     content = memoryview(data)[_HEAD + length :]
     statement = decoded(head, kind, f"no readable {kind.__name__}", ProtocolError)
     require(statement.is_signed_by(statement.key), "its signature is wrong", ProtocolError)
-    named = statement.content or content_digest(b"")
-    require(content_digest(content) == named, "it is cut off or changed", ProtocolError)
     return statement, content
 
 

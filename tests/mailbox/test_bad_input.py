@@ -16,7 +16,9 @@ from colab_swarm.errors import SwarmError
 from colab_swarm.events import StateReceived
 from colab_swarm.mailbox.branches import Step, Unsettled
 from colab_swarm.mailbox.bucket import Bucket
+from colab_swarm.mailbox.members import Spectator
 from colab_swarm.mailbox.rounds import (
+    MANIFEST_BYTES,
     ManifestEntry,
     PseudoGradient,
     ReadContribution,
@@ -28,7 +30,7 @@ from colab_swarm.mailbox.rounds import (
 )
 from colab_swarm.mailbox.view import RoundView
 from colab_swarm.net.handshake import VERSION
-from colab_swarm.net.peers import PeerId, Role
+from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.mailbox.run import ROUNDS, Create, Trained, agree, count, faults, manifests, train
@@ -65,6 +67,10 @@ def replay() -> Callable[[Any, str, bytes], tuple[str, bytes]]:
     return replayed
 
 
+async def no_number(part: Any, create: Create, path: str, data: bytes) -> bool:
+    return await create(path, resealed(part, data, loss=float("nan")))
+
+
 @pytest.mark.parametrize(
     ("lie", "fault"),
     [
@@ -86,12 +92,46 @@ def test_a_contribution_that_is_none_does_not_count(lie: Any, fault: str) -> Non
         return await create(path, data)
 
     with cs.simulate(3, mailbox=True) as sim:
-        read, sim.bucket.read = sim.bucket.read, lambda path: looked.append(path) or read(path)
+        read, sim.bucket.read = sim.bucket.read, lambda path, most: looked.append(path) or read(path, most)
         looked: list[str] = []
         results = sim.run(lambda one: train(one, write if one.name == "carol" else None), seconds=900)
         agree(results, "alice", "bob")
         told = [line for line in faults(sim, "alice", "bob").splitlines() if fault in line]
         assert told and ("large" not in fault or not any(line.split()[0] in looked for line in told))
+
+
+def test_the_status_of_a_run_passes_over_what_no_member_wrote_at_its_own_place() -> None:
+    with cs.simulate(3, mailbox=True) as sim:
+        sim.run(lambda one: train(one, no_number if one.name == "carol" else None), seconds=900)
+        objects = sim.bucket.objects
+        newest = manifests(sim)[-1]
+        *_, last = sorted(path for path in objects if "/manifest-" in path)
+        root, _, _ = last.partition("/rounds/")
+        ids = {name: swarm.id.hex() for name, swarm in sim.swarms.items()}
+        *_, carols = sorted(path for path in objects if path.endswith(ids["carol"]))
+        late = f"{root}/rounds/00000099-{'0' * 16}"
+        lies = {f"{root}/states/zzz": b"", f"{root}/states/99999999": b"no state"}
+        # a replayed manifest, one that is too large, an empty one
+        lies |= {f"{late}/manifest-00": objects[last][0], f"{late}/manifest-01": bytes(2 * MANIFEST_BYTES)}
+        lies |= {f"{late}/manifest-02": b"", f"{late}/{ids['alice']}": objects[carols][0]}
+        lies |= {f"{late}/{ids['alice']}-left": b"colab_swarm", f"{late}/{ids['bob']}": bytes(64)}
+        objects.update({path: (data, 0.0) for path, data in lies.items()})
+        received = []
+        read = sim.bucket.read
+
+        async def counted(path: str, most_bytes: int | None) -> bytes | None:
+            data = await read(path, most_bytes)
+            received.append(len(data or b""))
+            return data
+
+        sim.bucket.read = counted  # type: ignore[method-assign]
+        bucket = Bucket(f"memory://{id(sim):x}", root.removeprefix("runs/"))
+        rows = asyncio.run(Spectator(bucket, root.removeprefix("runs/"), None).last_members())
+        assert [row.id for row in rows] == [short(entry.member) for entry in newest.entries]
+        assert np.isnan(unseal(objects[carols][0], PseudoGradient)[0].loss)
+        assert {row.name: row.loss for row in rows} == dict.fromkeys(("alice", "bob", "carol"))
+        assert {(row.role, row.step) for row in rows} == {("trainer", newest.round + 1)}
+        assert max(received) <= MANIFEST_BYTES and len(received) > len(rows)
 
 
 def test_a_stranger_does_not_count() -> None:

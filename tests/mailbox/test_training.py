@@ -207,10 +207,10 @@ def test_a_peer_that_slept_while_its_rounds_were_deleted_catches_up(monkeypatch:
     monkeypatch.setattr("colab_swarm.mailbox.bucket_rounds.STATE_ROUNDS", 4)
     read_at = list[float]()
 
-    async def looked(path: str) -> bytes | None:
+    async def looked(path: str, most_bytes: int | None) -> bytes | None:
         if "/states/" in path:
             read_at.append(sim.time)
-        return await read(path)
+        return await read(path, most_bytes)
 
     with cs.simulate(3, mailbox=True) as sim:
         read, sim.bucket.read = sim.bucket.read, looked  # type: ignore[method-assign]
