@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from colab_swarm.experiments.dedloc import SIZES, STRATEGIES, TABLE
 from colab_swarm.experiments.elastic_consistency import BETAS
 from colab_swarm.experiments.report import Report
@@ -122,13 +124,20 @@ def _judge(agrees: bool, ours: str, reason: str = NOT_KNOWN) -> Finding:
     return Finding(ours, DIFFERS, reason)
 
 
+def _fit(fits: bool, ours: str, constant: str) -> Finding:
+    """Judge a figure that follows from a ``constant`` of the paper: it has to agree."""
+    if fits:
+        return Finding(ours, FITTED, constant)
+    return Finding(ours, DIFFERS, NOT_KNOWN)
+
+
 def _within(tolerance: float, value: float, published: float) -> bool:
     return abs(value / published - 1) <= tolerance
 
 
 def _lead(points: float) -> Finding:
-    """Judge an order that the paper found: a lead of over 0 points."""
-    return _judge(points > 0, f"{points:.1f}")
+    """Judge an order that the paper found: a lead of over 0 points, as far as it is shown."""
+    return _judge(round(points, 1) > 0, f"{points:.1f}")
 
 
 def _albert(figures: Figures) -> Findings:
@@ -144,7 +153,9 @@ def _albert(figures: Figures) -> Findings:
     if figures["part_time_on_s"] > high_s * 2 / 3:
         bottleneck = "averaging takes longer than computing, so more trainers save no time"
     findings = {
-        "slowdown": Finding(f"{slowdown:.2f} times", FITTED, "the time to compute was chosen so"),
+        "slowdown": _fit(
+            _within(0.1, slowdown, 2.5), f"{slowdown:.2f} times", "the time to compute was chosen so"
+        ),
         "load_balancing": _judge(_within(0.1, load, 1.47), f"{load:.2f} times"),
         "auxiliary": _judge(auxiliary > 1.6, f"{auxiliary:.2f} times"),
         "time_varying": _judge(_within(0.1, part_time, 0.74), f"{part_time:.0%}"),
@@ -197,9 +208,7 @@ def _swav(figures: Figures) -> Findings:
     findings = {}
     for name, paper in (("server", 0.40), ("workstation", 0.52)):
         saved = 1 - figures["hybrid_s"] / figures[f"{name}_s"]
-        findings[name] = Finding(f"{saved:.0%}", FITTED, constant)
-        if abs(saved - paper) > 0.06:
-            findings[name] = Finding(f"{saved:.0%}", DIFFERS, NOT_KNOWN)
+        findings[name] = _fit(abs(saved - paper) <= 0.06, f"{saved:.0%}", constant)
     speed = figures["server_s"] / figures["workstation_s"]
     findings["old_hardware"] = Finding(f"{speed:.0%}", FITTED, constant)
     return findings
@@ -243,13 +252,15 @@ def _preemption(figures: Figures) -> Findings:
             reason = (
                 f"each epoch waits for its last units: {one_epoch:.0f} minutes if all units were one epoch"
             )
-        findings[f"formula_{percent}"] = Finding(f"{formula:.0f}", FITTED, constants)
+        fits = _within(0.01, formula, paper)
+        findings[f"formula_{percent}"] = _fit(fits, f"{formula:.0f}", constants)
         findings[f"simulated_{percent}"] = _judge(_within(0.3, simulated, paper), f"{simulated:.0f}", reason)
     standard = figures["standard_usd"]
     preemptible = figures["preemptible_usd"]
-    findings["standard"] = Finding(f"${standard:.2f}", FITTED, constants)
-    findings["preemptible"] = Finding(f"${preemptible:.2f}", FITTED, constants)
-    findings["saved"] = Finding(f"{1 - preemptible / standard:.0%}", FITTED, constants)
+    saved = 1 - preemptible / standard
+    findings["standard"] = _fit(_within(0.01, standard, 13.4), f"${standard:.2f}", constants)
+    findings["preemptible"] = _fit(_within(0.01, preemptible, 4), f"${preemptible:.2f}", constants)
+    findings["saved"] = _fit(_within(0.01, saved, 0.7), f"{saved:.0%}", constants)
     return findings
 
 
@@ -317,7 +328,8 @@ def _elastic(figures: Figures) -> Findings:
     }
     findings = {}
     for row, cases in schedulers.items():
-        ratio = max(figures[f"bound_ratio_{case}"] for case in cases)
+        # NaN, of a run that diverged, is the largest
+        ratio = float(np.max([figures[f"bound_ratio_{case}"] for case in cases]))
         findings[row] = _judge(ratio <= 1, f"{ratio:.2g}")
     accuracies = [figures[f"accuracy_mlp_beta_{beta:g}"] for beta in BETAS]
     distances = [figures[f"distance_mlp_beta_{beta:g}"] for beta in BETAS]
@@ -348,8 +360,8 @@ def _loss_per_byte(figures: Figures) -> Findings:
         "diloco_bytes": _judge(_within(0.1, fewer, 500), f"{fewer:.0f} times", steps),
         "diloco_loss": _judge(loss <= 1.02, f"{loss:.2f}"),
         "sparse_bytes": _judge(_within(0.1, smaller, 146), f"{smaller:.0f} times"),
-        "sparse_loss": _judge(sparse < 1, f"{sparse:.2f}"),
-        "muon_loss": _judge(muon < 1, f"{muon:.2f}"),
+        "sparse_loss": _judge(round(sparse, 2) < 1, f"{sparse:.2f}"),
+        "muon_loss": _judge(round(muon, 2) < 1, f"{muon:.2f}"),
     }
 
 

@@ -350,8 +350,10 @@ def ratios(report: Report, steps: int, peers: int = 4, data: str = "digits") -> 
             run = emulate(task, scene, 0)
             # without ratios it is perfectly consistent: the bound is 0
             if run.ratios:
-                largest = max(largest, *run.ratios)
-                report.add(f"bound_ratio_{name}_{codec}", max(run.ratios), "", "measured / bound")
+                # NaN, of a run that diverged, is the largest
+                ratio = float(np.max(run.ratios))
+                largest = float(np.maximum(largest, ratio))
+                report.add(f"bound_ratio_{name}_{codec}", ratio, "", "measured / bound")
     report.add("max_bound_ratio", largest, "", "largest measured / bound; <= 1 wanted")
 
 

@@ -67,8 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--{option} is for {' or '.join(allowed)}, not {options.name}")
     if (options.vs is None) != (options.python is None):
         parser.error("use: averaging --vs hivemind --python PATH")
-    if options.store and options.quick:
-        parser.error("--store is for full presets, without --quick")
+    if options.store and (options.quick or options.faithful):
+        parser.error("--store is for full presets, without --quick or --faithful")
     more = {}
     for key in ("python", "faithful"):
         if getattr(options, key):

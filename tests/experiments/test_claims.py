@@ -106,6 +106,13 @@ def test_a_stored_verdict_belongs_to_a_claim(experiment: str) -> None:
         ("moe_convergence", "mixtures", {"ffn_low_mean_accuracy": 10.0}),
         ("moe_convergence", "harder", {"ffn_high_mean_accuracy": 99.0}),
         ("swav", "server", {"hybrid_s": 40.0}),
+        ("albert", "slowdown", {"heterogeneous_s": 13.0}),
+        ("preemption", "formula_5", {"formula_5_min": 60.0}),
+        ("preemption", "preemptible", {"preemptible_usd": 5.0}),
+        ("preemption", "saved", {"preemptible_usd": 6.0}),
+        ("vc_asgd", "late", {"0.95.late": 94.34, "0.7.late": 94.31}),
+        ("loss_per_byte", "muon_loss", {"muon_4_loss": 4.43, "often_4_loss": 4.4318}),
+        ("elastic", "norm", {"bound_ratio_norm_l0_float32": float("nan")}),
         ("elastic", "crash", {"bound_ratio_crash_1_float32": 1.1}),
         ("elastic", "accuracy", {"accuracy_drop": 1.5}),
     ],
@@ -161,6 +168,11 @@ def test_a_report_without_figures_shows_the_stored_verdicts_only(full_runs: Path
 
 def test_only_full_presets_of_papers_are_stored() -> None:
     assert set(STORED) <= BENCHMARKS.keys()
-    for line in ("albert --quick --store", "link --store", "all --store"):
+    for line in (
+        "albert --quick --store",
+        "link --store",
+        "all --store",
+        "moe-convergence --faithful --store",
+    ):
         with pytest.raises(SystemExit):
             main(line.split())
