@@ -219,9 +219,11 @@ class ElasticOptimizer(WrappedOptimizer):
         assert self._steps.finished is not None
         closed, result = self._steps.finished
         with self._replica.lock:
-            for update in closed.updates:
-                self._buckets.to_gradients(update)
+            while closed.updates:
+                self._buckets.to_gradients(closed.updates[0])
                 self._wrapped.step()
+                # if the next one raises, another call of `step` goes on with it
+                del closed.updates[0]
             self._wrapped.zero_grad(set_to_none=True)
         if self._feedback is not None:
             self._feedback.settle()

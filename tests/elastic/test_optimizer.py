@@ -1,5 +1,6 @@
 """`ElasticOptimizer` in simulated groups."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -72,6 +73,42 @@ def test_single_steps_apply_each_gradient_in_full_with_an_update_of_its_own(peer
     for parameters, updates in results.values():
         torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
         assert peers + 1 <= updates <= 3 * peers
+
+
+def test_a_step_that_failed_between_two_single_steps_goes_on_with_the_second() -> None:
+    def train_singly(swarm: Swarm) -> tuple[torch.Tensor, int]:
+        sgd = torch.optim.SGD((net := model()).parameters(), lr=LR)
+        updates: list[int] = []
+        failures: list[int] = []
+
+        def failing(*_: Any) -> None:
+            updates.append(1)
+            if len(updates) == 2 and not failures:
+                failures.append(1)
+                raise torch.OutOfMemoryError("no memory for it")
+
+        sgd.register_step_pre_hook(failing)
+        scheduler = BoundedStaleness(1, single_steps=True)
+        optimizer = swarm.elastic_optimizer(sgd, peers=2, scheduler=scheduler)
+        for batch, share in ((0, 1.0), (1, 0.0)):
+            (share * loss_of(net, batch, rows_of(optimizer.member, 2))).backward()
+            updates.clear()
+            with suppress(torch.OutOfMemoryError):
+                optimizer.step(samples=5)
+            if len(optimizer.snapshot().steps) == batch:
+                optimizer.step(samples=5)
+        optimizer.close()
+        return parameters_of(net), len(failures)
+
+    net = model()
+    for member in range(2):
+        loss_of(net, 0, rows_of(member, 2)).backward()
+    torch.optim.SGD(net.parameters(), lr=LR).step()
+    with simulation() as sim:
+        results = sim.run(train_singly)
+    for parameters, _ in results.values():
+        torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
+    assert sum(failures for _, failures in results.values()) >= 1
 
 
 @pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)], ids=repr)
