@@ -333,7 +333,9 @@ def _elastic(figures: Figures) -> Findings:
         findings[row] = _judge(ratio <= 1, f"{ratio:.2g}")
     accuracies = [figures[f"accuracy_mlp_beta_{beta:g}"] for beta in BETAS]
     distances = [figures[f"distance_mlp_beta_{beta:g}"] for beta in BETAS]
-    correlation = statistics.correlation(accuracies, distances)
+    correlation = 0.0
+    if len(set(accuracies)) > 1 and len(set(distances)) > 1:
+        correlation = statistics.correlation(accuracies, distances)
     lost = figures["accuracy_drop"]
     late = figures["accuracy_mlp_beta_1"] - figures["accuracy_mlp_variance"]
     fed_back = figures["topk_feedback_drop"]

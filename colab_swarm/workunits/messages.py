@@ -98,7 +98,7 @@ class Resources(Message, frozen=True):
         for name, unit in units.items():
             least = getattr(needs, name)
             if getattr(self, name) < least:
-                words.append(f"{least:g} {unit} (your machine has {getattr(self, name):.3g})")
+                words.append(f"{least:g} {unit} (your machine has {getattr(self, name):.4g})")
         return " and ".join(words)
 
 
