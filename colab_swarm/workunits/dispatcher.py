@@ -268,7 +268,8 @@ class Dispatcher:
         still_wanted = self._missing(unit) > 0 and not unit.is_with(volunteer)
         if replica.fate == "out" or (replica.fate == "expired" and still_wanted):
             return None
-        if replica.fate == "superseded":
+        complete = replica.given.unit not in self.state.open
+        if replica.fate == "superseded" or (replica.fate == "expired" and complete):
             return (
                 "surplus",
                 f"thank you: unit {replica.given.unit} is complete, other results came before yours",

@@ -341,6 +341,22 @@ def test_a_copy_of_an_overdue_replica_may_complete_the_majority() -> None:
     assert records == {ALICE: 1, BOB: 0, CAROL: 1}
 
 
+def test_a_volunteer_whose_deadline_passed_is_thanked_once_a_copy_is_accepted() -> None:
+    desk = Desk(subsets=2, deadline_s=60.0)
+    late, other = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB))
+    desk.now += 10
+    desk.result(other)
+    desk.now += 11
+    (copy,) = desk.ask(BOB)
+    assert copy.unit == late.unit
+    desk.now += 60
+    desk.expire()
+    (again,) = desk.ask(CAROL)
+    assert again.unit == late.unit and desk.refusal(late, ALICE)[0] == "stale"
+    desk.result(again)
+    assert desk.refusal(late, ALICE)[0] == "surplus"
+
+
 def test_units_that_are_not_in_hand_are_astray_until_their_deadline() -> None:
     desk = Desk()
     (one,), (two,) = desk.ask(ALICE), desk.ask(ALICE)
