@@ -108,8 +108,8 @@ import random
 from colab_swarm.experiments.chaos import chaos
 from colab_swarm.sim.chaos import LASTS_S, random_faults
 peers = ["alice", "bob", "carol", "dave"]
-faults = random_faults(peers, until_s=12, mean_s=15, kinds=list(LASTS_S), rng=random.Random(4))
-print(chaos(peers, faults, minutes=0.3, baseline_s=20))
+faults = random_faults(peers, until_s=8, mean_s=15, kinds=list(LASTS_S), rng=random.Random(4))
+print(chaos(peers, faults, minutes=0.15, baseline_s=10))
 """
     outputs = set()
     for seed in ("0", "5"):
