@@ -107,11 +107,13 @@ def compare(report: Report) -> str:
         if report.quick and verdict != NOT_MEASURED:
             verdict += ", quick"
         stored = full.get(claim.key, Finding("", NOT_MEASURED))
-        shown = stored.verdict
+        full_verdict = stored.verdict
         if stored.ours:
-            shown = f"{stored.ours}: {stored.verdict}"
+            full_verdict = f"{stored.ours}: {stored.verdict}"
         verdict = with_reason(verdict, finding.reason)
-        table.append((claim.text, claim.paper, finding.ours, verdict, with_reason(shown, stored.reason)))
+        table.append(
+            (claim.text, claim.paper, finding.ours, verdict, with_reason(full_verdict, stored.reason))
+        )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     notes = [f"{number} {reason}" for reason, number in reasons.items()]
@@ -175,12 +177,12 @@ def _groups(figures: Figures) -> Findings:
     error = figures["error_16"]
     undisturbed = [figures[f"undisturbed_m{size}"] for size in SIZES]
     *small_groups, one_group = undisturbed
-    shown = ", ".join(f"{part:.0%}" for part in undisturbed)
+    parts = ", ".join(f"{part:.0%}" for part in undisturbed)
     calm = figures["size_16_q0"]
     failing = figures["size_16_q50"]
     return {
         "exact": _judge(error < 1e-6, f"{error:.0e}"),
-        "failure_is_local": _judge(min(small_groups) > one_group, shown),
+        "failure_is_local": _judge(min(small_groups) > one_group, parts),
         "all_reduce": _judge(calm == 16, f"{calm:.0f}"),
         "pairs": _judge(failing == 2, f"{failing:.0f}"),
     }
@@ -296,12 +298,12 @@ def _moe_convergence(figures: Figures) -> Findings:
         # the quick preset has no 1,024 experts
         if f"{model}_low_mean_accuracy" in figures:
             lost[model] = figures[f"{model}_low_mean_accuracy"] - figures[f"{model}_high_mean_accuracy"]
-    shown = ", ".join(f"{points:.0f}" for points in lost.values())
+    losses = ", ".join(f"{points:.0f}" for points in lost.values())
     ffn, *mixtures = lost.values()
     failing = figures["e64_low_mean_accuracy"] - figures["e64_failures_mean_accuracy"]
     return {
-        "harder": _judge(min(lost.values()) > 0, shown),
-        "mixtures": _judge(ffn > max(mixtures), shown),
+        "harder": _judge(min(lost.values()) > 0, losses),
+        "mixtures": _judge(ffn > max(mixtures), losses),
         "largest": _judge(mixtures[-1] == min(mixtures), ", ".join(f"{points:.0f}" for points in mixtures)),
         "failures": _judge(failing < 5, f"{failing:.1f}"),
     }

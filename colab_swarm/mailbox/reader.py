@@ -2,22 +2,27 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from colab_swarm.errors import PeerError, ProtocolError, require
+from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
 from colab_swarm.events import Fault
 from colab_swarm.mailbox.branches import Read, Readings, Reject
-from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
     HEADER_BYTES,
     LEFT,
     MANIFEST,
     MANIFEST_BYTES,
+    STATE_PLACE,
+    STATE_ROUNDS,
     Farewell,
     H,
     PseudoGradient,
     ReadContribution,
+    RoundListing,
     RoundManifest,
     content_digest,
     encoded_bytes,
@@ -25,14 +30,18 @@ from colab_swarm.mailbox.rounds import (
     norm_of,
     round_of,
     unseal,
+    unseal_start,
 )
-from colab_swarm.net.peers import Role
+from colab_swarm.net.membership import MembershipAdmission
+from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.runtime import loop_now
+from colab_swarm.snapshot import PeerRow
 from colab_swarm.tensors.codecs import Codec
 from colab_swarm.training.settings import PeerServices
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Placed = TypeVar("Placed", RoundManifest, PseudoGradient, Farewell)
 
 
 def existing(data: bytes | None) -> bytes:
@@ -40,6 +49,12 @@ def existing(data: bytes | None) -> bytes:
     if data is None:
         raise ProtocolError("it is not there")
     return data
+
+
+def require_trainer(statement: H, prefix: str, role: Role) -> None:
+    """Raise `ProtocolError` unless a member that trains wrote this about the model of ``prefix``; ``role`` is its."""
+    require(statement.prefix == prefix, "it is of another model", ProtocolError)
+    require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
 
 
 class Reader:
@@ -74,9 +89,8 @@ class Reader:
     def opened(self, data: bytes, kind: type[H], written_at: float) -> tuple[H, memoryview]:
         """Return a member's statement about this model, and its content; raises `ProtocolError` if it is none."""
         statement, content = unseal(data, kind)
-        require(statement.prefix == self._prefix, "it is of another model", ProtocolError)
         role = self._services.peers.role_by(statement.key, statement.membership, written_at)
-        require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
+        require_trainer(statement, self._prefix, role)
         return statement, content
 
     def tell_fault(self, place: StoredObject, fault: str) -> None:
@@ -126,3 +140,93 @@ class Reader:
         """Return an object of at most this size; raises `ProtocolError` if there is none."""
         require(place.size_bytes <= most_bytes, "it is too large", ProtocolError)
         return existing(await self._fetch(place.path))
+
+
+class Spectator:
+    """Reads who trains a model by the objects in its ``bucket``, and writes nothing.
+
+    It reads the start of an object, and not its values. ``admission`` is that of the run; None in an open run.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, admission: MembershipAdmission | None) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._admission = admission
+
+    async def last_members(self) -> list[PeerRow]:
+        """Return the members of the newest round that a member closed; `JoinError` if there is none."""
+        for first in await self._first_rounds():
+            listing = RoundListing.of(await self._bucket.list("rounds", f"rounds/{first:08d}"))
+            for folder in sorted(listing.manifests, reverse=True):
+                for place in listing.manifests[folder]:
+                    manifest = await self._statement(place, RoundManifest)
+                    if manifest is not None:
+                        return [
+                            await self._row(entry.member, manifest, listing) for entry in manifest.entries
+                        ]
+        raise JoinError(
+            f"no round is over yet in {self._bucket.address}: nobody has trained this model there"
+        )
+
+    async def _first_rounds(self) -> list[int]:
+        """Return from which rounds on to look: the last ones, then all, because a state may be no member's."""
+        first = 0
+        for place in await self._bucket.list("states"):
+            match = STATE_PLACE.fullmatch(place.path)
+            if match is not None:
+                first = max(0, int(match[1]) - STATE_ROUNDS)
+        return sorted({first, 0}, reverse=True)
+
+    async def _row(self, member: PeerId, manifest: RoundManifest, listing: RoundListing) -> PeerRow:
+        row = PeerRow(
+            name=short(member),
+            id=short(member),
+            role="trainer",
+            step=manifest.round + 1,
+            samples_per_s=0.0,
+            samples=0.0,
+            reachable=None,
+            me=False,
+        )
+        folder = ""
+        # the newest contribution may be of the round that is open
+        for place in reversed(listing.contributions.values()):
+            if place.member != member:
+                continue
+            head = await self._statement(place, PseudoGradient)
+            if head is not None and head.member == member:
+                folder = place.folder
+                loss = head.loss
+                # JSON has no other numbers
+                if loss is not None and not math.isfinite(loss):
+                    loss = None
+                heard_s = max(0.0, self._bucket.now() - place.modified_at)
+                row = replace(
+                    row, name=head.name, samples_per_s=head.samples_per_s, loss=loss, heard_s=heard_s
+                )
+                break
+        for place in listing.farewells.values():
+            if place.path.endswith(member.hex() + LEFT) and place.path > folder:
+                farewell = await self._statement(place, Farewell)
+                if farewell is not None and farewell.member == member:
+                    return replace(row, role="away")
+        return row
+
+    async def _statement(self, place: StoredObject, kind: type[Placed]) -> Placed | None:
+        """Return what a member that trains wrote there about this model; None if it is something else."""
+        most_bytes = HEADER_BYTES
+        if kind is RoundManifest:
+            most_bytes = MANIFEST_BYTES
+        try:
+            require(place.size_bytes > 0, "it is empty", ProtocolError)
+            data = existing(await self._bucket.read(place.path, min(place.size_bytes, most_bytes)))
+            statement, _ = unseal_start(data, kind)
+            role = Role.WORKER
+            if self._admission is not None:
+                role = self._admission.verify(statement.key, statement.membership, now=place.modified_at)
+            require_trainer(statement, self._prefix, role)
+            folder = folder_of(round_of(place.path), statement.base)
+            require(place.folder == folder, "it is of another round", ProtocolError)
+        except (PeerError, ValueError):
+            return None
+        return statement

@@ -16,7 +16,7 @@ from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Access, Invite
 from colab_swarm.mailbox.address import confirmed_address
 from colab_swarm.mailbox.bucket import Bucket, prepare, require_rights
-from colab_swarm.mailbox.members import Spectator
+from colab_swarm.mailbox.reader import Spectator
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings

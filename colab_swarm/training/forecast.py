@@ -25,6 +25,7 @@ _EXTRAPOLATE_S = 3.0
 _JUST_ENDED = 0.25  # of a micro-batch
 # Part of its announced samples that a peer must have contributed; else a micro-batch that still runs does not count.
 _RELIABLE = 0.9
+_SHORT_ROUND = 0.5  # of the time in which all peers compute a batch
 _SHORT = 0.8  # a round that is less full makes early calls suspect
 _RECENT_ROUNDS = 10  # rounds in which a short one counts
 _FIRST_PROMISE_S = 2.0  # before any micro-batch is known
@@ -37,6 +38,7 @@ class BatchForecast:
     def __init__(self, known: KnownRecords, round_samples: float) -> None:
         self._known = known
         self.round_samples = round_samples  # of all peers together from one round to the next
+        self.last_round_s = 0.0  # what the last round of this peer took; 0 before the first
         # Medians of the records, at the last reading.
         self._usual_speed = math.inf
         self._usual_batch_s = 0.0
@@ -78,7 +80,14 @@ class BatchForecast:
         return counted
 
     def batch_full(self, now: float, swarm_now: float) -> bool:
-        """Return True if a round that is called now has a full batch: the others finish their micro-batches first."""
+        """Return True if a round that is called now has a full batch: the others finish their micro-batches first.
+
+        Peers receive the means of a long round at different times. The batch may be full before the last one
+        has them, and a round that is called even earlier would be formed without it. So only what has been
+        computed counts then.
+        """
+        if self.last_round_s > _SHORT_ROUND * self.step_s:
+            return self.samples(now) >= self.round_samples
         own = self._known.own
         counted = 0.0 if own.syncing else own.samples
         # In one order: the last bit of the sum decides.

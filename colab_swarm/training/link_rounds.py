@@ -37,7 +37,6 @@ from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
-_SHORT_ROUND = 0.5  # of the time in which all peers compute a batch
 _MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
 
 
@@ -61,7 +60,6 @@ class LinkRounds(Rounds):
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
         )
         self._stop_listening = peers.on_lost(self._on_lost)
-        self._last_round_s = 0.0
 
     @property
     def line_bps(self) -> tuple[float | None, float | None]:
@@ -126,10 +124,6 @@ class LinkRounds(Rounds):
         called = self._meetings.called == (known.own.step, known.own.lineage)
         if called and not forecast.early_s(now):
             return True
-        if self._last_round_s > _SHORT_ROUND * forecast.step_s:
-            # Peers receive the means of a long round at different times. The batch may be full before the last
-            # one has them, and a round that is called even earlier would be formed without it.
-            return forecast.samples(now) >= forecast.round_samples
         return forecast.batch_full(now, self.services.peers.time())
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
@@ -153,7 +147,7 @@ class LinkRounds(Rounds):
             await self.refresh()
             return None
         finally:
-            self._last_round_s = loop_now() - began_at
+            self.progress.forecast.last_round_s = loop_now() - began_at
         contributes = any(member.weight for member in result.group.members)
         return result if contributes else None
 

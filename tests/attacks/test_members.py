@@ -327,7 +327,7 @@ def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
             net = toy.model()
             optimizer = toy.join_training(swarm, net, target_batch_size=64)
             if swarm.name == caller:
-                optimizer.collaboration.rounds.round_due = lambda now, waiting: not called.append(now)  # type: ignore
+                optimizer.collaboration.progress.forecast.batch_full = lambda now, _: not called.append(now)  # type: ignore
             while True:
                 toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
                 optimizer.step(samples=2)

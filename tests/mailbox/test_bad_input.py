@@ -16,7 +16,7 @@ from colab_swarm.errors import SwarmError
 from colab_swarm.events import StateReceived
 from colab_swarm.mailbox.branches import Step, Unsettled
 from colab_swarm.mailbox.bucket import Bucket
-from colab_swarm.mailbox.members import Spectator
+from colab_swarm.mailbox.reader import Spectator
 from colab_swarm.mailbox.rounds import (
     MANIFEST_BYTES,
     ManifestEntry,

@@ -194,6 +194,15 @@ def test_a_round_is_called_when_the_micro_batches_that_run_fill_the_batch(
         assert swarm.forecast.batch_full(0.0, at + since_s) is not bool(missing)
 
 
+@pytest.mark.parametrize(("last_round_s", "full"), [(0.0, True), (12.4, True), (12.6, False)])
+def test_after_a_long_round_only_what_has_been_computed_counts(last_round_s: float, full: bool) -> None:
+    bob = record(samples=20, samples_per_s=2.0, batch_s=4.0, counted_at=1e9)
+    swarm = progress(record(samples=79, samples_per_s=2.0), {BOB: bob})
+    swarm.forecast.last_round_s = last_round_s
+    assert swarm.forecast.step_s == 25.0
+    assert swarm.forecast.batch_full(0.0, 1e9 + 1.0) is full
+
+
 def test_a_peer_that_has_counted_one_micro_batch_computes_another_like_it() -> None:
     bob = record(samples=30, samples_per_s=0.0, batch_s=0.0, counted_at=1e9)
     swarm = progress(record(samples=40), {BOB: bob})
