@@ -44,6 +44,15 @@ class Waited(Event):
 
 
 @dataclass(frozen=True)
+class PeerRefused(Event):
+    """This peer did not take ``what`` of ``peer`` (hex id). One event for each peer and cause, while it lasts."""
+
+    peer: str
+    what: str  # with its article: "a state", "a group"
+    why: str
+
+
+@dataclass(frozen=True)
 class ReachabilityChanged(Event):
     """The way others reach this peer changed: ``direct``, ``relayed by …`` and so on."""
 

@@ -1,5 +1,6 @@
 """Snapshots of a swarm for people: frozen records that `Swarm` makes and views draw."""
 
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -153,22 +154,22 @@ class SwarmSnapshot:
     at: float = 0.0  # when the snapshot was taken, seconds since the epoch; 0 if unknown
 
 
-def _round(event: events.RoundFinished, names: Mapping[str, str]) -> str:
+def _round(event: events.RoundFinished) -> str:
     text = f"round {event.step}: {count(event.group_size, 'peer')}, {event.seconds:.2f} s"
     if event.spans_lost:
         text += f", {count(event.spans_lost, 'span')} lost"
     for member in event.members:
         if member.dropped:
-            short_id = member.peer[:8]
-            name = names.get(short_id, short_id)
-            text += f"; {name}: {member.dropped.replace(short_id, name)}"
+            text += f"; {member.peer[:8]}: {member.dropped}"
     return text
 
 
+_SHORT_ID = re.compile(r"\b(?:peer-)?([0-9a-f]{8})\b")
 LINES: Mapping[type[events.Event], str] = {
     events.PeerJoined: "{peer} is linked",
     events.PeerLeft: "{peer} is gone: {0.reason}",
     events.Waited: "waited {0.seconds:.1f} s for {peer}: {0.what}",
+    events.PeerRefused: "refused {0.what} of {peer}: {0.why}",
     events.ReachabilityChanged: "peers connect to you: {0.how}",
     events.StepFinished: "step {0.step}: {0.samples:g} samples",
     events.BatchDropped: "batch dropped: {0.reason}",
@@ -180,14 +181,17 @@ LINES: Mapping[type[events.Event], str] = {
 
 
 def describe(event: events.Event, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the event as a line of the log; ``names`` are those of peers, by short id."""
+    """Return the event as a line of the log; ``names`` are those of peers, by the short ids that it holds."""
+    return _SHORT_ID.sub(lambda match: names.get(match[1], match[0]), _line(event))
+
+
+def _line(event: events.Event) -> str:
     match event:
         case events.RoundFinished():
-            return _round(event, names)
+            return _round(event)
         case events.StateReceived(step=step, size_bytes=size, donors=donors):
             return f"state of step {step}: {size / 1e6:.1f} MB from {count(len(donors), 'donor')}"
         case events.ExpertHosted(uid=uid, step=step, taken_over=True):
             return f"hosting {uid}, taken over at step {step}"
-    short_id = getattr(event, "peer", "")[:8]
     line = LINES.get(type(event), type(event).__name__)
-    return line.format(event, peer=names.get(short_id, short_id))
+    return line.format(event, peer=getattr(event, "peer", "")[:8])

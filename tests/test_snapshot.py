@@ -22,6 +22,7 @@ BOB = "b0b00000" * 8
         (BatchDropped(1.0, "not finite"), "batch dropped: not finite"),
         (Fault(1.0, "progress", "ValueError"), "fault in progress: ValueError"),
         (events.Waited(1.0, BOB, "its mean", 2.5), "waited 2.5 s for b0b00000: its mean"),
+        (events.PeerRefused(1.0, BOB, "a group", "its shares"), "refused a group of b0b00000: its shares"),
         (events.ReachabilityChanged(1.0, "direct"), "peers connect to you: direct"),
         (events.Notice(1.0, "it is off"), "it is off"),
         (events.ExpertHosted(1.0, "ffn.0", 3, False), "hosting ffn.0"),
@@ -35,6 +36,14 @@ def test_an_event_is_a_line_for_people(event: Event, line: str) -> None:
 
 def test_a_line_names_its_peer() -> None:
     assert describe(PeerLeft(1.0, BOB, "it left"), {BOB[:8]: "bob"}) == "bob is gone: it left"
+    names = {BOB[:8]: "bob"}
+    assert describe(events.Waited(1.0, BOB, "its mean", 2.5), names) == "waited 2.5 s for bob: its mean"
+    assert (
+        describe(events.PeerRefused(1.0, BOB, "a state", "it lies"), names)
+        == "refused a state of bob: it lies"
+    )
+    notice = events.Notice(1.0, "b0b00000 and peer-b0b00000 are one, 1b0b00000 is not")
+    assert describe(notice, names) == "bob and bob are one, 1b0b00000 is not"
     line = describe(ROUND, {GONE.peer[:8]: "carol"})
     assert line == "round 12: 3 peers, 2.00 s, 1 span lost; carol: the link to carol is lost"
 

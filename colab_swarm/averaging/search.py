@@ -29,6 +29,7 @@ from colab_swarm.averaging.memory import Contacts, RoundMemory, SwarmView
 from colab_swarm.averaging.standing import AWAKE_S, CHAINED
 from colab_swarm.averaging.strategy import follows
 from colab_swarm.errors import PeerError, require
+from colab_swarm.events import PeerRefused
 from colab_swarm.net.peers import Contact, PeerId, short
 
 logger = logging.getLogger(__name__)
@@ -160,8 +161,9 @@ class Candidates:
             self._memory.standing.settle("to organize a round", late_s, awaited, now, blamed)
 
     def leave_out(self, organizer: PeerId, error: ValueError, now: float) -> None:
-        logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
-        self._memory.dishonest.fail(organizer, now)
+        left_out_s = self._memory.dishonest.fail(organizer, now) or 0.0
+        why = f"{error}; no round with it for {left_out_s / 60:.0f} min"
+        self._memory.standing.events.emit(PeerRefused(now, organizer.hex(), "a group", why))
 
 
 class Search:

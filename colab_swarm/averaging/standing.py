@@ -59,7 +59,7 @@ class Standing:
         self._me = me
         self._account_of = account_of
         self._heard_at = heard_at
-        self._events = events or EventLog()
+        self.events = events or EventLog()
         self._longest_s = longest_s
         self._spent: dict[bytes, tuple[float, float]] = {}  # seconds, and when the account last earned
         self._silent_at: dict[PeerId, float] = {}  # when last charged
@@ -133,6 +133,6 @@ class Standing:
             if (cost_s := min(seconds, self.credit_s(peer))) > 0:
                 spent_s, since = self._spent.get(account, (0.0, now))
                 remember(self._spent, account, (spent_s + cost_s, since), _MAX_ACCOUNTS)
-                self._events.emit(Waited(now, peer.hex(), what, cost_s))
+                self.events.emit(Waited(now, peer.hex(), what, cost_s))
                 charged[peer] = cost_s
         return charged

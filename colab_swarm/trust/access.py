@@ -214,6 +214,7 @@ class RunMember:
 
 
 PERIOD_S = 20.0
+_MAX_NAMED = 5  # in one notice
 RECORD_S = 24 * 3600.0
 
 
@@ -269,8 +270,11 @@ class RevocationWatch:
         except ProtocolError as error:
             logger.warning("%s shares %s", "the DHT" if source is None else short(source), error)
             return
-        count = len(set(self._admission.revoked.subjects) - before)
-        self._events.emit(Notice(self._loop.time(), f"the authority revoked {count} peers or invitations"))
+        removed = [subject.hex()[:8] for subject in self._admission.revoked.subjects if subject not in before]
+        names = ", ".join(removed[:_MAX_NAMED])
+        if len(removed) > _MAX_NAMED:
+            names += f" and {len(removed) - _MAX_NAMED} more"
+        self._events.emit(Notice(self._loop.time(), f"the authority removed {names} (peers or invitations)"))
         self._pass_on(but=source)
 
     async def _store(self) -> None:

@@ -15,6 +15,7 @@ from colab_swarm.averaging.router import SKIPPED_S, PrefixRouter
 from colab_swarm.averaging.search import PASSED_S, check_group, holds_ticket
 from colab_swarm.averaging.standing import BURST_S, Standing
 from colab_swarm.errors import CallRefused
+from colab_swarm.events import EventLog, PeerRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
@@ -40,7 +41,10 @@ class Trainer(SwarmView):
         self.usual_s = float("inf")  # in which it believes a peer can join
         self.awaited: list[PeerId] = []
         self.slowest_s = 0.0
-        standing = Standing(peers.id, heard_at=peers.read_at, longest_s=lambda: self.slowest_s)
+        self.events = EventLog()
+        standing = Standing(
+            peers.id, heard_at=peers.read_at, events=self.events, longest_s=lambda: self.slowest_s
+        )
         router = PrefixRouter(peers)
         self.matchmaker = Matchmaker(router, "run", self, standing=standing, settings=settings)
 
@@ -232,6 +236,10 @@ async def test_an_organizer_that_sends_an_invalid_group_is_left_out_for_half_an_
         asked.clear()
         await one_group(*(trainer.join(after_s=wait_s) for trainer in honest), size=2)
         assert bool(asked) is asks
+    for trainer in honest:
+        first, second = trainer.events.recent(PeerRefused)
+        assert first.peer == second.peer == liar.peers.id.hex() and first.what == "a group"
+        assert first.why.endswith("; no round with it for 30 min")
 
 
 async def test_organizers_that_send_a_peer_in_a_circle_are_passed_over() -> None:

@@ -11,7 +11,7 @@ from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.membership import MembershipAdmission
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HOME, SimNetwork, SimPeers
 from colab_swarm.trust.access import PERIOD_S, RevocationWatch, repeat
@@ -68,7 +68,7 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     late = [watcher.rechecked[0] - begun for watcher in found]
     assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
     (notice,) = found[7].events.recent(Notice)
-    assert notice.text == "the authority revoked 1 peers or invitations"
+    assert notice.text == f"the authority removed {short(MALLORY)} (peers or invitations)"
     assert not any(watcher.events.recent(Fault) for watcher in found)
     alice, bob = (watcher.peers for watcher in found[:2])
     ask = ShareRevoked(found[0].admission.revoked.version)
