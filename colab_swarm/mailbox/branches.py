@@ -2,25 +2,29 @@
 
 Rules, in this order:
 
-1. A manifest is a *candidate* of its round if it is sound (`RoundChain.fault_of`), and `missing_s` younger
-   than the candidate before it. An unsound one costs no time.
-2. Of several candidates, those count on which the next round was *built*: a manifest closes the round after
-   them, by these same rules. If none was built on, the youngest goes first.
-3. Of these, the first one *closes* the round whose contributions can all be read. Its entries must be those
-   of the contributions, or it is no candidate.
+1. A manifest is a *candidate* of its round if it is sound (`RoundChain.fault_of`), and one of the first two of its
+   author.
+2. A candidate *can be followed* if all contributions that it lists were written before it, and can be read. Its
+   entries must be those of the contributions, or it is no candidate.
+3. Of these, the first one on which the next round was *built* closes the round: a candidate of the next round
+   can be followed, too.
+4. If none was built on, the oldest one closes the round. It must list each member whose contribution could be read
+   a usual round before it, or it is no candidate.
 
 A question about a round may need an object that was not read yet, or find one that does not count. Then it
 raises `Unsettled` with the step that comes first. After the step, ask again: what is known already is kept.
 So each object is asked for once, and the work grows with the number of manifests, not with its square.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
+    MOST_MEMBERS,
+    WHOLE_SECOND_S,
     WINDOW,
     ClosedRound,
     ReadContribution,
@@ -30,8 +34,9 @@ from colab_swarm.mailbox.rounds import (
     differs,
     round_of,
 )
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import PeerId, short
 
+CANDIDATES = 2  # of one author in a round: what the first one lists may be damaged since
 MOST_FAULTS = 10_000  # beyond this, those of old rounds are forgotten
 
 
@@ -48,6 +53,7 @@ class Reject:
 
     place: StoredObject
     fault: str
+    author: PeerId | None = None  # whose fault it is; None: nobody's
 
 
 Step: TypeAlias = Read | Reject
@@ -105,30 +111,9 @@ class Fork:
 
     chain: RoundChain
     manifests: list[StoredObject]  # the oldest first
-    gone: set[PeerId] | None = None  # members that said farewell; None: not known yet
-    candidates: list[ClosedRound] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)  # of the candidates among the manifests
-    position: int = 0  # of the next manifest to look at
+    candidates: list[ClosedRound] | None = None  # without their contributions; None: not known yet
     settled: bool = False
     closed: ClosedRound | None = None  # None also if no manifest closes it
-
-    def add(self, candidate: ClosedRound) -> None:
-        """Take the next manifest as a candidate, and pass over those that follow it too soon."""
-        self.candidates.append(candidate)
-        self.positions.append(self.position)
-        self.position = bisect_left(
-            self.manifests,
-            candidate.place.modified_at + self.chain.missing_s,
-            lo=self.position + 1,
-            key=lambda place: place.modified_at + 1,  # S3 has whole seconds
-        )
-
-    def drop(self, candidate: ClosedRound) -> None:
-        """Look at the manifests after a candidate again: it does not count, so others may."""
-        index = self.candidates.index(candidate)
-        self.position = self.positions[index] + 1
-        del self.candidates[index:]
-        del self.positions[index:]
 
 
 class Branches:
@@ -138,8 +123,6 @@ class Branches:
         self.listing = listing
         self.readings = readings
         self._forks: dict[tuple[bytes, float], Fork] = {}
-        # A round is settled after the rounds that were built on it. So these wait, each for the one after it.
-        self._waiting: list[Fork] = []
 
     def after(self, chain: RoundChain) -> ClosedRound | Step | None:
         """Return the round of ``chain`` if a manifest closes it, or the step that must come first."""
@@ -151,41 +134,65 @@ class Branches:
     def closed(self, chain: RoundChain) -> ClosedRound | None:
         """Return the round of ``chain`` if a manifest closes it. Raises `Unsettled`."""
         fork = self._fork(chain)
-        if fork.settled:
-            return fork.closed
-        if self._waiting[:1] != [fork]:
-            self._waiting = [fork]
-        while self._waiting:
-            latest = self._waiting[-1]
-            later = self._unsettled_after(latest)
-            if later is not None:
-                self._waiting.append(later)
-                continue
-            latest.closed = self._first_closed(latest)
-            latest.settled = True
-            self._waiting.pop()
+        if not fork.settled:
+            fork.closed = self._closed(fork)
+            fork.settled = True
         return fork.closed
 
     def built(self, chain: RoundChain) -> list[ClosedRound]:
-        """Return the candidates of the round on which the next one was built. Raises `Unsettled`."""
+        """Return the candidates that can be followed, and on which the next round was built. Raises `Unsettled`."""
         if self.listing.latest <= chain.round:
             return []
-        candidates = self.candidates(chain)
-        return [candidate for candidate in candidates if self.closed(candidate.after) is not None]
+        followable = self.followable(chain)
+        return [candidate for candidate in followable if self.followable(candidate.after)]
+
+    def followable(self, chain: RoundChain) -> list[ClosedRound]:
+        """Return the candidates of a round that can be followed, with their contributions. Raises `Unsettled`."""
+        fork = self._fork(chain)
+        rounds = []
+        for candidate in self._candidates(fork):
+            closed = self._with_contributions(fork, candidate)
+            if closed is not None:
+                rounds.append(closed)
+        return rounds
 
     def candidates(self, chain: RoundChain) -> list[ClosedRound]:
         """Return what the round's sound manifests make of it, without contributions. Raises `Unsettled`."""
         return self._candidates(self._fork(chain))
 
-    def gone(self, chain: RoundChain) -> set[PeerId]:
-        """Return the members of the last round for whom this one need not wait. Raises `Unsettled`."""
-        members: dict[StoredObject, PeerId] = {}
+    def has_majority_elsewhere(self, chain: RoundChain) -> bool:
+        """Return whether most members went on from a manifest that this peer cannot follow. Raises `Unsettled`."""
+        if self.listing.latest <= chain.round:
+            return False
+        for candidate in self.candidates(chain):
+            for later in self.followable(candidate.after):
+                members = {entry.member for entry in later.manifest.entries}
+                if chain.members and chain.is_quorum(members):
+                    return True
+        return False
+
+    def gone(self, chain: RoundChain) -> dict[PeerId, float]:
+        """Return when members of the last round said farewell: this one need not wait for them. Raises `Unsettled`."""
+        places: dict[StoredObject, PeerId] = {}
         for path, member in chain.farewells.items():
             place = self.listing.farewells.get(path)
             if place is not None:
-                members[place] = member
-        self.readings.require(members)
-        return {members[place] for place in self.readings.farewells.intersection(members)}
+                places[place] = member
+        self.readings.require(places)
+        gone: dict[PeerId, float] = {}
+        for place, member in places.items():
+            if place in self.readings.farewells:
+                gone[member] = min(place.modified_at, gone.get(member, place.modified_at))
+        return gone
+
+    def open_places(self, chain: RoundChain) -> list[StoredObject]:
+        """Return the contributions that the round may list, as far as they are not known to be faulty."""
+        places = []
+        for round, folder in sorted(chain.folders.items()):
+            for place in self.listing.contributions.get(folder, ()):
+                if chain.may_count(place.member, round) and place not in self.readings.faults:
+                    places.append(place)
+        return places
 
     def _fork(self, chain: RoundChain) -> Fork:
         # Two copies of a manifest have the same digest, and lead to chains that differ in their time alone.
@@ -198,64 +205,91 @@ class Branches:
         return fork
 
     def _candidates(self, fork: Fork) -> list[ClosedRound]:
-        if fork.gone is None:
-            fork.gone = self.gone(fork.chain)
-        while fork.position < len(fork.manifests):
-            place = fork.manifests[fork.position]
-            if place in self.readings.faults:
-                fork.position += 1
-            else:
-                fork.add(self._candidate(fork.chain, place, fork.gone))
+        if fork.candidates is None:
+            self.readings.require(fork.manifests)
+            gone = self.gone(fork.chain)
+            fork.candidates = [
+                self._candidate(fork.chain, place, gone) for place in self._first_of_each(fork)
+            ]
         return fork.candidates
 
-    def _candidate(self, chain: RoundChain, place: StoredObject, gone: set[PeerId]) -> ClosedRound:
-        self.readings.require([place])
+    def _first_of_each(self, fork: Fork) -> list[StoredObject]:
+        """Return the manifests that may be candidates: the first ones of each author."""
+        counts = Counter[PeerId]()
+        places = []
+        for place in fork.manifests:
+            read = self.readings.manifests.get(place)
+            if read is None:
+                continue
+            manifest, _ = read
+            counts[manifest.member] += 1
+            if counts[manifest.member] <= CANDIDATES and place not in self.readings.faults:
+                places.append(place)
+        return places
+
+    def _candidate(self, chain: RoundChain, place: StoredObject, gone: Mapping[PeerId, float]) -> ClosedRound:
         manifest, digest = self.readings.manifests[place]
-        fault = chain.fault_of(manifest, written_at=place.modified_at, gone=gone)
+        before = {member for member, at in gone.items() if at <= place.modified_at + WHOLE_SECOND_S}
+        fault = chain.fault_of(manifest, written_at=place.modified_at, gone=before)
         if fault:
-            raise Unsettled(Reject(place, fault))
+            raise Unsettled(Reject(place, fault, manifest.member))
         return ClosedRound(chain, place, manifest, chain.after(manifest, digest, closed_at=place.modified_at))
 
-    def _unsettled_after(self, fork: Fork) -> Fork | None:
-        """Return a later round that must be settled before this one, if there is any."""
-        candidates = self._candidates(fork)
-        if len(candidates) < 2 or self.listing.latest <= fork.chain.round:
-            return None
-        for candidate in candidates:
-            later = self._fork(candidate.after)
-            if not later.settled:
-                return later
+    def _drop(self, fork: Fork, closed: ClosedRound, fault: str) -> NoReturn:
+        """Raise `Unsettled`: a candidate does not count."""
+        fork.candidates = None
+        raise Unsettled(Reject(closed.place, fault, closed.manifest.member))
+
+    def _closed(self, fork: Fork) -> ClosedRound | None:
+        followable = self.followable(fork.chain)
+        if len(followable) == 1 and not self._omitted(followable[0]):
+            # The next round's objects are read later.
+            return followable[0]
+        built = self.built(fork.chain)
+        if built:
+            return built[0]
+        for closed in followable:
+            omitted = self._omitted(closed)
+            if not omitted:
+                return closed
+            names = ", ".join(map(short, sorted(omitted)))
+            self._drop(fork, closed, f"it leaves out {names}, who contributed a usual round before")
         return None
 
-    def _first_closed(self, fork: Fork) -> ClosedRound | None:
-        candidates = fork.candidates
-        if len(candidates) > 1:
-            built = [each for each in candidates if self._fork(each.after).closed is not None]
-            candidates = built or candidates[::-1]
-        for candidate in candidates:
-            closed = self._with_contributions(fork, candidate)
-            if closed is not None:
-                return closed
-        return None
+    def _omitted(self, closed: ClosedRound) -> set[PeerId]:
+        """Return the members that the manifest of a round should have listed. Raises `Unsettled`."""
+        entries = closed.manifest.entries
+        if len(entries) == MOST_MEMBERS:
+            return set()
+        listed = {entry.member for entry in entries}
+        before = closed.place.modified_at - closed.before.settled_s
+        places = []
+        for place in self.open_places(closed.before):
+            if place.member not in listed and place.modified_at <= before:
+                places.append(place)
+        self.readings.require(places)
+        return {place.member for place in places if place in self.readings.contributions}
 
     def _with_contributions(self, fork: Fork, candidate: ClosedRound) -> ClosedRound | None:
-        """Return the round with the contributions that count; None if they cannot all be read, yet."""
+        """Return the round with the contributions that count; None if they cannot all be read."""
         entries = candidate.manifest.entries
-        places: list[StoredObject] = []
-        for entry in entries:
-            place = self.listing.contributions.get(fork.chain.path_of(entry.member, entry.round))
-            if place is not None:
-                places.append(place)
+        digests = {entry.digest for entry in entries}
+        listed = {(entry.member, entry.round) for entry in entries}
+        places = []
+        for round, folder in fork.chain.folders.items():
+            for place in self.listing.contributions.get(folder, ()):
+                was_there = place.modified_at <= candidate.place.modified_at + WHOLE_SECOND_S
+                if was_there and (place.member, round) in listed:
+                    places.append(place)
         self.readings.require(places)
         contributions: dict[bytes, ReadContribution] = {}
         for place in places:
             contribution = self.readings.contributions.get(place)
-            if contribution is not None:
+            if contribution is not None and contribution.digest in digests:
                 contributions[contribution.digest] = contribution
-        if any(entry.digest not in contributions for entry in entries):
+        if digests != set(contributions):
             return None
-        fault = differs(candidate.manifest, [contributions[entry.digest] for entry in entries])
+        fault = differs(fork.chain, candidate.manifest, [contributions[entry.digest] for entry in entries])
         if fault:
-            fork.drop(candidate)
-            raise Unsettled(Reject(candidate.place, fault))
+            self._drop(fork, candidate, fault)
         return replace(candidate, contributions=contributions)

@@ -52,7 +52,7 @@ class StoredObject:
     @property
     def member(self) -> PeerId:
         """Who wrote it, by its path."""
-        return PeerId(bytes.fromhex(self.path.rpartition("/")[2]))
+        return PeerId(bytes.fromhex(self.path.rpartition("/")[2][:64]))
 
 
 class Store(Protocol):

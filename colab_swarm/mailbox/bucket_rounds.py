@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from colab_swarm.averaging.result import RoundResult
+from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
 from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
@@ -21,7 +22,7 @@ from colab_swarm.mailbox.rounds import (
     RoundChain,
 )
 from colab_swarm.mailbox.view import Wait
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
@@ -51,7 +52,11 @@ class BucketRounds(Rounds):
         _check_settings(settings)
         self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
         self._members = LastMembers(self.progress.known)
-        self._follower = ChainFollower(services.peers.id, self._journal, lambda: self.until, self._tell_late)
+        # An account may cost this peer one usual round, and then its share of the time.
+        standing = Standing(services.peers.id, events=services.events, longest_s=lambda: self._usual_s)
+        self._follower = ChainFollower(
+            services.peers.id, self._journal, standing, lambda: self.until, self._tell_late
+        )
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
@@ -87,6 +92,11 @@ class BucketRounds(Rounds):
         self._tasks.cancel()
 
     @property
+    def _usual_s(self) -> float:
+        chain = self._follower.chain
+        return 0.0 if chain is None else chain.pace_s
+
+    @property
     def bucket_bytes(self) -> tuple[int, int]:
         bucket = self._journal.bucket
         return bucket.sent_bytes, bucket.received_bytes
@@ -99,6 +109,8 @@ class BucketRounds(Rounds):
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
         """Read the newest state and the rounds since then; the first peer writes its own state."""
         journal = self._journal
+        if self.comparison.deviant:
+            journal.refuse_loaded("most members hold another state")
         began_at = loop_now()
         later: tuple[RoundChain, Snapshot | None] | None = self._follower.later
         while True:
@@ -131,8 +143,7 @@ class BucketRounds(Rounds):
         self.comparison.on_loaded(donors)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        text = f"the state of {', '.join(map(short, donors))} does not load"
-        self.services.events.emit(Notice(loop_now(), text))
+        self._journal.refuse_loaded("it does not load")
 
     async def refresh(self) -> None:
         """Do nothing: the members' figures come with their contributions."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from colab_swarm.averaging.standing import PART, Standing
 from colab_swarm.mailbox.branches import Branches, Step
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.journal import Journal
@@ -27,6 +28,7 @@ from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import RoundInput
 
+FRESH_S = 1.0  # age of the look by which a round is closed, at most
 TELL_S = 3.0  # of a wait for a late round, before a word on it
 
 
@@ -35,6 +37,7 @@ class _Written:
     """This peer's contribution in the bucket, until a manifest lists it or it is too old."""
 
     round: int
+    path: str
     # As it is there, to know what compression cut off; empty if an earlier session wrote it.
     content: bytes
     # When it was written, by this peer's clock; None: by an earlier session, or the store's time of it is known.
@@ -67,6 +70,7 @@ class ChainFollower:
     - ``_own``: `write` sets it, each look its fields; None again when it is over, and after `begin`.
     - ``_followed_at``: when this peer learnt of the last manifest, by `begin` and `on_round`.
     - ``_upload_s``: how long `write` took to upload the last contribution.
+    - ``_listed_at``: when the last look had its list of objects.
     - ``_late_round``: the last round of which ``on_late`` was told.
     """
 
@@ -74,6 +78,7 @@ class ChainFollower:
         self,
         me: PeerId,
         journal: Journal,
+        standing: Standing,
         until: Callable[[], float],
         on_late: Callable[[RoundChain, Wait, float], None],
     ) -> None:
@@ -83,6 +88,7 @@ class ChainFollower:
         self.min_peers = 1
         self._me = me
         self._journal = journal
+        self._standing = standing
         self._until = until
         self._on_late = on_late
         self._last: ClosedRound | None = None
@@ -90,6 +96,7 @@ class ChainFollower:
         self._followed_at = loop_now()
         self._upload_s = 0.0
         self._late_round = -1
+        self._listed_at = loop_now()
 
     @property
     def is_awaited(self) -> bool:
@@ -126,16 +133,16 @@ class ChainFollower:
             return own.round
         content = await asyncio.to_thread(encode, journal.codec, vector)
         data = self._sealed(contribution, content, chain, record)
-        path = f"{chain.folder}/{self._me.hex()}"
         began_at = loop_now()
-        written = await journal.patiently(journal.bucket.create, path, data)
+        path, is_new = await journal.contribute(f"{chain.folder}/{self._me.hex()}", data)
         self._upload_s = loop_now() - began_at
-        if not written and await journal.patiently(journal.bucket.read, path) != data:
-            # A contribution of an earlier session is there, and counts.
+        written_at: float | None = loop_now()
+        if not is_new:
+            # A contribution of an earlier session counts.
             content = b""
+            written_at = None
             await asyncio.to_thread(_keep_loss, vector, journal.codec, content)
-        written_at = loop_now() if written else None
-        self._own = _Written(chain.round, content, written_at)
+        self._own = _Written(chain.round, path, content, written_at)
         return chain.round
 
     def _sealed(
@@ -185,6 +192,9 @@ class ChainFollower:
         while True:
             action = await self._decide(chain, close_at)
             pause_s = LEAST_PAUSE_S
+            if isinstance(action, Close) and loop_now() > self._listed_at + FRESH_S:
+                # This peer has read contributions since, and must list those that came meanwhile.
+                continue
             match action:
                 case Follow(closed):
                     return closed
@@ -212,26 +222,43 @@ class ChainFollower:
         """Look at the bucket, and return what to do next."""
         journal = self._journal
         branches = await journal.look(chain)
-        view = RoundView(chain, branches, self._last, self._own_place(chain, branches), self.min_peers)
+        self._listed_at = loop_now()
+        own = self._own_place(branches)
+        view = RoundView(chain, branches, self._last, own, self.min_peers, self._patience_s)
 
         def ask() -> Decision | Step:
             return view.next_action(journal.bucket.now(), close_at)
 
         action: Decision = await journal.reader.answer(ask)
         if isinstance(action, SeekState):
-            self.later = await journal.patiently(journal.newest_state, chain.round)
+            companions = len(action.companions)
+            self.later = await journal.patiently(journal.state_of_most, chain.round, companions)
             view.later_state = self.later is not None
             action = await journal.reader.answer(ask)
         if self._own is not None:
             self._own.spoilt = view.spoilt
+        if isinstance(action, Follow):
+            self._settle(view, action.closed)
         return action
 
-    def _own_place(self, chain: RoundChain, branches: Branches) -> StoredObject | None:
+    def _patience_s(self, member: PeerId) -> float:
+        return self._standing.credit_s(member) / PART
+
+    def _settle(self, view: RoundView, closed: ClosedRound) -> None:
+        """Charge the members for which a round waited, and let those earn that it lists."""
+        now = loop_now()
+        awaited = {self._me, *closed.before.members}
+        self._standing.settle("its contribution to a round", view.late_s(closed), awaited, now)
+        self._standing.settle("a manifest that can be followed", view.unread_s(closed), awaited, now)
+        for entry in closed.manifest.entries:
+            self._standing.earn(entry.member, now)
+
+    def _own_place(self, branches: Branches) -> StoredObject | None:
         """Return the own contribution that no manifest lists yet, and learn from it how the store's clock goes."""
         own = self._own
         if own is None:
             return None
-        place = branches.listing.contributions.get(chain.path_of(self._me, own.round))
+        place = branches.listing.at(own.path)
         if place is not None and own.written_at is not None:
             self._journal.bucket.on_time(place.modified_at, own.written_at)
             own.written_at = None  # others may overwrite it

@@ -1,20 +1,24 @@
 """The objects of one model of a run: looked at, signed and written. The bucket is asked until it answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from colab_swarm.errors import BucketAway, PeerError, ProtocolError, StateError, require
+from colab_swarm.errors import BucketAway, BucketError, PeerError, ProtocolError, StateError, require
 from colab_swarm.events import Fault, Notice
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
-from colab_swarm.mailbox.reader import Reader, existing
+from colab_swarm.mailbox.reader import Reader, existing, read_statement, require_trainer
 from colab_swarm.mailbox.rounds import (
     CARD,
+    HEADER_BYTES,
     LEFT,
+    MOST_MEMBERS,
+    MOST_PLACES,
     PLACE,
     STATE_PLACE,
     WINDOW,
@@ -22,17 +26,25 @@ from colab_swarm.mailbox.rounds import (
     ClosedRound,
     Farewell,
     H,
+    PseudoGradient,
     RoundChain,
     RoundListing,
     RoundManifest,
     StateHead,
     content_digest,
+    folder_of,
     mean_of,
+    numbered,
+    require_version,
     round_of,
+    round_of_state,
     seal,
+    start_bytes,
+    unseal,
+    unseal_start,
 )
 from colab_swarm.mailbox.view import LEAST_PAUSE_S, MOST_PAUSE_S, Close
-from colab_swarm.net.peers import remember
+from colab_swarm.net.peers import PeerId, remember
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Manifest, Snapshot
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -41,6 +53,7 @@ from colab_swarm.training.settings import PeerServices, TrainingSettings, most_s
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_REMEMBERED = 10_000
+STATE_HEAD_BYTES = 1 << 24  # of a state's object before its values, at most
 
 
 class Journal:
@@ -65,7 +78,10 @@ class Journal:
         self._until = until
         self.reader = Reader(self._fetch, services, settings.prefix, self.codec, numel)
         self._away = False
+        self.loaded: StoredObject | None = None  # the last state that this peer read
         self._faulty_states: dict[StoredObject, str] = {}  # that do not count, and why
+        self._state_heads: dict[StoredObject, StateHead] = {}
+        self._known_states: set[int] = set()  # rounds of states that this peer wrote or read
 
     def signed(self, kind: type[H], content: bytes | memoryview = b"", **fields: Any) -> bytes:
         peers = self._services.peers
@@ -105,68 +121,180 @@ class Journal:
         return await self.patiently(self.bucket.read, path)
 
     async def read_card(self, own: bytes) -> Card:
-        """Return what the peers of this model have agreed on; ``own`` if this peer is the first."""
-        await self.bucket.create(CARD, own)
-        written_at = self.bucket.now()
-        for place in await self.bucket.list("card"):
-            if place.path == CARD:
-                written_at = place.modified_at
-        data = existing(await self.bucket.read(CARD))
-        card, _ = self.reader.opened(data, Card, written_at)
-        return card
+        """Return what the peers of this model have agreed on; ``own`` if this peer is the first.
+
+        The first card that a member wrote stands. Raises `ProtocolError` if another version of the package did.
+        """
+        for attempt in range(MOST_PLACES):
+            path = numbered(CARD, attempt)
+            await self.bucket.create(path, own)
+            written_at = self.bucket.now()
+            for place in await self.bucket.list("card"):
+                if place.path == path:
+                    written_at = place.modified_at
+            data = existing(await self.bucket.read(path))
+            require_version(data)
+            try:
+                card, _ = self.reader.opened(data, Card, written_at)
+            except (PeerError, ValueError) as error:
+                self.reader.tell_fault(StoredObject(path, len(data), written_at), str(error))
+                continue
+            return card
+        raise BucketError(f"{self.bucket.address} has no place left for this model: it is full of garbage")
+
+    async def contribute(self, path: str, data: bytes) -> tuple[str, bool]:
+        """Write a contribution, and return its place, and True if it is ``data``.
+
+        Another one of this peer stays: an earlier session wrote it. Objects of others in its place are passed over.
+        """
+        me = self._services.peers.id
+        for attempt in range(MOST_PLACES):
+            place = numbered(path, attempt)
+            if await self.patiently(self.bucket.create, place, data):
+                return place, True
+            held = await self.patiently(self.bucket.read, place)
+            if held == data:
+                return place, True
+            with suppress(ProtocolError):
+                head, _ = unseal(held or b"", PseudoGradient)
+                if head.member == me and path.startswith(folder_of(head.round, head.base)):
+                    return place, False
+        raise BucketAway(f"others wrote to all places of this peer's contribution, {path}")
 
     async def read_state(self, own: Callable[[], Snapshot]) -> tuple[RoundChain, Snapshot | None]:
-        """Return where the run was and its state then, the newest that can be read.
+        """Return where the run was and its state then; the one of most members that can be read.
 
         Without any, this peer's ``own`` becomes the first one; then the state is None.
         """
         while True:
-            newest = await self.newest_state()
-            if newest is not None:
-                return newest
+            state = await self.state_of_most()
+            if state is not None:
+                return state
             first = await asyncio.to_thread(own)
             chain = RoundChain.begin(first.manifest.step, first.root, now=self.bucket.now())
             if await self.write_state(chain, first):
                 return chain, None
 
-    async def newest_state(self, after: int = -1) -> tuple[RoundChain, Snapshot] | None:
-        """Return the newest state that can be read of those later than a round, if there are any, and its chain."""
-        places = await self._states()
-        for round, place in reversed(places.items()):
-            if round <= after or place in self._faulty_states:
+    async def state_of_most(self, after: int = -1, more_than: int = -1) -> tuple[RoundChain, Snapshot] | None:
+        """Return a state that can be read of those later than a round, if there are any, and its chain.
+
+        It is the one on whose branch most members contributed, ``more_than`` so many. Of equal ones the newest.
+        """
+        while True:
+            places = await self._states()
+            place = await self._best_of(places, after, more_than)
+            if place is None:
+                newest_fault = next(iter(self._faulty_states.values()), "")
+                require(
+                    after >= 0 or not places,
+                    f"no state in the bucket can be read: {newest_fault}",
+                    StateError,
+                )
+                return None
+            try:
+                state = await self._read_state_at(place)
+            except (PeerError, StateError, ValueError) as error:
+                self.refuse_state(place, str(error), self._state_heads[place].member)
+                continue
+            self._known_states.add(round_of_state(place.path))
+            self.loaded = place
+            return state
+
+    def refuse_state(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
+        """Load this state no more."""
+        remember(self._faulty_states, place, fault, MAX_REMEMBERED)
+        self.reader.tell_fault(place, fault, author)
+
+    def refuse_loaded(self, fault: str) -> None:
+        """Load the last state no more."""
+        if self.loaded is not None:
+            self.refuse_state(self.loaded, fault, self._state_heads[self.loaded].member)
+            self.loaded = None
+
+    async def _best_of(
+        self, places: Sequence[StoredObject], after: int, more_than: int
+    ) -> StoredObject | None:
+        rounds = [round_of_state(place.path) for place in places]
+        first = max(min(rounds, default=0) - 1, 0)
+        listing = RoundListing.of(await self.bucket.list("rounds", f"rounds/{first:08d}"))
+        best: StoredObject | None = None
+        for place in places:
+            if round_of_state(place.path) <= after or place in self._faulty_states:
                 continue
             try:
-                return await self._read_state_at(place, round)
-            except (PeerError, StateError, ValueError) as error:
-                remember(self._faulty_states, place, str(error), MAX_REMEMBERED)
-                self.reader.tell_fault(place, str(error))
-        newest_fault = next(iter(self._faulty_states.values()), "")
-        require(after >= 0 or not places, f"no state in the bucket can be read: {newest_fault}", StateError)
-        return None
+                chain = await self._chain_of(place)
+            except (PeerError, ValueError) as error:
+                self.refuse_state(place, str(error))
+                continue
+            members = len(await self._members_on(chain, listing))
+            if members > more_than:
+                best = place
+                more_than = members
+        return best
 
-    async def _read_state_at(self, place: StoredObject, round: int) -> tuple[RoundChain, Snapshot]:
-        require(place.size_bytes <= most_state_bytes(self.numel), "it is too large", ProtocolError)
+    async def _chain_of(self, place: StoredObject) -> RoundChain:
+        """Return the chain of a state, by the start of its object. Raises `ProtocolError`."""
+        head = self._state_heads.get(place)
+        if head is None:
+            require(0 < place.size_bytes <= most_state_bytes(self.numel), "its size is wrong", ProtocolError)
+            data = existing(await self.bucket.read(place.path, min(place.size_bytes, HEADER_BYTES)))
+            end = start_bytes(data)
+            if len(data) < end <= min(place.size_bytes, STATE_HEAD_BYTES):
+                data = existing(await self.bucket.read(place.path, end))
+            head, _ = unseal_start(data, StateHead)
+            role = self._services.peers.role_by(head.key, head.membership, place.modified_at)
+            require_trainer(head, self._prefix, role)
+            require(head.chain.round == round_of_state(place.path), "it is of another round", ProtocolError)
+            remember(self._state_heads, place, head, MAX_REMEMBERED)
+        return head.chain
+
+    async def _members_on(self, chain: RoundChain, listing: RoundListing) -> set[PeerId]:
+        """Return the members that contributed to the round before a chain's, or to its first round."""
+        round = max(chain.round - 1, min(chain.digests))
+        places = listing.contributions.get(chain.folders[round], [])
+        role_of = self._services.peers.role_by
+        heads = await asyncio.gather(
+            *[
+                read_statement(self.bucket, place, PseudoGradient, self._prefix, role_of)
+                for place in places[:MOST_MEMBERS]
+            ]
+        )
+        members = set[PeerId]()
+        for head in heads:
+            if head is not None and head.base == chain.digests[round]:
+                members.add(head.member)
+        return members
+
+    async def _read_state_at(self, place: StoredObject) -> tuple[RoundChain, Snapshot]:
         data = existing(await self.bucket.read(place.path))
         head, blob = self.reader.opened(data, StateHead, place.modified_at)
         manifest = Manifest.decode(head.manifest)
         values = np.frombuffer(blob, np.uint8).copy()
         state = Snapshot.of(manifest.subject, manifest.step, manifest.layout, values)
-        fits = state.head == head.manifest and manifest.step == head.chain.round == round
+        fits = state.head == head.manifest and manifest.step == head.chain.round
         require(fits, "its state is another", ProtocolError)
         return head.chain, Snapshot(state.manifest, state.blob, (head.member,))
 
-    async def _states(self) -> dict[int, StoredObject]:
-        states: dict[int, StoredObject] = {}
+    async def _states(self) -> list[StoredObject]:
+        """Return the places of states, the newest round first; of a round the first place first."""
+        places = []
         for place in await self.bucket.list("states"):
-            match = STATE_PLACE.fullmatch(place.path)
-            if match is not None:
-                states[int(match[1])] = place
-        return states
+            if STATE_PLACE.fullmatch(place.path):
+                places.append(place)
+        return sorted(places, key=lambda place: round_of_state(place.path), reverse=True)
 
     async def write_state(self, chain: RoundChain, snapshot: Snapshot) -> bool:
+        """Write a state to the first free place of its round; False if another peer was first there."""
+        taken = {place.path for place in await self._states()}
+        paths = [numbered(f"states/{chain.round:08d}", attempt) for attempt in range(MOST_PLACES)]
+        free = [path for path in paths if path not in taken]
+        require(free, f"round {chain.round} has {MOST_PLACES} states", BucketAway)
         blob = memoryview(snapshot.blob.data)
         data = await asyncio.to_thread(self.signed, StateHead, blob, chain=chain, manifest=snapshot.head)
-        return await self.bucket.create(f"states/{chain.round:08d}", data)
+        written = await self.bucket.create(free[0], data)
+        if written:
+            self._known_states.add(chain.round)
+        return written
 
     async def follow(self, chain: RoundChain) -> AsyncIterator[ClosedRound]:
         """Yield the rounds that are over, from this place on."""
@@ -181,7 +309,8 @@ class Journal:
 
     async def look(self, chain: RoundChain) -> Branches:
         """Return the objects of the rounds that may matter for the next one."""
-        first = max(chain.round - WINDOW, 0)
+        # Those of the last round, too: the peer may have followed the wrong manifest.
+        first = max(chain.round - 1 - WINDOW, 0)
         places = await self.patiently(self.bucket.list, "rounds", f"rounds/{first:08d}")
         return Branches(RoundListing.of(places), self.reader.readings)
 
@@ -199,11 +328,17 @@ class Journal:
         return mean_of(closed.manifest.entries, closed.contributions, self.numel, self.codec.name, out)
 
     async def trim(self, round: int) -> None:
-        """Delete what is older than the state before that of ``round``."""
-        states = await self._states()
-        first = max((state for state in states if state < round), default=0)
-        old = [place.path for state, place in states.items() if state < first]
+        """Delete what is older than the last state before ``round`` that this peer wrote or read.
+
+        States of others may be false, or garbage.
+        """
+        first = max((state for state in self._known_states if state < round), default=0)
+        self._known_states = {state for state in self._known_states if state >= first}
+        old = []
+        for place in await self._states():
+            if round_of_state(place.path) < first:
+                old.append(place.path)
         for place in await self.bucket.list("rounds"):
-            if PLACE.fullmatch(place.path) and round_of(place.path) < first - WINDOW:
+            if PLACE.fullmatch(place.path) and round_of(place.path) < first - 1 - WINDOW:
                 old.append(place.path)
         await self.bucket.delete(old)

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
-from colab_swarm.events import Fault
+from colab_swarm.events import Fault, PeerRefused
 from colab_swarm.mailbox.branches import Read, Readings, Reject
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
@@ -42,6 +43,8 @@ from colab_swarm.training.settings import PeerServices
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Placed = TypeVar("Placed", RoundManifest, PseudoGradient, Farewell)
+RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
+"""``role_of(key, membership, at)``: the role of a member at a time; raises `PeerError` if it is none."""
 
 
 def existing(data: bytes | None) -> bytes:
@@ -55,6 +58,23 @@ def require_trainer(statement: H, prefix: str, role: Role) -> None:
     """Raise `ProtocolError` unless a member that trains wrote this about the model of ``prefix``; ``role`` is its."""
     require(statement.prefix == prefix, "it is of another model", ProtocolError)
     require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
+
+
+class _PeerFault(ProtocolError):
+    """An object does not count, and ``author`` signed it."""
+
+    def __init__(self, author: PeerId, text: str) -> None:
+        super().__init__(text)
+        self.author = author
+
+
+@contextmanager
+def _signed_by(author: PeerId) -> Iterator[None]:
+    """Within, what is wrong with an object is its author's fault."""
+    try:
+        yield
+    except (PeerError, ValueError) as error:
+        raise _PeerFault(author, str(error)) from error
 
 
 class Reader:
@@ -82,7 +102,7 @@ class Reader:
             if isinstance(answer, Read):
                 await asyncio.gather(*map(self._read, answer.places))
             elif isinstance(answer, Reject):
-                self._reject(answer.place, answer.fault)
+                self._reject(answer)
             else:
                 return answer
 
@@ -93,14 +113,18 @@ class Reader:
         require_trainer(statement, self._prefix, role)
         return statement, content
 
-    def tell_fault(self, place: StoredObject, fault: str) -> None:
+    def tell_fault(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
+        """Report an object that does not count; ``author`` signed it, where that is known."""
         text = f"{place.path} does not count: {fault}"
         logger.info("%s", text)
-        self._services.events.emit(Fault(loop_now(), "the bucket", text))
+        if author is None:
+            self._services.events.emit(Fault(loop_now(), "the bucket", text))
+        else:
+            self._services.events.emit(PeerRefused(loop_now(), author.hex(), place.path, fault))
 
-    def _reject(self, place: StoredObject, fault: str) -> None:
-        self.readings.faults[place] = fault
-        self.tell_fault(place, fault)
+    def _reject(self, step: Reject) -> None:
+        self.readings.faults[step.place] = step.fault
+        self.tell_fault(step.place, step.fault, step.author)
 
     async def _read(self, place: StoredObject) -> None:
         name = place.path.rpartition("/")[2]
@@ -111,8 +135,10 @@ class Reader:
                 await self._read_farewell(place)
             else:
                 await self._read_contribution(place)
+        except _PeerFault as error:
+            self._reject(Reject(place, str(error), error.author))
         except (PeerError, ValueError) as error:
-            self._reject(place, str(error))
+            self._reject(Reject(place, str(error)))
 
     async def _read_manifest(self, place: StoredObject) -> None:
         data = await self._bounded(place, MANIFEST_BYTES)
@@ -124,22 +150,47 @@ class Reader:
         farewell, _ = self.opened(data, Farewell, place.modified_at)
         folder = folder_of(round_of(place.path), farewell.base)
         named = place.path == f"{folder}/{farewell.member.hex()}{LEFT}"
-        require(named, "it is another member's, or another round's", ProtocolError)
+        with _signed_by(farewell.member):
+            require(named, "it is another member's, or another round's", ProtocolError)
         self.readings.farewells.add(place)
 
     async def _read_contribution(self, place: StoredObject) -> None:
         data = await self._bounded(place, HEADER_BYTES + encoded_bytes(self._codec, self._numel))
         head, content = self.opened(data, PseudoGradient, place.modified_at)
-        named = place.path == f"{folder_of(head.round, head.base)}/{head.member.hex()}"
-        require(named, "it is another member's, or another round's", ProtocolError)
-        require(head.weight > 0, "it has no weight", ProtocolError)
-        norm = await asyncio.to_thread(norm_of, self._codec, content, self._numel)
+        named = (place.folder, place.member) == (folder_of(head.round, head.base), head.member)
+        with _signed_by(head.member):
+            require(named, "it is another member's, or another round's", ProtocolError)
+            require(head.weight > 0, "it has no weight", ProtocolError)
+            norm = await asyncio.to_thread(norm_of, self._codec, content, self._numel)
         self.readings.contributions[place] = ReadContribution(head, content, content_digest(data), norm)
 
     async def _bounded(self, place: StoredObject, most_bytes: int) -> bytes:
         """Return an object of at most this size; raises `ProtocolError` if there is none."""
         require(place.size_bytes <= most_bytes, "it is too large", ProtocolError)
         return existing(await self._fetch(place.path))
+
+
+async def read_statement(
+    bucket: Bucket, place: StoredObject, kind: type[Placed], prefix: str, role_of: RoleOf
+) -> Placed | None:
+    """Read the start of an object, and return what a member that trains wrote there about a model.
+
+    None if it is something else.
+    """
+    most_bytes = HEADER_BYTES
+    if kind is RoundManifest:
+        most_bytes = MANIFEST_BYTES
+    try:
+        require(place.size_bytes > 0, "it is empty", ProtocolError)
+        data = existing(await bucket.read(place.path, min(place.size_bytes, most_bytes)))
+        statement, _ = unseal_start(data, kind)
+        role = role_of(statement.key, statement.membership, place.modified_at)
+        require_trainer(statement, prefix, role)
+        folder = folder_of(round_of(place.path), statement.base)
+        require(place.folder == folder, "it is of another round", ProtocolError)
+    except (PeerError, ValueError):
+        return None
+    return statement
 
 
 class Spectator:
@@ -190,9 +241,7 @@ class Spectator:
         )
         folder = ""
         # the newest contribution may be of the round that is open
-        for place in reversed(listing.contributions.values()):
-            if place.member != member:
-                continue
+        for place in reversed(listing.contributions_of(member)):
             head = await self._statement(place, PseudoGradient)
             if head is not None and head.member == member:
                 folder = place.folder
@@ -214,19 +263,9 @@ class Spectator:
 
     async def _statement(self, place: StoredObject, kind: type[Placed]) -> Placed | None:
         """Return what a member that trains wrote there about this model; None if it is something else."""
-        most_bytes = HEADER_BYTES
-        if kind is RoundManifest:
-            most_bytes = MANIFEST_BYTES
-        try:
-            require(place.size_bytes > 0, "it is empty", ProtocolError)
-            data = existing(await self._bucket.read(place.path, min(place.size_bytes, most_bytes)))
-            statement, _ = unseal_start(data, kind)
-            role = Role.WORKER
-            if self._admission is not None:
-                role = self._admission.verify(statement.key, statement.membership, now=place.modified_at)
-            require_trainer(statement, self._prefix, role)
-            folder = folder_of(round_of(place.path), statement.base)
-            require(place.folder == folder, "it is of another round", ProtocolError)
-        except (PeerError, ValueError):
-            return None
-        return statement
+        return await read_statement(self._bucket, place, kind, self._prefix, self._role_of)
+
+    def _role_of(self, key: bytes, membership: bytes, at: float) -> Role:
+        if self._admission is None:
+            return Role.WORKER
+        return self._admission.verify(key, membership, now=at)

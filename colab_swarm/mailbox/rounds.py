@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Self, TypeVar
 
@@ -27,32 +27,36 @@ from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats, codec_of
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.records import Agreement, Rates
-from colab_swarm.training.settings import HEAVIEST
 from colab_swarm.training.sketch import StateSketch
 
 H = TypeVar("H", bound="Statement")
 PIECE = BLOCK_VALUES * MAX_BLOCKS  # values that are encoded at once
 WINDOW = 2  # rounds after its own in which a contribution may still be listed
 MOST_MEMBERS = 256  # of a round
-MOST_NORM = 4.0  # median norms of a contribution; larger ones are scaled down
+# Where a run has two members, neither is the median one: a notebook beside a laptop may count for so much more.
+HEAVIEST_OF_TWO = 16.0
+LONGEST_OF_TWO = 4.0
 # A round waits for absent members for two usual rounds and a grace, then closes without them. The grace is a
 # quarter of a usual round within these limits: a store answers in a few seconds however short the rounds are.
 LEAST_GRACE_S = 6.0
 MOST_GRACE_S = 90.0
-PATIENCE = 1.5  # usual rounds after which it closes without a minority
 MIN_PACE_S = 1.0
+WHOLE_SECOND_S = 1.0  # S3's times have no fractions
 MAX_PACE_S = 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
 MANIFEST_BYTES = 1 << 20
+# A place that another object has taken gets a number: nobody blocks a member by garbage in its place.
 PLACE: Final = re.compile(
-    r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
+    r"rounds/([0-9]{8})-[0-9a-f]{16}/"
+    r"(?:([0-9a-f]{64})(?:-[0-9]{1,2})?|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
 )
 CARD = "card/first"
 _MARK: Final = b"colab_swarm"
 _HEAD: Final = len(_MARK) + 1 + 4  # bytes of an object before its statement
 LEFT = "-left"
 MANIFEST = "manifest-"
-STATE_PLACE: Final = re.compile(r"states/([0-9]{8})")
+STATE_PLACE: Final = re.compile(r"states/([0-9]{8})(?:-([0-9]{1,2}))?")
+MOST_PLACES = 100  # that a member tries for one object
 STATE_ROUNDS = 16  # from one state in the bucket to the next
 
 
@@ -64,6 +68,18 @@ def folder_of(round: int, base: bytes) -> str:
 def round_of(path: str) -> int:
     """Return the round of an object's path."""
     return int(path[7:15])
+
+
+def round_of_state(path: str) -> int:
+    """Return the round of a state's path."""
+    return int(path[7:15])
+
+
+def numbered(path: str, attempt: int) -> str:
+    """Return the path of an object whose first places are taken."""
+    if attempt:
+        return f"{path}-{attempt}"
+    return path
 
 
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
@@ -178,18 +194,23 @@ class RoundChain(Message, frozen=True):
                     members[f"{folder}/{member.hex()}{LEFT}"] = member
         return members
 
-    def path_of(self, member: PeerId, round: int) -> str:
-        """Return where a member's contribution is; nowhere if it is too old."""
-        return f"{self.folders.get(round)}/{member.hex()}"
+    def due_at(
+        self,
+        present: Collection[PeerId],
+        gone: Collection[PeerId] = (),
+        patience_s: Callable[[PeerId], float] = lambda member: 0.0,
+    ) -> float:
+        """Return when the round may close with these members; at once if all others of the last one have gone.
 
-    def due_at(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> float:
-        """Return when the round may close with these members; at once if all others of the last one have gone."""
+        ``patience_s(member)``: how much longer than usual this peer waits for a member.
+        """
         if not present:
             return math.inf
-        if not self.missing(present, gone):
+        missing = self.missing(present, gone)
+        if not missing:
             return self.closed_at
         if self.is_quorum({*present, *gone}):
-            return self.closed_at + PATIENCE * self.pace_s
+            return min(self.late_at + max(map(patience_s, missing)), self.deadline)
         return self.deadline
 
     def missing(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> set[PeerId]:
@@ -208,11 +229,16 @@ class RoundChain(Message, frozen=True):
 
     @property
     def missing_s(self) -> float:
-        """Age of this round's manifest, if it cannot be followed, when another one may be written.
+        """Age of this round's first manifest, if it cannot be followed, when another one is written at the latest.
 
         A majority that cannot follow it has replaced it before a minority may close the round after it.
         """
         return self._grace_s * 2 / 3
+
+    @property
+    def settled_s(self) -> float:
+        """How long before a manifest a contribution was written that it must list: its upload is over by then."""
+        return max(self.pace_s, self._grace_s)
 
     @property
     def _grace_s(self) -> float:
@@ -226,17 +252,18 @@ class RoundChain(Message, frozen=True):
 
     def fault_of(self, manifest: RoundManifest, *, written_at: float, gone: Collection[PeerId] = ()) -> str:
         """Return what is wrong with a manifest of this round, apart from its contributions; or nothing."""
-        places = [(entry.member, entry.round) for entry in manifest.entries]
-        members = {entry.member for entry in manifest.entries}
+        members = [entry.member for entry in manifest.entries]
         if (manifest.round, manifest.base) != (self.round, self.base):
             return "it does not follow the manifest before"
-        if places != sorted(set(places)) or not all(self.may_count(*place) for place in places):
-            return "it lists a contribution twice, or one that is too old"
-        # S3 has whole seconds
-        if not self.members or written_at + 1.0 >= self.deadline:
-            return ""
-        if not self.is_quorum(members.union(gone)):
+        if members != sorted(set(members)):
+            return "it lists a member twice"
+        if not all(self.may_count(entry.member, entry.round) for entry in manifest.entries):
+            return "it lists a contribution that counted before, or is too old"
+        at = written_at + WHOLE_SECOND_S
+        if self.members and at < self.deadline and not self.is_quorum({*members, *gone}):
             return "it leaves out most members of the last round"
+        if at < self.late_at and self.missing(members, gone):
+            return "it leaves out members of the last round before a usual round is over"
         return ""
 
     def after(self, manifest: RoundManifest, digest: bytes, *, closed_at: float) -> "RoundChain":
@@ -249,7 +276,9 @@ class RoundChain(Message, frozen=True):
         for entry in manifest.entries:
             listed.append((entry.member, entry.round))
             members.add(entry.member)
-        pace_s = statistics.median_low(entry.seconds for entry in manifest.entries)
+        # Whatever members claim, it is not more than the round took by the store's clock.
+        claims_s = [entry.seconds for entry in manifest.entries]
+        pace_s = min(statistics.median_low(claims_s), closed_at - self.closed_at)
         # If a manifest that nobody can read claims a short round, its writer must still wait longer than `missing_s`.
         least_s = max(self.pace_s / 4, MIN_PACE_S)
         return RoundChain(
@@ -266,14 +295,14 @@ class RoundChain(Message, frozen=True):
 class RoundListing:
     """The objects of the last rounds."""
 
-    contributions: dict[str, StoredObject]  # by path
+    contributions: dict[str, list[StoredObject]]  # by folder
     manifests: dict[str, list[StoredObject]]  # by folder
     farewells: dict[str, StoredObject]  # by path
     latest: int  # round that has a manifest, on whatever branch; -1 if none has
 
     @classmethod
     def of(cls, objects: Iterable[StoredObject]) -> Self:
-        contributions: dict[str, StoredObject] = {}
+        contributions: dict[str, list[StoredObject]] = {}
         manifests: dict[str, list[StoredObject]] = {}
         farewells: dict[str, StoredObject] = {}
         latest = -1
@@ -282,13 +311,25 @@ class RoundListing:
             if match is None:
                 continue
             if match[2]:
-                contributions[place.path] = place
+                contributions.setdefault(place.folder, []).append(place)
             elif place.path.endswith(LEFT):
                 farewells[place.path] = place
             else:
                 manifests.setdefault(place.folder, []).append(place)
                 latest = max(latest, round_of(place.path))
         return cls(contributions, manifests, farewells, latest)
+
+    def at(self, path: str) -> StoredObject | None:
+        """Return the contribution at a path, if there is one."""
+        for place in self.contributions.get(path.rpartition("/")[0], ()):
+            if place.path == path:
+                return place
+        return None
+
+    def contributions_of(self, member: PeerId) -> list[StoredObject]:
+        """Return the contributions of a member by their paths, the newest round last."""
+        places = itertools.chain.from_iterable(self.contributions.values())
+        return [place for place in places if place.member == member]
 
     def next_attempt(self, folder: str) -> str:
         """Return the path of another manifest."""
@@ -301,7 +342,7 @@ class RoundListing:
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
-    """``states/ROUND``: a training state before that round, whose blob follows."""
+    """``states/ROUND``, ``states/ROUND-1`` …: a training state before that round, whose blob follows."""
 
     chain: RoundChain
     manifest: bytes  # the state's own, in chunks
@@ -327,19 +368,30 @@ def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
 
 def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
     """Return a statement that its own key signed, and the rest of ``data``, the start of an object."""
+    version = require_version(data)
+    end = start_bytes(data)
+    whole = bool(version) and end <= len(data)
+    require(whole, f"an object of {len(data)} bytes is cut off", ProtocolError)
+    head = data[_HEAD:end]
+    content = memoryview(data)[end:]
+    statement = decoded(head, kind, f"no readable {kind.__name__}", ProtocolError)
+    require(statement.is_signed_by(statement.key), "its signature is wrong", ProtocolError)
+    return statement, content
+
+
+def require_version(data: bytes) -> int:
+    """Return the version of an object, 0 if it is none; raises `ProtocolError` for one of another version."""
     version = _version_of(data)
     text = (
         f"the run was written by protocol {version}, this package speaks {VERSION}: update the older of both"
     )
     require(version in (0, VERSION), text, ProtocolError)
-    length = int.from_bytes(data[_HEAD - 4 : _HEAD], "big")
-    whole = bool(version) and _HEAD + length <= len(data)
-    require(whole, f"an object of {len(data)} bytes is cut off", ProtocolError)
-    head = data[_HEAD : _HEAD + length]
-    content = memoryview(data)[_HEAD + length :]
-    statement = decoded(head, kind, f"no readable {kind.__name__}", ProtocolError)
-    require(statement.is_signed_by(statement.key), "its signature is wrong", ProtocolError)
-    return statement, content
+    return version
+
+
+def start_bytes(data: bytes) -> int:
+    """Return where the statement of an object ends, by the object's first bytes."""
+    return _HEAD + int.from_bytes(data[_HEAD - 4 : _HEAD], "big")
 
 
 def _version_of(data: bytes) -> int:
@@ -399,21 +451,28 @@ class ReadContribution:
     norm: float
 
 
-def entries_of(contributions: Iterable[ReadContribution]) -> tuple[ManifestEntry, ...]:
-    """Return what the contributions count for, in the order of the mean.
+def entries_of(chain: RoundChain, contributions: Iterable[ReadContribution]) -> tuple[ManifestEntry, ...]:
+    """Return what the contributions of different members count for in a round, in the order of the mean.
 
-    Nobody weighs more than `HEAVIEST` median members, and none is longer than `MOST_NORM` median ones.
+    No member weighs more than the median one, and no contribution is longer than the median one.
     """
-    ordered = sorted(contributions, key=lambda each: (each.head.member, each.head.round))
-    median_weight = statistics.median_low(each.head.weight for each in ordered)
-    median_norm = statistics.median_low(each.norm for each in ordered)
+    ordered = sorted(contributions, key=lambda each: each.head.member)
+    is_pair = len(ordered) == 2
+    heaviest = 1.0
+    longest = 1.0
+    if is_pair and len(chain.members) <= 2:
+        heaviest = HEAVIEST_OF_TWO
+        longest = LONGEST_OF_TWO
+    median_of = statistics.median_low if is_pair else statistics.median_high
+    most_weight = heaviest * median_of(each.head.weight for each in ordered)
+    most_norm = longest * median_of(each.norm for each in ordered)
     entries = []
     for contribution in ordered:
         head = contribution.head
         scale = 1.0
         if contribution.norm:
-            scale = min(1.0, MOST_NORM * median_norm / contribution.norm)
-        weight = min(head.weight, HEAVIEST * median_weight)
+            scale = min(1.0, most_norm / contribution.norm)
+        weight = min(head.weight, most_weight)
         entry = ManifestEntry(
             head.member, head.round, contribution.digest, weight, scale, head.samples, head.seconds
         )
@@ -421,9 +480,9 @@ def entries_of(contributions: Iterable[ReadContribution]) -> tuple[ManifestEntry
     return tuple(entries)
 
 
-def differs(manifest: RoundManifest, contributions: Sequence[ReadContribution]) -> str:
+def differs(chain: RoundChain, manifest: RoundManifest, contributions: Sequence[ReadContribution]) -> str:
     """Return what its entries say wrongly of the contributions, or nothing."""
-    for expected, entry in zip(entries_of(contributions), manifest.entries, strict=True):
+    for expected, entry in zip(entries_of(chain, contributions), manifest.entries, strict=True):
         weight_fits = math.isclose(expected.weight, entry.weight, rel_tol=1e-3)
         scale_fits = math.isclose(expected.scale, entry.scale, rel_tol=1e-3)
         rest = msgspec.structs.replace(expected, weight=entry.weight, scale=entry.scale)

@@ -4,23 +4,25 @@
 
 1. The peer reads its own contribution: another member may have overwritten it.
 2. If the next round was built on another manifest of the last one, the peer *loads a state*, to catch up. So
-   it does if it would build that round without most members, and they may follow another manifest.
+   it does if it would build that round without most members, and a later manifest is there that they may follow.
 3. If a manifest closes the round, the peer *follows* it.
-4. If a later round has a manifest, the peer may have slept. It *seeks a state* that is later, and loads it.
+4. If most members follow a manifest that this peer cannot follow, it *seeks a state*, and loads it. So it does if
+   nobody closed the round by its deadline, and a later one has a manifest: the peer may have slept. A state moves
+   no peer that can follow the rounds, whatever it says.
 5. If the run begins with more peers than contribute, the peer *waits* for them.
 6. If the round is due, the peer *closes* it with a manifest of all contributions that can be read. But not if
-   a manifest is there that others follow, or one that they may still follow as it is young.
+   there is one that it cannot follow yet: it is awaited as long as the peer has patience with its author.
 7. Else it *waits*.
 
 An action `Read` or `Reject` is a step: do it, and ask the same view again.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
-from colab_swarm.mailbox.branches import Branches, Step, Unsettled
+from colab_swarm.mailbox.branches import Branches, Reject, Step, Unsettled
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
     MOST_MEMBERS,
@@ -52,7 +54,14 @@ class LoadState:
 
 @dataclass(frozen=True)
 class SeekState:
-    """Look for a state later than the chain, then ask again with the answer."""
+    """Look for a state later than the chain, then ask again with the answer.
+
+    Attributes:
+        companions: other members that contributed to the open round. The state must stand for no fewer, or they and
+            this peer go on by themselves.
+    """
+
+    companions: frozenset[PeerId]
 
 
 @dataclass(frozen=True)
@@ -84,13 +93,17 @@ Decision: TypeAlias = Follow | LoadState | SeekState | Close | Wait
 
 @dataclass
 class RoundView:
-    """One look at the bucket, of a peer whose next round is that of ``chain``. Times are the store's."""
+    """One look at the bucket, of a peer whose next round is that of ``chain``. Times are the store's.
+
+    ``patience_s(member)`` says how long this peer waits for a member beyond the usual.
+    """
 
     chain: RoundChain
     branches: Branches
     last: ClosedRound | None = None  # the round before; None where the chain is a state's
     own: StoredObject | None = None  # the peer's contribution that no manifest lists yet
     min_peers: int = 1  # contributors without whom this peer closes no round
+    patience_s: Callable[[PeerId], float] = lambda member: math.inf
     later_state: bool | None = None  # whether there is a state later than the chain; None: not sought yet
 
     def next_action(self, now: float, close_at: float = -math.inf) -> Decision | Step:
@@ -108,9 +121,10 @@ class RoundView:
         closed = self.branches.closed(self.chain)
         if closed is not None:
             return Follow(closed)
-        if self.is_late and self.later_state is None:
-            return SeekState()
-        if self.is_late and self.later_state:
+        is_left = self.is_left(now)
+        if is_left and self.later_state is None:
+            return SeekState(self._companions)
+        if is_left and self.later_state:
             return LoadState()
         if self.min_peers > 1 and len(self._present) < self.min_peers:
             return Wait(min(self._pause_s(now, math.inf), _BEGIN_PAUSE_S))
@@ -118,7 +132,7 @@ class RoundView:
         if now < max(due_at, close_at):
             return self._wait(now, due_at)
         path = self.branches.listing.next_attempt(self.chain.folder)
-        return Close(path, entries_of(self.contributions), again_at=now + self.chain.missing_s)
+        return Close(path, entries_of(self.chain, self.contributions), again_at=now + self.chain.missing_s)
 
     @property
     def spoilt(self) -> bool:
@@ -126,38 +140,45 @@ class RoundView:
         return self.own in self.branches.readings.faults
 
     @property
-    def is_late(self) -> bool:
-        """Whether a later round has a manifest, on whatever branch."""
-        return self.branches.listing.latest > self.chain.round
-
-    @property
-    def open_places(self) -> list[StoredObject]:
-        """The contributions that the round may list, as far as they are not known to be faulty."""
-        faults = self.branches.readings.faults
-        return [place for place in self._places if place not in faults][:MOST_MEMBERS]
-
-    @property
     def contributions(self) -> list[ReadContribution]:
-        """What the round may list, whole. Raises `Unsettled`."""
+        """What the round may list, whole: the oldest of each member. Raises `Unsettled`."""
         places = self.open_places
         readings = self.branches.readings
         readings.require(places)
-        return [readings.contributions[place] for place in places]
+        oldest: dict[PeerId, ReadContribution] = {}
+        for place in places:
+            oldest.setdefault(place.member, readings.contributions[place])
+        return list(oldest.values())
+
+    @property
+    def open_places(self) -> list[StoredObject]:
+        """The contributions that the round may list, of as many members as it may, the oldest first."""
+        places = self.branches.open_places(self.chain)
+        members = list(dict.fromkeys(place.member for place in places))[:MOST_MEMBERS]
+        return [place for place in places if place.member in members]
 
     @property
     def due_at(self) -> float:
         """When the round may close, by the members that contributed or said farewell. Raises `Unsettled`."""
-        return self.chain.due_at(self._present, self.branches.gone(self.chain))
+        return self.chain.due_at(self._present, self.branches.gone(self.chain), self.patience_s)
 
     @property
     def reopens_at(self) -> float:
-        """When another manifest may be written; never if others follow one that is there. Raises `Unsettled`."""
+        """When another manifest may be written than those that cannot be followed. Raises `Unsettled`."""
         candidates = self.branches.candidates(self.chain)
         if not candidates:
             return -math.inf
-        if self.branches.built(self.chain):
+        if self.branches.has_majority_elsewhere(self.chain):
             return math.inf
-        return candidates[-1].place.modified_at + self.chain.missing_s
+        # Later ones cost no more time.
+        first = candidates[0]
+        return first.place.modified_at + min(self.chain.missing_s, self.patience_s(first.manifest.member))
+
+    def is_left(self, now: float) -> bool:
+        """Return whether others went on without this peer, which cannot follow them. Raises `Unsettled`."""
+        if self.branches.has_majority_elsewhere(self.chain):
+            return True
+        return self.branches.listing.latest > self.chain.round and now >= self.chain.deadline
 
     def is_replaced(self, now: float) -> bool:
         """Return whether others follow another manifest of the last round than this peer. Raises `Unsettled`."""
@@ -167,29 +188,60 @@ class RoundView:
         built = self.branches.built(last.before)
         if built:
             return built[0].place != last.place
-        if not self._is_alone(now):
-            return False
-        other = self.branches.closed(last.before)
-        return other is not None and other.place != last.place
+        later = []
+        for closed in self.branches.followable(last.before):
+            if closed.place.modified_at > last.place.modified_at:
+                later.append(closed)
+        if last.place in self.branches.readings.faults:
+            return bool(later)
+        if later and self._is_alone(now):
+            raise Unsettled(Reject(last.place, "most members went on from a later manifest"))
+        return False
 
-    @cached_property
-    def _places(self) -> list[StoredObject]:
-        rounds = {folder: round for round, folder in self.chain.folders.items()}
-        places = []
-        for place in self.branches.listing.contributions.values():
-            round = rounds.get(place.folder)
-            if round is not None and self.chain.may_count(place.member, round):
-                places.append(place)
-        return places
+    def late_s(self, closed: ClosedRound) -> dict[PeerId, float]:
+        """Return how long a round waited for each late member, beyond the usual and since this peer contributed.
+
+        Raises `Unsettled`.
+        """
+        chain = self.chain
+        usual_at = chain.late_at
+        if self.own is not None:
+            usual_at = max(usual_at, self.own.modified_at)
+        came_at: dict[PeerId, float] = {}
+        for place in self.open_places:
+            came_at[place.member] = min(place.modified_at, came_at.get(place.member, math.inf))
+        late_s = {}
+        for member in chain.missing((), self.branches.gone(chain)):
+            waited_s = min(came_at.get(member, math.inf), closed.place.modified_at) - usual_at
+            if waited_s > 0 and (self.own is None or member != self.own.member):
+                late_s[member] = waited_s
+        return late_s
+
+    def unread_s(self, closed: ClosedRound) -> dict[PeerId, float]:
+        """Return how long a round waited for a manifest that cannot be followed, by its author. Raises `Unsettled`."""
+        first = self.branches.candidates(self.chain)[0]
+        followable = {candidate.place for candidate in self.branches.followable(self.chain)}
+        if first.place in followable:
+            return {}
+        waited_s = closed.place.modified_at - first.place.modified_at
+        return {first.manifest.member: min(waited_s, self.chain.missing_s)}
 
     @property
     def _present(self) -> set[PeerId]:
         return {place.member for place in self.open_places}
 
+    @property
+    def _companions(self) -> frozenset[PeerId]:
+        read = self.branches.readings.contributions
+        members = {place.member for place in self.open_places if place in read}
+        if self.own is not None:
+            members.discard(self.own.member)
+        return frozenset(members)
+
     def _is_alone(self, now: float) -> bool:
         """Return whether this peer would close the round without most members of the last one."""
         gone = self.branches.gone(self.chain)
-        return now >= self.due_at and not self.chain.is_quorum(self._present | gone)
+        return now >= self.due_at and not self.chain.is_quorum({*self._present, *gone})
 
     def _wait(self, now: float, due_at: float) -> Wait:
         pause_s = self._pause_s(now, due_at)

@@ -40,7 +40,7 @@ from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role, decoded, end_tasks, short
 from colab_swarm.net.websocket import WebSocket, accept
 
-VERSION = 4  # 3: records and tickets say more of a trainer; 4: lineages are of encoded means
+VERSION = 5  # 4: lineages are of encoded means; 5: one entry and median weights for each member of a bucket
 _STAGGER_S = 0.25
 # Detours are tried after this time if no address has answered.
 DETOUR_AFTER_S = 1.5

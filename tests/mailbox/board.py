@@ -21,6 +21,7 @@ from colab_swarm.mailbox.rounds import (
     RoundManifest,
     content_digest,
     entries_of,
+    numbered,
 )
 from colab_swarm.mailbox.view import Decision, RoundView, SeekState
 from colab_swarm.net.identity import Identity
@@ -31,6 +32,7 @@ Content: TypeAlias = ReadContribution | RoundManifest | str | None
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32) for number in range(1, 4))
 MEMBERS = [ALICE, BOB, CAROL]
 PACE_S = 10.0
+PATIENCE_S = 5.0  # of a peer with each member beyond the usual
 MISSING_S = RoundChain.begin(0, bytes(32), now=0.0).missing_s  # of short rounds
 
 
@@ -60,7 +62,8 @@ class Board:
     def __init__(self) -> None:
         self.places: dict[str, StoredObject] = {}
         self.objects: dict[StoredObject, Content] = {}
-        self.first = RoundChain.begin(0, bytes(32), now=0.0)
+        # so that a first round that closes now took a usual time
+        self.first = RoundChain.begin(0, bytes(32), now=-PACE_S)
         self.now = 0.0
 
     def write(self, path: str, content: Content) -> StoredObject:
@@ -76,6 +79,10 @@ class Board:
         self.write(f"{chain.folder}/{who.id.hex()}", fault or contribution)
         return contribution
 
+    def take_place(self, who: Identity, chain: RoundChain, attempt: int = 0) -> StoredObject:
+        """Write garbage where a member would contribute."""
+        return self.write(numbered(f"{chain.folder}/{who.id.hex()}", attempt), "garbage")
+
     def leave(self, who: Identity, chain: RoundChain, *, fault: str = "") -> None:
         self.write(f"{chain.folder}/{who.id.hex()}{LEFT}", fault or None)
 
@@ -87,17 +94,23 @@ class Board:
         *,
         change: Callable[[Entries], Entries] = tuple,
         fault: str = "",
+        author: Identity = ALICE,
     ) -> ClosedRound:
         """Write a manifest, and return what it makes of the round."""
         path = f"{chain.folder}/{MANIFEST}{attempt:02d}"
-        return self.write_manifest(path, chain, change(entries_of(contributions)), fault)
+        return self.write_manifest(path, chain, change(entries_of(chain, contributions)), fault, author)
 
     def write_manifest(
-        self, path: str, chain: RoundChain, entries: tuple[ManifestEntry, ...], fault: str = ""
+        self,
+        path: str,
+        chain: RoundChain,
+        entries: tuple[ManifestEntry, ...],
+        fault: str = "",
+        author: Identity = ALICE,
     ) -> ClosedRound:
         manifest = RoundManifest(
             prefix="model",
-            key=ALICE.public_key,
+            key=author.public_key,
             membership=path.encode(),  # so that no two are equal
             round=chain.round,
             base=chain.base,
@@ -139,7 +152,7 @@ class Peer:
         self.steps = 0
 
     def look(self) -> Branches:
-        first = max(self.chain.round - WINDOW, 0)
+        first = max(self.chain.round - 1 - WINDOW, 0)
         places = sorted(self.board.objects, key=lambda place: place.path)
         seen = [place for place in places if place.path > f"rounds/{first:08d}"]
         return Branches(RoundListing.of(seen), self.readings)
@@ -170,7 +183,7 @@ class Peer:
             self.readings.farewells.add(place)
 
     def decide(self, now: float, *, own: StoredObject | None = None, later_state: bool = False) -> Decision:
-        view = RoundView(self.chain, self.look(), self.last, own)
+        view = RoundView(self.chain, self.look(), self.last, own, patience_s=lambda member: PATIENCE_S)
 
         def ask() -> Decision | Read | Reject:
             return view.next_action(now)

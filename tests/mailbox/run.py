@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colab_swarm.errors import BucketError
-from colab_swarm.events import Fault
+from colab_swarm.events import Fault, PeerRefused
 from colab_swarm.mailbox.rounds import RoundManifest, unseal
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -79,7 +79,13 @@ def manifests(sim: Simulation) -> list[RoundManifest]:
 
 
 def faults(sim: Simulation, *names: str) -> str:
-    return "\n".join(one.text for name in names for one in sim.swarms[name].events.recent(Fault))
+    """Return what these members did not take from the bucket, a line an object."""
+    lines = []
+    for name in names:
+        events = sim.swarms[name].events
+        lines += [event.text for event in events.recent(Fault)]
+        lines += [f"{event.what} does not count: {event.why}" for event in events.recent(PeerRefused)]
+    return "\n".join(lines)
 
 
 def count(sim: Simulation, kind: type[Any]) -> int:

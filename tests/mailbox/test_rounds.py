@@ -17,7 +17,6 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import Floats, codec_of
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.settings import HEAVIEST
 
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32) for number in range(1, 4))
 ROOT = bytes(32)
@@ -51,6 +50,15 @@ def manifest(
 def after(chain: rounds.RoundChain, *members: Identity) -> rounds.RoundChain:
     made = manifest(chain, sorted((one.id, chain.round) for one in members))
     return chain.after(made, bytes([chain.round]) * 32, closed_at=chain.closed_at + 10.0)
+
+
+def paced(chain: rounds.RoundChain, claims_s: dict[Identity, float], took_s: float) -> float:
+    """Return the pace after a round of these members, which say how long they took."""
+    made = manifest(chain, sorted((who.id, chain.round) for who in claims_s))
+    by_id = {who.id: claim_s for who, claim_s in claims_s.items()}
+    entries = tuple(msgspec.structs.replace(entry, seconds=by_id[entry.member]) for entry in made.entries)
+    closed = msgspec.structs.replace(made, entries=entries)
+    return chain.after(closed, b"x" * 32, closed_at=chain.closed_at + took_s).pace_s
 
 
 FIRST = rounds.RoundChain.begin(0, ROOT, now=0.0)
@@ -103,12 +111,13 @@ def test_an_object_of_another_version_is_told_by_both_versions_and_no_signature(
     [
         ([], math.inf),
         ([ALICE, BOB, CAROL], 0.0),
-        ([ALICE, BOB], rounds.PATIENCE * 10.0),
+        ([ALICE, BOB], 10.0 + rounds.LEAST_GRACE_S / 2 + 4.0),
         ([ALICE], 20.0 + rounds.LEAST_GRACE_S),
     ],
 )
 def test_a_round_waits_for_the_members_of_the_last_one(present: list[Identity], wait_s: float) -> None:
-    assert CHAIN.due_at([one.id for one in present]) == CHAIN.closed_at + wait_s
+    due_at = CHAIN.due_at([one.id for one in present], patience_s=lambda member: 4.0)
+    assert due_at == CHAIN.closed_at + wait_s
 
 
 @pytest.mark.parametrize(
@@ -132,6 +141,15 @@ def test_most_members_replace_a_manifest_before_its_writer_goes_on_alone(
     assert later.deadline - 1.0 > 100.0 + chain.missing_s + 1.0 + LEAST_PAUSE_S
 
 
+def test_the_pace_is_the_median_claim_and_not_more_than_the_round_took() -> None:
+    claims_s = {ALICE: 9.0, BOB: 11.0, CAROL: 12.0}
+    assert paced(CHAIN, claims_s, took_s=13.0) == 11.0
+    # one member claims hours, or nothing
+    assert paced(CHAIN, {**claims_s, CAROL: 9e11}, took_s=13.0) == 11.0
+    assert paced(CHAIN, {**claims_s, CAROL: 0.0}, took_s=13.0) == 9.0
+    assert paced(CHAIN, {ALICE: 9.0, BOB: 9e11, CAROL: 9e11}, took_s=13.0) == 13.0
+
+
 def test_one_long_round_does_not_stretch_the_rounds_after_it_for_long() -> None:
     chain = msgspec.structs.replace(CHAIN, pace_s=3600.0)
     paces = []
@@ -144,11 +162,14 @@ def test_one_long_round_does_not_stretch_the_rounds_after_it_for_long() -> None:
 @pytest.mark.parametrize(
     ("places", "other", "late", "fault"),
     [
-        ([(ALICE, 1), (BOB, 1)], {}, False, ""),
+        ([(ALICE, 1), (BOB, 1), (CAROL, 1)], {}, False, ""),
+        ([(ALICE, 1), (BOB, 1)], {}, True, ""),
+        ([(ALICE, 1), (BOB, 1)], {}, False, "before a usual round is over"),
         ([(ALICE, 1), (BOB, 1)], {"base": b"x" * 32}, False, "does not follow"),
         ([(ALICE, 1), (BOB, 1)], {"round": 2}, False, "does not follow"),
         ([(ALICE, 1), (ALICE, 1), (BOB, 1)], {}, False, "twice"),
-        ([(ALICE, 0), (BOB, 1)], {}, False, "twice"),  # that one counted in round 0
+        ([(ALICE, 0), (ALICE, 1), (BOB, 1)], {}, False, "twice"),
+        ([(ALICE, 0), (BOB, 1), (CAROL, 1)], {}, False, "counted before"),
         ([(ALICE, 2), (BOB, 1)], {}, False, "too old"),
         ([(ALICE, 1)], {}, False, "leaves out"),
         ([(ALICE, 1)], {}, True, ""),
@@ -158,7 +179,8 @@ def test_faults_of_a_manifest(
     places: list[tuple[Identity, int]], other: dict[str, object], late: bool, fault: str
 ) -> None:
     made = manifest(CHAIN, sorted((who.id, round) for who, round in places), **other)
-    found = CHAIN.fault_of(made, written_at=CHAIN.deadline if late else CHAIN.deadline - 2)
+    early_at = CHAIN.late_at - rounds.WHOLE_SECOND_S - 0.1
+    found = CHAIN.fault_of(made, written_at=CHAIN.deadline if late else early_at)
     assert fault in found and bool(fault) == bool(found)
 
 
@@ -181,16 +203,46 @@ def test_no_contribution_counts_twice_or_late(proposals: list[set[tuple[PeerId, 
 def test_nobody_weighs_or_moves_more_than_the_bounds() -> None:
     ones = np.ones(4, np.float32)
     offers = [offer(ALICE, ones), offer(BOB, 0.5 * ones), offer(CAROL, 1e30 * ones, weight=1e9)]
-    entries = {entry.member: entry for entry in rounds.entries_of(offers)}
-    assert entries[CAROL.id].weight == HEAVIEST and entries[ALICE.id].scale == 1.0
-    assert entries[CAROL.id].scale * offers[2].norm == pytest.approx(rounds.MOST_NORM * offers[0].norm)
+    entries = {entry.member: entry for entry in rounds.entries_of(CHAIN, offers)}
+    assert entries[CAROL.id].weight == 1.0 and entries[ALICE.id].scale == 1.0
+    assert entries[CAROL.id].scale * offers[2].norm == pytest.approx(offers[0].norm)
+
+
+@pytest.mark.parametrize("honest", [2, 3, 4])
+@pytest.mark.parametrize(("size", "weight"), [(0.0, 1e-9), (1e-9, 1e-9), (1e30, 1e9)])
+def test_a_minority_scales_no_other_contribution(honest: int, size: float, weight: float) -> None:
+    ones = np.ones(4, np.float32)
+    members = [Identity(bytes([number]) * 32) for number in range(10, 10 + honest + (honest - 1))]
+    offers = [offer(who, ones, weight=3.0) for who in members[:honest]]
+    offers += [offer(who, size * ones, weight=weight) for who in members[honest:]]
+    entries = {entry.member: entry for entry in rounds.entries_of(CHAIN, offers)}
+    assert all(entries[who.id].scale == 1.0 and entries[who.id].weight == 3.0 for who in members[:honest])
+    for one in offers:
+        entry = entries[one.head.member]
+        assert entry.weight * entry.scale * one.norm <= 3.0 * offers[0].norm * (1 + 1e-6)
+
+
+def test_of_two_members_each_counts_for_more_than_the_other_within_bounds() -> None:
+    """A notebook with a GPU and a laptop: neither is the median member."""
+    ones = np.ones(4, np.float32)
+    pair = after(FIRST, ALICE, BOB)
+    laptop, notebook = offer(ALICE, ones), offer(BOB, 3 * ones, weight=10.0)
+    entries = {entry.member: entry for entry in rounds.entries_of(pair, [laptop, notebook])}
+    assert (entries[BOB.id].weight, entries[BOB.id].scale) == (10.0, 1.0)
+    # of three members, none may count for more than another while the third is late
+    entries = {entry.member: entry for entry in rounds.entries_of(CHAIN, [laptop, notebook])}
+    assert entries[BOB.id].weight == 1.0 and entries[BOB.id].scale == pytest.approx(1 / 3)
+    broken = offer(BOB, 1e20 * ones, weight=1e9)
+    entries = {entry.member: entry for entry in rounds.entries_of(pair, [laptop, broken])}
+    assert entries[BOB.id].weight == rounds.HEAVIEST_OF_TWO
+    assert entries[BOB.id].scale * broken.norm == pytest.approx(rounds.LONGEST_OF_TWO * laptop.norm)
 
 
 def test_a_manifest_must_list_the_contributions_as_they_are() -> None:
     offers = sorted(
         (offer(who, np.ones(4, np.float32)) for who in (ALICE, BOB)), key=lambda one: one.head.member
     )
-    mine, theirs = rounds.entries_of(offers)
+    mine, theirs = rounds.entries_of(CHAIN, offers)
     for changed in (
         {"weight": 2.0},
         {"scale": 0.5},
@@ -199,21 +251,25 @@ def test_a_manifest_must_list_the_contributions_as_they_are() -> None:
         {"member": CAROL.id},
     ):
         lie = (msgspec.structs.replace(mine, **changed), theirs)
-        assert rounds.differs(manifest(FIRST, [], entries=lie), offers)
-    assert not rounds.differs(manifest(FIRST, [], entries=(mine, theirs)), offers)
+        assert rounds.differs(CHAIN, manifest(FIRST, [], entries=lie), offers)
+    assert not rounds.differs(CHAIN, manifest(FIRST, [], entries=(mine, theirs)), offers)
     twice = (msgspec.structs.replace(theirs, member=mine.member), theirs)  # by one digest
-    assert rounds.differs(manifest(FIRST, [], entries=twice), [offers[1], offers[1]])
+    assert rounds.differs(CHAIN, manifest(FIRST, [], entries=twice), [offers[1], offers[1]])
 
 
 def test_the_mean_is_exact_and_the_same_in_any_order_of_reading() -> None:
     rng, means = np.random.default_rng(0), set()
     vectors = {who: rng.standard_normal(1000).astype(np.float32) for who in (ALICE, BOB, CAROL)}
     offers = [offer(who, one, weight=index + 1.0) for index, (who, one) in enumerate(vectors.items())]
+    median_norm = sorted(one.norm for one in offers)[1]
+    bounded = [
+        one.astype(np.float64) * min(1.0, median_norm / np.linalg.norm(one)) for one in vectors.values()
+    ]
     for order in itertools.permutations(offers):
         found = {one.digest: one for one in order}
         out = np.empty(1000, np.float32)
-        means.add(rounds.mean_of(rounds.entries_of(order), found, 1000, "float32", out).tobytes())
-    expected = np.average([one.astype(np.float64) for one in vectors.values()], axis=0, weights=[1, 2, 3])
+        means.add(rounds.mean_of(rounds.entries_of(CHAIN, order), found, 1000, "float32", out).tobytes())
+    expected = np.average(bounded, axis=0, weights=[1, 2, 2])
     np.testing.assert_allclose(np.frombuffer(means.pop(), np.float32), expected, rtol=0, atol=1e-6)
     assert not means
 

@@ -66,7 +66,8 @@ def test_keys_that_cannot_delete_are_enough_for_all_members_but_one() -> None:
         assert len(results) == 3 and len(set(results.values())) == 1
         assert any(path.startswith("states/") for path in refused)
         states = sorted(path for path in sim.bucket.objects if "/states/" in path)
-        assert len(states) == 2 and states[-1].endswith("48")
+        # alice deletes only behind a state that she wrote or read herself
+        assert states[-1].endswith("48") and 2 <= len(states) <= 3
 
 
 @pytest.mark.parametrize("forged", [False, True])
@@ -208,7 +209,7 @@ def test_a_peer_that_slept_while_its_rounds_were_deleted_catches_up(monkeypatch:
     read_at = list[float]()
 
     async def looked(path: str, most_bytes: int | None) -> bytes | None:
-        if "/states/" in path:
+        if "/states/" in path and most_bytes is None:
             read_at.append(sim.time)
         return await read(path, most_bytes)
 
@@ -266,7 +267,10 @@ def test_training_equals_that_over_links(
     compression: str, error: float, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for int8, as nobody encodes its own contribution there."""
-    both = lambda chain, present, gone=(): chain.closed_at if len(present) == 2 else math.inf  # noqa: E731
+
+    def both(chain: RoundChain, present: set[PeerId], *_: Any) -> float:
+        return chain.closed_at if len(present) == 2 else math.inf
+
     monkeypatch.setattr(RoundChain, "due_at", both)
     settings = {"compression": compression, "overlap": overlap, "mean_compression": "float32"}
     found = []
