@@ -17,7 +17,7 @@ import numpy as np
 
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError, require
-from colab_swarm.events import ExpertBanned, Notice
+from colab_swarm.events import ExpertBanned, PeerRefused
 from colab_swarm.moe.grid import (
     CLAIMED,
     CUT_OFF,
@@ -37,7 +37,7 @@ from colab_swarm.moe.grid import (
     short_addresses,
 )
 from colab_swarm.net.patience import LeftOut
-from colab_swarm.net.peers import PeerId, end_tasks, remember, short
+from colab_swarm.net.peers import PeerId, end_tasks, remember
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
@@ -143,8 +143,10 @@ class Directory:
         self._cache = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[GridPage] = set()  # with a record of ours
-        # by host and expert: swarm time of the claim's first sight, ms; until when it is live
-        self._seen: dict[tuple[PeerId, str], tuple[int, float]] = {}
+        # Places that `rivals` once found to be of this peer. Until `withdraw` a later claim takes none of them.
+        self._settled: set[tuple[Grid, Index]] = set()
+        # by host and expert: time of the claim's first sight; until when it is live
+        self._seen: dict[tuple[PeerId, str], tuple[float, float]] = {}
         self._named = LeftOut[PeerId](NAMED_S, NAMED_S)
         self._lost: dict[PeerId, float] = {}  # when the link to a peer was lost
         self._unwatch = self._peers.on_lost(self._on_lost)
@@ -170,6 +172,7 @@ class Directory:
         gone = {grid.index(uid) for uid in uids}
         for index in gone:
             mine.pop(index, None)
+            self._settled.discard((grid, index))
         await self._publish(grid, gone)
 
     async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
@@ -193,11 +196,12 @@ class Directory:
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
         """Return this peer's places that belong to another, after a partition or a race: give them up.
 
-        The earliest claim wins, then the smaller id's. But no claim is older than ``ttl_s`` before this
-        peer first saw it, so a record that turns up later takes nothing from a host. A host that lost the
-        links to more than half of its peers, each voucher counting once, was cut off: it claims its places
-        as `CUT_OFF`, after all others, until the links are back for a few lives of a record. So after a
-        partition the host on the larger side keeps a place, and of two that were cut off the smaller id's.
+        The first call settles a place. Of the peers that claim it by then, one that serves it has it, else the
+        earliest claim, then the smaller id's. A claim that this peer sees later takes nothing from it, whatever
+        its date, and an event names the author. But a host that lost the links to more than half of its peers,
+        each voucher counting once, was cut off: it claims its places as `CUT_OFF`, after all others, until the
+        links are back for a few lives of a record. So after a partition the host on the larger side keeps a
+        place, and of two that were cut off the smaller id's.
         """
         if len(self._peers.linked()) >= self._full:
             self._cut_off_until = min(self._cut_off_until, self._now() + 3 * self.settings.ttl_s)
@@ -208,17 +212,24 @@ class Directory:
         me = self._peers.id
         for uid, page in pages.items():
             place = mine[grid.index(uid)]
-            own_ms = CUT_OFF if self._cut_off else place.claimed_ms
             others = [info for info in listings[page].live(place.index, self._now()) if info.host.id != me]
-            if any(info.claim < (own_ms, me) for info in others):
+            if any(self._yields(place, info, (grid, grid.index(uid)) in self._settled) for info in others):
                 lost.append(uid)
                 continue
+            self._settled.add((grid, grid.index(uid)))
             for info in others:
-                claims_earlier = info.claimed_ms < own_ms
-                if claims_earlier and self._named.fail(info.host.id, self._now()) is not None:
-                    text = f"{short(info.host.id)} claims {uid} and others, late: this peer keeps its experts"
-                    self._events.emit(Notice(self._now(), text))
+                is_rival = info.step != CLAIMED and info.claimed_ms != CUT_OFF
+                if is_rival and self._named.fail(info.host.id, self._now()) is not None:
+                    why = "this peer hosted it before"
+                    self._events.emit(PeerRefused(self._now(), info.host.id.hex(), f"a claim of {uid}", why))
         return lost
+
+    def _yields(self, place: ExpertPlace, rival: ExpertInfo, is_settled: bool) -> bool:
+        own_ms = CUT_OFF if self._cut_off else place.claimed_ms
+        if is_settled:
+            return own_ms == CUT_OFF and (rival.claimed_ms, rival.host.id) < (CUT_OFF, self._peers.id)
+        own = (place.step == CLAIMED, own_ms, self._peers.id)
+        return (rival.step == CLAIMED, rival.claimed_ms, rival.host.id) < own
 
     @property
     def _cut_off(self) -> bool:
@@ -428,14 +439,14 @@ class Directory:
 
     def _dated(self, by_host: Announced) -> Announced:
         """Note when each claim was first seen."""
-        seen_ms = int((self._peers.time() - self.settings.ttl_s) * 1000)
         now = self._now()
         for host, held in by_host.items():
             for position, info in held.items():
-                first_ms, until = self._seen.get((host, info.uid), (seen_ms, math.inf))
-                first_ms = first_ms if now < until else seen_ms
-                remember(self._seen, (host, info.uid), (first_ms, info.until), MAX_SEEN)
-                held[position] = replace(info, seen_ms=first_ms)
+                seen_at, until = self._seen.get((host, info.uid), (now, math.inf))
+                if until <= now:
+                    seen_at = now
+                remember(self._seen, (host, info.uid), (seen_at, info.until), MAX_SEEN)
+                held[position] = replace(info, seen_at=seen_at)
         return by_host
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:

@@ -148,12 +148,12 @@ class ExpertInfo:
     step: int  # optimizer steps in its weights at the announcement; `CLAIMED`: it cannot be called yet
     until: float  # when the announcement expires, on the reader's monotonic clock, seconds
     claimed_ms: int = 0  # the host's swarm time when it claimed the place, milliseconds, or `CUT_OFF`
-    seen_ms: int = 0  # the reader's swarm time when it first saw the claim, less what may have passed
+    seen_at: float = 0.0  # when the reader first saw the claim, on its monotonic clock, seconds
 
     @property
-    def claim(self) -> tuple[int, PeerId]:
-        """Sort key of claims to one place, see `Directory.rivals`. The smallest wins."""
-        return max(self.claimed_ms, self.seen_ms), self.host.id
+    def claim(self) -> tuple[bool, float, PeerId]:
+        """Sort key of claims to one place, for those who call it. The smallest wins; dates are the hosts' word."""
+        return self.claimed_ms == CUT_OFF, self.seen_at, self.host.id
 
 
 class ExpertPlace(Message, frozen=True):

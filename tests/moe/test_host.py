@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from colab_swarm.errors import ExpertError
-from colab_swarm.events import ExpertHosted, Fault, Notice
+from colab_swarm.events import ExpertHosted, Fault, Notice, PeerRefused
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.directory import DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, plan_host
-from colab_swarm.moe.grid import ExpertPlace, Grid, GridPage, GridRecord
+from colab_swarm.moe.grid import CLAIMED, CUT_OFF, ExpertPlace, Grid, GridPage, GridRecord
 from colab_swarm.moe.host import ExpertHost, SwarmExperts
 from colab_swarm.moe.saves import SavePlace, SaveRecord
-from colab_swarm.net.peers import short
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, saved, train
 from tests.moe.local import calls_of
@@ -167,20 +166,63 @@ async def test_a_name_that_two_sides_of_a_partition_took_is_kept_by_the_larger_s
     assert [event.text for event in lost] == ["no longer hosting ffn.0.1: another peer claimed it earlier"]  # type: ignore[attr-defined]
 
 
-async def test_a_record_of_false_claims_takes_no_expert_and_names_its_writer(run: Run) -> None:
+async def claim_all(*liars: Member, claimed_ms: int = 0, step: int = 9, ttl_s: float = 60.0) -> None:
+    places = tuple(ExpertPlace(place, claimed_ms, step, (4,)) for place in range(GRID.size))
+    key = GridPage(GRID, 2, 0).key("run")
+    assert await liars[0].services.dht.publish(key, GridRecord((), places), ttl_s=ttl_s)
+
+
+async def each_second(*liars: Member) -> None:
+    for _ in range(90):
+        await claim_all(liars[0])
+        await asyncio.sleep(1)
+
+
+async def in_the_future(*liars: Member) -> None:
+    await claim_all(liars[0], claimed_ms=CUT_OFF - 1)
+
+
+async def in_turns(*liars: Member) -> None:
+    for turn in range(6):
+        await claim_all(liars[turn % 2], ttl_s=20.0)
+        await asyncio.sleep(15)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "attack", "named"),
+    [
+        *((age_s, claim_all, 1) for age_s in (5, 30, 75)),
+        *((5, each_second, 1), (5, in_the_future, 1), (5, in_turns, 2)),
+    ],
+)
+async def test_a_later_claim_takes_no_expert_whatever_its_date_and_names_its_author(
+    run: Run, age_s: int, attack: Callable[..., Awaitable[None]], named: int
+) -> None:
     alice, hers = await run.host("alice", 4)
-    trainer, mallory = await run.join("bob"), await run.join("mallory")
-    await asyncio.sleep(100)
+    trainer, *liars = [await run.join(name) for name in ("bob", "mallory", "mallet")]
     before = {info.uid: info.host.id for info in await trainer.resources.directory.live(GRID)}
-    lies = GridRecord((), tuple(ExpertPlace(place, claimed_ms=0, step=9, shape=(4,)) for place in range(6)))
-    for _ in range(20):
-        assert await mallory.services.dht.publish(GridPage(GRID, 2, 0).key("run"), lies, ttl_s=60)
-        await asyncio.sleep(20)
-    assert len(hers.experts) == 4
+    await asyncio.sleep(age_s)
+    await attack(*liars)
+    await asyncio.sleep(45)
+    assert len(hers.experts) == len(before) == 4
     found = {uid: await trainer.resources.directory.find(GRID, uid) for uid in before}
     assert {uid: info and info.host.id for uid, info in found.items()} == before
-    named = [event.text for event in alice.events(Notice)]  # type: ignore[attr-defined]
-    assert len(named) == 1 and named[0].startswith(f"{short(mallory.peers.id)} claims ffn.")
+    told = [event.peer for event in alice.events(PeerRefused)]  # type: ignore[attr-defined]
+    assert told == [liar.peers.id.hex() for liar in liars[:named]]
+
+
+async def test_a_claim_that_lost_a_race_and_is_dated_back_takes_no_expert(run: Run) -> None:
+    mallory, alice = await run.join("mallory"), await run.join("alice")
+    hers = host_of(alice.resources, replace(PLAN, count=4, capacity=4))
+    starting = asyncio.create_task(hers.start())
+    await asyncio.sleep(1.0)
+    await claim_all(mallory, claimed_ms=CUT_OFF - 1, step=CLAIMED)
+    await starting
+    assert len(hers.experts) == 4
+    await claim_all(mallory)
+    await asyncio.sleep(45)
+    assert len(hers.experts) == 4 and alice.events(PeerRefused)
+    hers.kill()
 
 
 @pytest.mark.parametrize("away_s", [10, 200])
