@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError, PeerLost, require
-from colab_swarm.events import EventLog, Fault, Notice
+from colab_swarm.events import EventLog, Fault, Notice, PeerRefused
 from colab_swarm.moe.batching import (
     LONGEST_RETRY_S,
     Answer,
@@ -35,15 +35,18 @@ from colab_swarm.moe.batching import (
     Computed,
     Key,
     Outcome,
+    Teachers,
+    Unusable,
     compute,
     encoded,
     finished,
     spans,
 )
-from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.directory import NAMED_S, Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, end_tasks, short
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, StreamEnded, end_tasks, short
 from colab_swarm.runtime import DeviceThread, PauseGate, Runner, loop_now
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 from colab_swarm.tensors.device import in_main_memory
@@ -262,6 +265,7 @@ class ExpertStatistics:
 class _Served:
     def __init__(self, expert: Expert) -> None:
         self.expert = expert
+        self.teachers = Teachers()
         self._samples = self._calls = self._batches = 0
         self._last = deque[tuple[float, float, int]](
             maxlen=LAST
@@ -299,7 +303,8 @@ class _Served:
 class ExpertServer:
     """Serves experts to the swarm, a thread for each device. One per peer; made and used on the event loop.
 
-    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls
+    ``events`` gets a `Fault` when an expert's own code fails, and a `PeerRefused` for a caller whose tensors are
+    refused, or whose gradients teach less than it sends. While ``gate`` is closed new calls
     get a busy answer, and admitted ones wait.
     """
 
@@ -312,6 +317,7 @@ class ExpertServer:
         self._threads: dict[torch.device, DeviceThread] = {}
         self._served: dict[str, _Served] = {}
         self._computed: dict[torch.device, list[Computed]] = {}  # begun, and not answered yet
+        self._named = LeftOut[tuple[PeerId, str]](NAMED_S, NAMED_S)
         self._lock = threading.Lock()  # of the batching, which loop and thread share
         self._batching = Batching(limits or BatchLimits())
         peers.serve_stream(ForwardExpert, self._serve, role=Role.WORKER)
@@ -472,7 +478,7 @@ class ExpertServer:
         if served is None or served.expert.device != device:
             return [(call, _gone(uid)) for call in calls]
         try:
-            return compute(served.expert, calls)
+            return compute(served.expert, calls, served.teachers)
         except BaseException as error:  # SystemExit in a user's module; no memory for the batch
             return [(call, error) for call in calls]
 
@@ -488,6 +494,10 @@ class ExpertServer:
                 logger.error("expert %s failed", call.key.uid, exc_info=answer)
                 self._events.emit(Fault(now, f"expert {call.key.uid}", text))
                 answer = Refusal(f"{call.key.uid} failed: {text}")
+            if isinstance(answer, Unusable):
+                self._name(call, "a call", str(answer), now)
+            elif call.insists:
+                self._name(call, "gradients", "it moves the expert far more than most peers do", now)
             if call.answer.done():
                 continue  # the caller has gone
             if isinstance(answer, BaseException):
@@ -496,6 +506,10 @@ class ExpertServer:
                 call.answer.set_result(answer)
         if served := self._served.get(answers[0][0].key.uid):
             served.count([call for call, answer in answers if not isinstance(answer, BaseException)], now)
+
+    def _name(self, call: Call, what: str, why: str, now: float) -> None:
+        if self._named.fail((call.caller, what), now) is not None:
+            self._events.emit(PeerRefused(now, call.caller.hex(), f"{what} for {call.key.uid}", why))
 
 
 def _gone(uid: str) -> Refusal:

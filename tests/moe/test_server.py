@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
-from colab_swarm.events import EventLog, Fault, Notice
+from colab_swarm.events import EventLog, Fault, Notice, PeerRefused
 from colab_swarm.moe import calls as expert_calls
-from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, Key, compute, finished
+from colab_swarm.moe.batching import KNOWN_S, LONGEST_RETRY_S, Call, Key, Teachers, compute, finished
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.calls import LONGEST, ExpertServer, ForwardExpert, Part
-from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule
+from colab_swarm.moe.expert import ADAM, BatchLimits, Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
@@ -234,7 +234,7 @@ async def test_a_device_begins_the_next_batch_before_the_answers_of_the_last_are
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             computed = function(*args)
-            calls = args[-1] if name == "begin" else [call for call, _ in computed]
+            calls = args[1] if name == "begin" else [call for call, _ in computed]
             order.append(f"{name} {calls[0].key.uid}")
             return computed
 
@@ -256,8 +256,8 @@ async def test_a_device_begins_the_next_batch_before_the_answers_of_the_last_are
 
 
 async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
-    gate, learner, fine = Gate(), expert(), samples(2)
-    async with hosting(expert("gate.0", gate), learner) as scene:
+    gate, learner, fine, events = Gate(), expert(), samples(2), EventLog()
+    async with hosting(expert("gate.0", gate), learner, events=events) as scene:
         async with occupied(gate, scene, "gate.0"):
             tasks = [
                 asyncio.create_task(scene.calls.backward(info(scene.bob), fine, grads))
@@ -269,6 +269,9 @@ async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
         assert "lead to values that are not finite" in str(outcomes[1])
         assert "your tensors hold values that are not finite" in str(outcomes[2])
         assert all(value.isfinite().all() for value in learner.state_dict()["module"].values())
+        (named,) = events.recent(PeerRefused)
+        assert isinstance(named, PeerRefused)
+        assert (named.peer, named.what) == (scene.alice.id.hex(), "a call for ffn.0")
 
 
 async def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_ends_no_service() -> None:
@@ -438,9 +441,28 @@ def small_expert() -> Expert:
     return Expert("ffn.0", FeedForward(SMALL, 8), ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (SMALL,))
 
 
-def received_call(parts: list[bytes], codec: str, *, backward: bool) -> Call:
+def received_call(
+    parts: Sequence[bytes],
+    codec: str,
+    *,
+    backward: bool,
+    caller: str = "alice",
+    voucher: str = "",
+    at: float = 0.0,
+) -> Call:
     key, views = Key("ffn.0", backward, (SMALL,)), [memoryview(part) for part in parts]
-    return Call(key, PeerId(b"alice"), b"", 1, 16, 0.0, codec_of(codec), cast(Any, None), views)
+    count = len(parts[0]) // codec_of(codec).encoded_bytes(SMALL)
+    return Call(
+        key,
+        PeerId(caller.encode()),
+        (voucher or caller).encode(),
+        count,
+        16,
+        at,
+        codec_of(codec),
+        cast(Any, None),
+        views,
+    )
 
 
 @given(
@@ -456,7 +478,7 @@ def test_any_input_is_answered_or_refused_and_the_expert_stays_finite(
     for codec in codecs:
         parts = [rng.bytes(codec_of(codec).encoded_bytes(SMALL)) for _ in range(1 + backward)]
         calls.append(received_call(parts, codec, backward=backward))
-    answers = finished(compute(small_expert(), calls))
+    answers = finished(compute(small_expert(), calls, Teachers()))
     assert {id(one) for one, _ in answers} == {id(one) for one in calls}
     for one, answer in answers:
         if isinstance(answer, list):
@@ -475,7 +497,7 @@ def test_after_a_bug_each_caller_is_answered_by_itself_but_none_teaches_twice(ba
 
     parts = [np.full(SMALL, value, np.float32).tobytes() for value in (0, 2)]
     calls = [received_call([part] * (1 + backward), "float32", backward=backward) for part in parts]
-    answers = finished(compute(Expert("ffn.0", Function(fragile), RULE, (SMALL,)), calls))
+    answers = finished(compute(Expert("ffn.0", Function(fragile), RULE, (SMALL,)), calls, Teachers()))
     assert [isinstance(answer, KeyError) for _, answer in answers] == [backward, True]
 
 
@@ -490,9 +512,92 @@ def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -
         received_call([bytes(codec_of(name).encode(ones))], name, backward=False)
         for name in (codec, "float32")
     ]
-    (_, refused), (_, answered) = finished(compute(spoilt, calls))
+    (_, refused), (_, answered) = finished(compute(spoilt, calls, Teachers()))
     assert isinstance(refused, Refusal) and "not finite" in str(refused)
     assert isinstance(answered, list)
+
+
+class Lesson:
+    """An expert that callers teach to return its inputs, in times that they choose."""
+
+    def __init__(self, rule: ExpertRule = ADAM) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.expert = Expert("ffn.0", FeedForward(SMALL, 16), rule, (SMALL,), CPU)
+        self.teachers, self.rng = Teachers(), np.random.default_rng(0)
+        self.probe = torch.randn(32, SMALL)
+
+    def call(self, caller: str, at: float, grads: Floats | None = None, *, voucher: str = "") -> Call:
+        inputs = self.rng.standard_normal((8, SMALL)).astype(np.float32)
+        if grads is None:
+            outputs = self.expert.forward(torch.from_numpy(inputs)).numpy()
+            grads = (outputs - inputs) / outputs.size
+        parts = [inputs.tobytes(), np.broadcast_to(grads, inputs.shape).astype(np.float32).tobytes()]
+        call = received_call(parts, "float32", backward=True, caller=caller, voucher=voucher, at=at)
+        finished(compute(self.expert, [call], self.teachers))
+        return call
+
+    def norm(self) -> float:
+        return float(self.expert.forward(self.probe).norm())
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "step_s"), [(ADAM, 0.01, 0.026), (RULE, 1.0, 0.026), (ADAM, 1e6, 1.0)]
+)
+def test_one_account_does_not_outweigh_two_others_at_an_expert(
+    rule: ExpertRule, size: float, step_s: float
+) -> None:
+    """As many small steps as it can, or few large ones: 150 of them moved the outputs 4-fold, by Adam."""
+    lesson, began = Lesson(rule), KNOWN_S + 20.0
+    for second in range(int(began)):
+        shares = [lesson.call(name, second).share for name in ("alice", "bob")]
+    before = lesson.norm()
+    calls, at = [], began
+    while at < began + 4.0:
+        calls.append(lesson.call("mallory", at, np.full(SMALL, size, np.float32)))
+        at += step_s
+        if at % 1.0 < step_s:
+            shares += [lesson.call(name, at).share for name in ("alice", "bob")]
+    assert sum(call.share for call in calls) < len(calls) / 2 and any(call.insists for call in calls)
+    assert np.mean(shares) > 0.95 and lesson.norm() < 1.5 * before
+
+
+def test_identities_of_one_voucher_move_an_expert_as_one_account() -> None:
+    lesson = Lesson()
+    names = ["alice", "bob", *(f"sybil {i}" for i in range(8))]
+    shares = dict[str, list[float]]()
+    for second in range(40):
+        for name in names:
+            voucher = "mallory" if name.startswith("sybil") else ""
+            call = lesson.call(name, second, voucher=voucher)
+            shares.setdefault(name, []).append(call.share)
+    means = {name: float(np.mean(values)) for name, values in shares.items()}
+    assert means["alice"] == means["bob"] == 1.0
+    assert sum(mean for name, mean in means.items() if name.startswith("sybil")) < 2.0
+
+
+def test_a_caller_alone_or_beside_one_that_hardly_calls_teaches_as_before() -> None:
+    lesson, plain = Lesson(), Lesson()
+    plain.teachers.weigh = lambda *_: None  # type: ignore[method-assign, assignment]
+    for second in range(80):
+        for scene in (lesson, plain):
+            scene.call("alice", second)
+            if second >= 50 and second % 25 == 0:
+                scene.call("mallory", second, np.full(SMALL, 1e-9, np.float32))
+    assert lesson.norm() == plain.norm()
+
+
+async def test_a_caller_that_sends_more_than_may_teach_is_named_once() -> None:
+    events = EventLog()
+    async with hosting(events=events) as scene:
+        call = received_call([bytes(16)] * 2, "float32", backward=True)
+        call.answer = asyncio.get_running_loop().create_future()
+        call.answer.cancel()
+        call.insists = True
+        for now in (1.0, 2.0):
+            scene.server._answer([(call, [])], now)
+    (named,) = events.recent(PeerRefused)
+    assert isinstance(named, PeerRefused) and named.peer == b"alice".hex()
 
 
 async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
