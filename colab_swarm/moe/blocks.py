@@ -58,9 +58,10 @@ class TransformerBlock(nn.Module):
 class PaperTransformerBlock(nn.Module):
     """The published Transformer block: post-norm, GELU, 16 heads, dropout of 0.1 (Learning@home, section 4.1).
 
-    The paper lets backward compute forward again. Here the masks of a sample depend on its bits
-    alone. So forward and backward have the same masks, whatever calls are merged with them, and
-    equal samples are dropped alike; the published code draws new masks. After ``eval()`` none are drawn.
+    The paper lets backward compute forward again. Here the masks of a sample depend on its bits and on
+    ``salt``, to which `Expert` sets its name. So forward and backward have the same masks, whatever calls are
+    merged with them, and an expert drops equal samples alike; the published code draws new masks. After
+    ``eval()`` none are drawn.
     """
 
     def __init__(self, dim: int, heads: int = 16, hidden: int | None = None) -> None:
@@ -70,6 +71,7 @@ class PaperTransformerBlock(nn.Module):
         width = 4 * dim if hidden is None else hidden
         self._heads = heads
         self.dropout = 0.1
+        self.salt = b""
         self.attend_in = nn.Linear(dim, 3 * dim)
         self.attend_out = nn.Linear(dim, dim)
         self.attend_norm = nn.LayerNorm(dim)
@@ -97,7 +99,8 @@ class PaperTransformerBlock(nn.Module):
             return lambda values: values
         generators = []
         for sample in x_BLD.detach().float().cpu().numpy():
-            generators.append(torch.Generator(x_BLD.device).manual_seed(crc32(sample.tobytes())))
+            seed = crc32(sample.tobytes(), crc32(self.salt))
+            generators.append(torch.Generator(x_BLD.device).manual_seed(seed))
 
         def drop(values: Tensor) -> Tensor:
             shape = values.shape[1:]

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError, require
 from colab_swarm.markup import settings, size
+from colab_swarm.moe.blocks import PaperTransformerBlock
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.device import carry_in
@@ -113,6 +114,9 @@ class Expert:
         self._autocast = torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
         self._rule = rule
         self.module = module.to(self.device)
+        for part in module.modules():
+            if isinstance(part, PaperTransformerBlock):
+                part.salt = uid.encode()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._part_bytes = BatchLimits.max_batch_bytes
         # torch refuses an optimizer without parameters

@@ -173,6 +173,19 @@ def test_the_published_block_drops_alike_in_every_batch_that_a_sample_is_merged_
     assert not torch.allclose(block(inputs[:1] + 1e-3), alone[:1], atol=0.05), "another input, another mask"
 
 
+def test_experts_of_one_mixture_drop_others_of_equal_samples_and_a_host_that_takes_over_the_same() -> None:
+    outputs = []
+    for uid in ("ffn.0", "ffn.1", "ffn.0"):
+        torch.manual_seed(0)
+        rule = replace(PAPER_RULE)
+        outputs.append(
+            Expert(uid, nn.Sequential(PaperTransformerBlock(8, 2)), rule, (-1, 8)).forward(batch(0, 2, 5, 8))
+        )
+    first, other, again = outputs
+    torch.testing.assert_close(first, again)
+    assert not torch.allclose(first, other, atol=0.05)
+
+
 @pytest.mark.parametrize("dropout", [0.1, 0.25, 0.5])
 def test_the_published_block_drops_that_share_and_keeps_the_mean(dropout: float) -> None:
     block = PaperTransformerBlock(8, 2)
