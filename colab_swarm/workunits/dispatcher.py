@@ -12,7 +12,8 @@ store's log: the coordinator may be killed at any moment. Decisions are made one
   longest, once that takes longer than nine of ten units do. So an epoch does not wait for a volunteer
   that was preempted. Earlier copies would keep volunteers from the next epoch's units.
 - The first result of a unit and its copies counts. A later one is not uploaded, so nothing shows that
-  it is valid: it brings its volunteer neither a credit nor a fault.
+  it is valid: it brings its volunteer no credit. Who took longer than nine of ten units do has failed the
+  unit, as one whose deadline passed: else a volunteer that never answers would stay a reliable one.
 - Replicas of a unit go to different volunteers. It is accepted once a majority of
   ``plan.replication`` agrees; until then one more replica is assigned.
 """
@@ -310,8 +311,9 @@ class Dispatcher:
         unit = self.state.replicas[assignment].given.unit
         alpha = self._plan.alpha_of(unit.epoch)
         accepted = Accepted(at=now, unit=unit, assignment=assignment, alpha=alpha, change=change)
+        late = self._late(unit, assignment, now)
         if self._plan.replication == 1:
-            return [accepted]
+            return [*late, accepted]
         returned = Returned(at=now, assignment=assignment)
         results = [assignment]
         results += [replica.given.assignment for replica in self.state.units[unit].returned()]
@@ -320,11 +322,20 @@ class Dispatcher:
         if len(majority) >= quorum:
             odd = [name for name in results if name not in majority]
             reason = f"it differs from the {len(majority)} results that agree"
-            return [returned, *_rejections(odd, reason, now), accepted]
+            return [returned, *_rejections(odd, reason, now), *late, accepted]
         if len(results) < self._plan.replication + MORE_REPLICAS:
             return [returned]
         reason = f"no {quorum} of {len(results)} results agree: raise plan.tolerance if they are honest"
         return [returned, *_rejections(results, reason, now)]
+
+    def _late(self, unit: Unit, assignment: str, now: float) -> list[AnyEntry]:
+        """Expire the other assignments of a unit that are out for longer than nine of ten are."""
+        late: list[AnyEntry] = []
+        for replica in self.state.units[unit].live():
+            is_late = replica.fate == "out" and now - replica.given.at > self._overdue_s()
+            if is_late and replica.given.assignment != assignment:
+                late.append(Expired(at=now, assignment=replica.given.assignment))
+        return late
 
     def _majority(
         self, assignment: str, results: list[str], distance: Callable[[str, str], float]

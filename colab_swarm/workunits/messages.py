@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -30,6 +30,7 @@ from colab_swarm.net.membership import (
     MembershipAdmission,
     Moment,
     Signed,
+    voucher_of,
 )
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
 from colab_swarm.project import update
@@ -183,7 +184,9 @@ SCHEME = f"Swarm{VERSION}"
 FRESH_S = 60.0
 """A request is valid for so long, and its nonce is remembered for twice as long."""
 MAX_NONCES = 200_000
-"""Beyond so many requests in two minutes the others are refused."""
+"""Of requests in two minutes. A peer may have as many as it leaves free: alone half of them."""
+KIN_SHARE = 3
+"""Peers of one voucher may have so many times as many as they leave free: three quarters."""
 
 
 class SignedRequest(Signed, frozen=True):
@@ -229,8 +232,11 @@ class RequestGate:
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
-        # times of nonces, oldest first
-        self._seen: OrderedDict[bytes, float] = OrderedDict()
+        # time, peer and voucher by nonce, oldest first
+        self._seen: OrderedDict[bytes, tuple[float, PeerId, bytes]] = OrderedDict()
+        # of nonces, by peer and by voucher
+        self._own = Counter[PeerId]()
+        self._kin = Counter[bytes]()
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
         """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
@@ -242,8 +248,9 @@ class RequestGate:
         if off_s > FRESH_S:
             raise NotAdmitted(f"your clock is {off_s:.0f} s off: set your clock")
         self._check_membership(request, now)
-        self._remember(request.nonce, now)
-        return id_of(request.key), request.digest
+        peer = id_of(request.key)
+        self._remember(request.nonce, peer, voucher_of(request.key, request.membership), now)
+        return peer, request.digest
 
     def _check_membership(self, request: SignedRequest, now: float) -> None:
         if self._admission is None:
@@ -254,14 +261,25 @@ class RequestGate:
         if role < Role.WORKER:
             raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
 
-    def _remember(self, nonce: bytes, now: float) -> None:
-        """Note a nonce; raise NotAdmitted if it was used before, or there are too many."""
-        while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
-            self._seen.popitem(last=False)
+    def _remember(self, nonce: bytes, peer: PeerId, voucher: bytes, now: float) -> None:
+        """Note a nonce; raise NotAdmitted if it was used before, or the peer, or its voucher, has too many."""
+        while self._seen and now - next(iter(self._seen.values()))[0] > 2 * FRESH_S:
+            _, (_, old_peer, old_voucher) = self._seen.popitem(last=False)
+            self._count(old_peer, old_voucher, -1)
         require(nonce not in self._seen, "this request was sent before", NotAdmitted)
-        if len(self._seen) >= MAX_NONCES:
+        free = MAX_NONCES - len(self._seen)
+        if self._own[peer] >= free or self._kin[voucher] >= KIN_SHARE * free:
             raise NotAdmitted("too many requests in a minute: try again later", reason="busy")
-        self._seen[nonce] = now
+        self._seen[nonce] = now, peer, voucher
+        self._count(peer, voucher, 1)
+
+    def _count(self, peer: PeerId, voucher: bytes, more: int) -> None:
+        self._own[peer] += more
+        self._kin[voucher] += more
+        if not self._own[peer]:
+            del self._own[peer]
+        if not self._kin[voucher]:
+            del self._kin[voucher]
 
 
 def _decoded(header: str) -> SignedRequest:

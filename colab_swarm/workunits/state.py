@@ -132,7 +132,7 @@ BAN_RATE = 0.25
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
 FREE_RETURNS = 3
-"""Without a result in between; then a volunteer rests, as each return fills the log."""
+"""Without a result in between; then a volunteer rests, as units that come back hold up an epoch and fill the log."""
 LONGEST_REST_S = 600.0
 
 
@@ -149,7 +149,7 @@ class VolunteerState:
         in_flight, accepted, rejected, expired: numbers of units.
         bans: so far, each twice as long as the one before.
         banned_until: it gets no units before.
-        returns: times it gave units back since its last good result.
+        returns: times it gave units back, or was late, since its last good result.
         returned_at: the latest of these times.
         rests_until: it gets no units before.
     """
@@ -185,9 +185,10 @@ class VolunteerState:
         self.error_rate *= MEMORY
         self.bad_rate *= MEMORY
 
-    def on_expired(self) -> None:
+    def on_expired(self, now: float) -> None:
         self.expired += 1
         self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
+        self.on_gave_back(now)
 
     def on_gave_back(self, now: float) -> None:
         """Count a return of units; several at once count as one."""
@@ -397,7 +398,7 @@ class JobState:
         self.units[replica.given.unit].failed_by[replica.given.volunteer] = entry.at
         # the volunteer was silent: it is not seen
         if isinstance(entry, Expired):
-            self._end(replica, "expired").on_expired()
+            self._end(replica, "expired").on_expired(entry.at)
             return
         self._seen(replica.given.volunteer, entry.at)
         if isinstance(entry, Rejected):

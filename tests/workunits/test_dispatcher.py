@@ -319,11 +319,32 @@ def test_of_a_unit_and_its_copy_the_first_result_counts_and_the_later_one_is_tha
     assert code == "surplus" and text.startswith(f"thank you: unit {last.unit} is complete")
     records = desk.core.state.volunteers
     assert sum(record.accepted for record in records.values()) == desk.core.state.version == 2
-    assert (records[late.volunteer].in_flight, records[late.volunteer].expired) == (0, 0)
+    # the copy came to a volunteer in time, the unit before it took too long
+    assert (records[late.volunteer].in_flight, records[late.volunteer].expired) == (0, int(copy_is_first))
     desk.now += 1000
     assert desk.expire() == []
     desk.advance()
     assert desk.ask(ALICE)[0].unit.epoch == 2
+
+
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_a_volunteer_that_takes_units_and_never_answers_gets_fewer_and_fewer(gives_back: bool) -> None:
+    desk = Desk(subsets=4, max_epochs=20)
+    desk.prove(MALLORY := DAVE, BOB)
+    held = list[int]()
+    while not desk.advance() or not desk.core.state.finished:
+        taken = desk.ask(MALLORY, count=4)
+        held.append(len(taken))
+        if gives_back and len(held) % 2:
+            desk.give_back(MALLORY, *taken)
+        desk.now += 10
+        for given in desk.ask(BOB, count=4):
+            desk.assimilate(desk.result(given))
+    record = desk.core.state.volunteers[MALLORY]
+    late = [entry for entry in desk.log if isinstance(entry, state.Expired)]
+    assert held[0] == 2 and len(late) == record.expired > 5
+    assert not record.proven and record.rests_until > desk.now - 600
+    assert sum(held[len(held) // 2 :]) < sum(held[: len(held) // 2]) / 2
 
 
 def test_a_copy_of_an_overdue_replica_may_complete_the_majority() -> None:
@@ -335,7 +356,7 @@ def test_a_copy_of_an_overdue_replica_may_complete_the_majority() -> None:
     desk.now += 1
     (carols,) = desk.ask(CAROL)
     assert carols.version == alices.version
-    assert [*map(type, desk.result(carols))] == [Returned, Accepted]
+    assert [*map(type, desk.result(carols))] == [Returned, state.Expired, Accepted]
     assert desk.refusal(bobs, BOB)[0] == "surplus"
     records = {name: one.accepted for name, one in desk.core.state.volunteers.items()}
     assert records == {ALICE: 1, BOB: 0, CAROL: 1}
@@ -464,10 +485,10 @@ def test_a_volunteer_is_proven_by_its_first_result_and_not_any_more_when_units_g
     standing.on_accepted()
     assert standing.proven
     for _ in range(4):  # at once, when a notebook is killed
-        standing.on_expired()
+        standing.on_expired(0.0)
     assert standing.proven
     for _ in range(4):
-        standing.on_expired()
+        standing.on_expired(0.0)
     assert not standing.proven and standing.expired == 8
     for _ in range(3):
         standing.on_accepted()
@@ -482,7 +503,7 @@ def test_more_than_every_fourth_bad_result_leads_to_a_ban_and_lost_units_do_not(
             bad.on_accepted()
             lost.on_accepted()
         bad.on_rejected(0.0)
-        lost.on_expired()
+        lost.on_expired(0.0)
     assert (bad.bans > 0) == (good_between < 4) and lost.bans == 0
     assert lost.error_rate == bad.error_rate == pytest.approx(1 / (1 + good_between), abs=0.1)
 

@@ -77,7 +77,7 @@ def test_others_are_refused_with_a_reason(header: str, message: str) -> None:
 def test_a_request_is_good_once_and_its_nonce_is_forgotten_when_it_is_too_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(messages, "MAX_NONCES", 3)
+    monkeypatch.setattr(messages, "MAX_NONCES", 6)
     door, lasting = gate(), token(until=NOW + 1e6)
     for minute in range(9):
         now = NOW + 60 * minute
@@ -85,6 +85,31 @@ def test_a_request_is_good_once_and_its_nonce_is_forgotten_when_it_is_too_old(
         door.check(header, "GET", "/", now=now)
         with pytest.raises(NotAdmitted, match="sent before"):
             door.check(header, "GET", "/", now=now + 59)
+
+
+@pytest.mark.parametrize(("identities", "taken"), [(1, 12), (8, 18)])
+def test_the_requests_of_one_account_leave_others_room(
+    monkeypatch: pytest.MonkeyPatch, identities: int, taken: int
+) -> None:
+    """One key has half of the nonces, and keys of one invitation three quarters."""
+    monkeypatch.setattr(messages, "MAX_NONCES", 24)
+    monkeypatch.setattr(
+        messages, "voucher_of", lambda key, _: b"bob" if key == bob.public_key else b"mallory"
+    )
+    door, bob = RequestGate(None), Identity()
+    liars = [Token(Identity()) for _ in range(identities)]
+
+    def sends(token: Token, now: float = NOW) -> bool:
+        try:
+            return bool(door.check(token.header("GET", "/", now=now), "GET", "/", now=now))
+        except NotAdmitted as error:
+            assert error.reason == "busy"
+            return False
+
+    assert sum(sends(liars[number % identities]) for number in range(80)) == taken
+    assert all(sends(Token(bob)) for _ in range((24 - taken) // 2))
+    assert sends(liars[0], NOW + 3 * messages.FRESH_S)
+    assert len(door._seen) == door._own.total() == door._kin.total() == 1
 
 
 @given(st.binary(max_size=400))
