@@ -19,7 +19,7 @@ import numpy as np
 from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, StoreError
-from colab_swarm.net.peers import UNDECODABLE, Message
+from colab_swarm.net.peers import UNDECODABLE, Message, remember
 from colab_swarm.notebook.page import PATHS, listen
 from colab_swarm.notebook.units_view import status_page
 from colab_swarm.workunits.dispatcher import LONGEST_WAIT_S, JobLog
@@ -50,6 +50,7 @@ MIN_UPLOADS = 4
 MAX_UPLOADS = 32
 MAX_UPLOADS_BYTES = 1 << 30
 MAX_DOWNLOADS = 64
+PACKED_BYTES = 256 << 20  # of compressed parameters that are kept, by their sizes before
 SHARE = 4
 """A volunteer has one in `SHARE` of the transfers at most."""
 MAX_CHECKS = 4
@@ -106,8 +107,8 @@ class CoordinatorServer:
         # version and file of the newest parameters: many fetch them
         self._newest = (-1, memoryview(b""))
         self._loading = asyncio.Lock()
-        # the parameters that were compressed last: unit, version, and file
-        self._packed: tuple[tuple[Unit | None, int], memoryview] = ((None, -1), memoryview(b""))
+        # the files of parameters that were compressed last, by version: equal for all units that begin with it
+        self._packed: dict[int, memoryview] = {}
         self._packing = asyncio.Lock()
         self._checking = asyncio.Semaphore(MAX_CHECKS)
         # assignments whose results are being checked
@@ -359,31 +360,47 @@ class CoordinatorServer:
         digest = request.match_info["digest"]
         if not any(subset.sha256 == digest for subset in self._card.subsets):
             raise Refused("unknown", "no such data: ask for units")
-        with (self._folder / "data" / digest).open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        return await self._send(request, data, f'"{digest}"')
+        async with self._transfer(request, "download", MAX_DOWNLOADS):
+            with (self._folder / "data" / digest).open("rb") as file:
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return await self._send(request, data, f'"{digest}"')
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
         numbers = [int(number) for number in request.match_info.values()]
         unit = Unit(*numbers) if numbers else None
-        version, data = await self._file(unit)
-        etag = f'"{version}"'
-        if request.headers.get("Accept") != PACKED:
-            return await self._send(request, data, etag)
-        file = (unit, version)
+        # before anything is read: one volunteer cannot keep the store and a core busy
+        async with self._transfer(request, "download", MAX_DOWNLOADS):
+            if request.headers.get("Accept") != PACKED:
+                version, data = await self._file(unit)
+                return await self._send(request, data, f'"{version}"')
+            version, packed = await self._packed_file(unit)
+            return await self._send(request, packed, f'"{version}-packed"', PACKED)
+
+    async def _packed_file(self, unit: Unit | None) -> tuple[int, memoryview]:
         async with self._packing:
-            if self._packed[0] != file:
-                self._packed = (file, memoryview(await asyncio.to_thread(self._schema.pack, data)))
-            packed = self._packed[1]
-        return await self._send(request, packed, f'"{version}-packed"', PACKED)
+            if unit is not None:
+                version = self._version_of(unit)
+                if version in self._packed:
+                    return version, self._packed[version]
+            version, data = await self._file(unit)
+            if version not in self._packed:
+                packed = memoryview(await asyncio.to_thread(self._schema.pack, data))
+                remember(self._packed, version, packed, max(1, PACKED_BYTES // self._schema.size_bytes))
+            return version, self._packed[version]
+
+    def _version_of(self, unit: Unit) -> int:
+        state = self._dispatcher.state.open.get(unit)
+        if state is None or not state.replicas:
+            raise Refused("stale", f"unit {unit} is not open: ask for other units")
+        return state.replicas[0].given.version
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
         """Return version and file of a unit's initial parameters; None: the newest ones."""
         if unit is None:
             return await self._newest_file()
+        version = self._version_of(unit)
         try:
             values = await asyncio.to_thread(self._log.store.blob, f"base-{unit}")
-            version = self._dispatcher.state.units[unit].replicas[0].given.version
         except LookupError as error:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
         return version, memoryview(self._schema.head() + values)
@@ -419,8 +436,7 @@ class CoordinatorServer:
         response = web.StreamResponse(status=status, headers=headers)
         response.content_type = kind
         response.content_length = end - start
-        async with self._transfer(request, "download", MAX_DOWNLOADS):
-            await _stream(request, response, data[start:end])
+        await _stream(request, response, data[start:end])
         return response
 
 

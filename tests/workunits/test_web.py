@@ -82,6 +82,27 @@ async def test_a_volunteer_that_accepts_packed_parameters_gets_them_whole_or_in_
         assert (other.status, other.body) == (200, plain.body)
 
 
+async def test_units_that_begin_with_one_version_are_read_and_packed_once_and_not_beyond_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with coordinating(tiny_job(replication=2), tmp_path) as scene:
+        pack, packed = scene.coordinator.schema.pack, list[int]()
+        monkeypatch.setattr(
+            type(scene.coordinator.schema), "pack", lambda _, data: packed.append(1) or pack(data)
+        )
+        read, blobs = scene.store.blob, list[str]()
+        monkeypatch.setattr(scene.store, "blob", lambda name: blobs.append(name) or read(name))
+        units = [*await scene.alice.ask(2), *await scene.bob.ask(2)]
+        scene.server._transfers["download", scene.alice.token.identity.id.hex()] = MAX_DOWNLOADS
+        refused = await scene.alice.send("GET", f"/api/{units[0].parameters}", Accept=PACKED)
+        assert (refused.status, refused.problem.code, packed, blobs) == (503, "busy", [], [])
+        for _ in range(3):
+            for unit in units:
+                answer = await scene.bob.send("GET", f"/api/{unit.parameters}", Accept=PACKED)
+                assert answer.status == 200
+        assert len({unit.subset for unit in units}) > 1 and (len(packed), len(blobs)) == (1, 1)
+
+
 async def test_a_volunteer_downloads_packed_parameters_also_across_a_new_version(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         schema = scene.coordinator.schema
