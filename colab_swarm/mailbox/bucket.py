@@ -1,16 +1,19 @@
 """A place for objects: a bucket of S3, Google or Azure, a shared folder, or this process's memory.
 
-Every verb is tried again for half a minute, and then raises `BucketAway` or, if the bucket refuses this
-peer, `BucketError`. Times are seconds since the epoch by the store's own clock.
+A store that throttles or fails is asked again for half a minute, and one that sends no byte is given up after
+`STALL_S`. Then a verb raises `BucketAway` or, if the bucket refuses this peer, `BucketError`. Their texts show no
+secret. Times are seconds since the epoch by the store's own clock.
 """
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,7 +25,11 @@ from colab_swarm.runtime import loop_now
 
 T = TypeVar("T")
 Errors: TypeAlias = tuple[type[Exception], ...]
-RETRY = {"max_retries": 6, "retry_timeout": timedelta(seconds=30)}  # of 429, 5xx and lost connections
+BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=4), "base": 2}
+# of 429, 5xx and lost connections; the time is the limit
+RETRY: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=30), "backoff": BACKOFF}
+STALL_S = 30.0  # without a byte from the store
+UPLOAD_BYTES = 1 << 20  # that a slow line sends in that time
 KEYS = {
     "s3": {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"},
     "gs": {"service_account_key": "GOOGLE_SERVICE_ACCOUNT_KEY"},
@@ -32,6 +39,8 @@ KEYS = {
 
 VARIABLES = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_token": "AWS_SESSION_TOKEN"}
 """More options of S3, by their environment variables; the address wins."""
+SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|TOKEN|SECRET)")
+SIGNED_PARTS = re.compile(r"(?<=//)[^/\s@]*(?=@)|(?<=\?)[^\s'\"]*|(?<=[Ss]ignature)\w*[=>:][^\s<,]*")
 MARKER = "created/first"
 """An object of a run that its creator writes first: where it is missing, the run is not."""
 MEMORY: "dict[str, MemoryStore]" = {}
@@ -114,7 +123,7 @@ class ObjectStore:
         plain = address.partition("?")[0]
         if kind == "file":
             self.rights = "the rights of its folder"
-            self._store: Any = from_url(plain)
+            self._store_by = lru_cache(lambda patience_s: from_url(plain))
             return
         # stores refuse requests of another time than theirs
         self.rights = f"{' and '.join(KEYS[kind].values())}, and this machine's clock"
@@ -122,23 +131,35 @@ class ObjectStore:
         if kind == "s3":
             config |= {name: os.environ[known] for name, known in VARIABLES.items() if known in os.environ}
         config |= options_of(address)
-        client = {"allow_http": config.get("endpoint", "").startswith("http://"), "timeout": "10m"}
-        options: dict[str, Any] = {"config": config, "client_options": client, "retry_config": RETRY}
-        self._store = from_url(plain, **options)
+        insecure = config.get("endpoint", "").startswith("http://")
+
+        def open_store(patience_s: float) -> Any:
+            client: Any = {"allow_http": insecure, "timeout": timedelta(days=1)}
+            client["read_timeout"] = timedelta(seconds=patience_s)
+            options: dict[str, Any] = {"config": config, "client_options": client, "retry_config": RETRY}
+            return from_url(plain, **options)
+
+        self._store_by = lru_cache(open_store)
+        self._store_by(STALL_S)
 
     async def create(self, path: str, data: Buffer) -> bool:
         how: dict[str, Any] = {"mode": "create", "use_multipart": False}
+        # obstore counts the time of an upload as one without a byte
+        doublings = (len(data) // UPLOAD_BYTES).bit_length()
+        store = self._store_by(STALL_S * 2**doublings)
         try:
-            await asyncio.to_thread(self._obstore.put, self._store, path, data, **how)
+            await asyncio.to_thread(self._obstore.put, store, path, data, **how)
         except self._exists:
             return False
         return True
 
     async def read(self, path: str, most_bytes: int | None) -> bytes | None:
+        store = self._store_by(STALL_S)
+
         def fetch() -> bytes:
             if most_bytes is None:
-                return bytes(self._obstore.get(self._store, path).bytes())
-            return bytes(self._obstore.get_range(self._store, path, start=0, length=most_bytes))
+                return bytes(self._obstore.get(store, path).bytes())
+            return bytes(self._obstore.get_range(store, path, start=0, length=most_bytes))
 
         try:
             return await asyncio.to_thread(fetch)
@@ -146,7 +167,7 @@ class ObjectStore:
             return None
 
     async def list(self, prefix: str, after: str) -> list[StoredObject]:
-        found = self._obstore.list(self._store, prefix, offset=after or None)
+        found = self._obstore.list(self._store_by(STALL_S), prefix, offset=after or None)
         rows = (
             StoredObject(one["path"], one["size"], one["last_modified"].timestamp())
             for one in await asyncio.to_thread(found.collect)
@@ -154,7 +175,7 @@ class ObjectStore:
         return sorted(rows, key=lambda one: one.path)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        await asyncio.to_thread(self._obstore.delete, self._store, list(paths))
+        await asyncio.to_thread(self._obstore.delete, self._store_by(STALL_S), list(paths))
 
 
 def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
@@ -215,6 +236,7 @@ class Bucket:
         self.sent_bytes = self.received_bytes = 0
         self._behind_s: float | None = None  # of this machine's clock, behind the store's
         self._missing: list[str] = []  # secrets
+        self._secrets: list[str] = []
         self._store = self._open()
 
     def _open(self) -> Store:
@@ -223,13 +245,18 @@ class Bucket:
         folder = folder_at(self.address)
         require(folder is None or folder.is_dir(), _absence(self.address), JoinError)
         secrets, self._missing = secrets_of(self.address)
+        self._secrets += secrets.values()
+        # obstore reads these itself
+        for name, secret in os.environ.items():
+            if secret and SECRET_NAMES.match(name):
+                self._secrets.append(secret)
         try:
             return ObjectStore(self.address, secrets)
         except ImportError as error:
             how = "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
             raise BucketError(how) from error
         except Exception as error:  # of obstore, for an address or an option that it does not know
-            raise BucketError(f"{self.address} cannot be opened: {self._reason(error)}") from error
+            raise BucketError(f"{self.address} cannot be opened: {self._reason(error)}") from None
 
     async def _do(self, verb: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         self.requests += 1
@@ -237,15 +264,20 @@ class Bucket:
             return await verb(*arguments)
         except self._store.refusals as error:
             why = f"they may have been revoked ({self._reason(error)})"
+            # obstore's own text, in a traceback, may show a key
             raise BucketError(
                 f"{self.address} refuses this peer; check {self._store.rights}: {why}"
-            ) from error
+            ) from None
         except self._store.errors as error:
-            raise BucketAway(f"{self.address} does not answer: {self._reason(error)}") from error
+            raise BucketAway(f"{self.address} does not answer: {self._reason(error)}") from None
 
     def _reason(self, error: Exception) -> str:
-        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        return f"{text}; no secret {' and '.join(self._missing)} was found" if self._missing else text
+        """Return a store's error in one line, without secrets, signatures, and the queries of addresses."""
+        line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        for secret in self._secrets:
+            line = line.replace(secret, "***")
+        line = SIGNED_PARTS.sub("***", line)[:300]
+        return f"{line}; no secret {' and '.join(self._missing)} was found" if self._missing else line
 
     async def create(self, path: str, data: Buffer) -> bool:
         """Write an object unless there is one at that path; return whether it was written."""
@@ -261,10 +293,8 @@ class Bucket:
 
     async def list(self, folder: str, after: str = "") -> list[StoredObject]:
         """Return the objects of a folder whose paths sort after ``after``, sorted."""
-        root = self._root
-        after = after and root + after
-        found = await self._do(self._store.list, f"{root}{folder}/", after)
-        return [StoredObject(one.path.removeprefix(root), one.size_bytes, one.modified_at) for one in found]
+        places = await self._do(self._store.list, f"{self._root}{folder}/", after and self._root + after)
+        return [replace(place, path=place.path.removeprefix(self._root)) for place in places]
 
     async def delete(self, paths: Sequence[str]) -> None:
         if paths:
@@ -284,11 +314,11 @@ class Bucket:
         first = await self.create(path, b"first")
         written_at = loop_now()
         second = await self.create(path, b"second")
-        found = await self.list("checks", path[:-1])
+        found = await self._do(self._store.list, f"{self._root}checks/", self._root + path[:-1])
         kept = await self.read(path)
         with suppress(BucketError):  # this peer's keys may not delete
             await self.delete([path])
-        mine = [one for one in found if one.path == path]
+        mine = [place for place in found if place.path == self._root + path]
         require(
             first and not second and kept == b"first" and mine,
             f"{self.address} overwrites objects that exist: a run needs a store with conditional writes, such as S3, "

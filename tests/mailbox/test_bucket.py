@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import socket
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +28,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "secret")
     quick = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=20), "base": 2}
     monkeypatch.setitem(module.RETRY, "backoff", quick)
-    monkeypatch.setitem(module.RETRY, "max_retries", 4)
+    monkeypatch.setitem(module.RETRY, "retry_timeout", timedelta(seconds=0.3))
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +157,155 @@ async def test_a_server_that_is_off_is_away(answers: tuple[str, list[int]]) -> N
         port = server.server_port
     with pytest.raises(BucketAway, match="does not answer"):
         await Bucket(at(port), NAME).read("x")
+
+
+@pytest.mark.parametrize("status", [503, 429])
+async def test_a_store_that_throttles_is_asked_until_the_time_is_up(
+    answers: tuple[str, list[int]], status: int
+) -> None:
     address, statuses = answers
-    statuses += [503] * 9
-    with pytest.raises(BucketAway, match="does not answer"):
+    statuses += [status] * 1000
+    began_at = time.monotonic()
+    with pytest.raises(BucketAway, match=r"does not answer.*retries"):
         await Bucket(address, NAME).read("x")
+    assert 0.3 <= time.monotonic() - began_at < 3 and len(statuses) < 998
+
+
+def test_half_a_minute_is_the_limit_of_the_retries_and_not_their_number() -> None:
+    backoff = module.BACKOFF
+    assert module.RETRY["max_retries"] * backoff["init_backoff"] > timedelta(minutes=1)
+    assert backoff["max_backoff"] < timedelta(seconds=5)
+
+
+HEAD = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nLast-Modified: %s\r\nContent-Length: %d\r\n\r\n'
+PACE_S = 0.05
+
+
+class SlowStore:
+    """A server that takes connections, and what ``answer`` makes of each; it ends with the test."""
+
+    def __init__(self, answer: Callable[[socket.socket], None]) -> None:
+        self.ended = threading.Event()
+        self._answer = answer
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = at(self._server.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._server.accept()
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            self._answer(connection)
+            self.ended.wait()
+
+    def close(self) -> None:
+        self.ended.set()
+        self._server.close()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[socket.socket], None]], SlowStore]]:
+    monkeypatch.setattr(module, "STALL_S", 4 * PACE_S)
+    monkeypatch.setitem(module.RETRY, "retry_timeout", timedelta(seconds=PACE_S))
+    stores: list[SlowStore] = []
+
+    def make(answer: Callable[[socket.socket], None]) -> SlowStore:
+        stores.append(SlowStore(answer))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def request_of(connection: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(1)
+    return data
+
+
+def silent(_: socket.socket) -> None: ...
+
+
+def deaf(connection: socket.socket) -> None:
+    """Read all, and answer nothing."""
+    while connection.recv(1 << 16):
+        pass
+
+
+def half(connection: socket.socket) -> None:
+    """Send the start of an object."""
+    request_of(connection)
+    connection.sendall(HEAD % (WHEN.encode(), 100) + b"half")
+
+
+@pytest.mark.parametrize(
+    ("verb", "answer"),
+    [
+        ("read", silent),
+        ("read", deaf),
+        ("read", half),
+        ("list", half),
+        ("create", silent),
+        ("create", deaf),
+        ("delete", deaf),
+    ],
+)
+async def test_a_store_that_hangs_is_away_after_its_patience(
+    slow: Callable[..., SlowStore], verb: str, answer: Callable[[socket.socket], None]
+) -> None:
+    bucket = Bucket(slow(answer).address, NAME)
+    calls = {
+        "read": lambda: bucket.read("x"),
+        "list": lambda: bucket.list("x"),
+        "create": lambda: bucket.create("x", b"data"),
+        "delete": lambda: bucket.delete(["x"]),
+    }
+    began_at = time.monotonic()
+    with pytest.raises(BucketAway, match="does not answer"):
+        await calls[verb]()
+    assert time.monotonic() - began_at < 20 * PACE_S
+
+
+async def test_a_slow_download_is_not_cut(slow: Callable[..., SlowStore]) -> None:
+    def trickle(connection: socket.socket) -> None:
+        request_of(connection)
+        connection.sendall(HEAD % (WHEN.encode(), 10))
+        for byte in b"an object!":
+            pause.wait(PACE_S)
+            connection.sendall(bytes([byte]))
+
+    pause = threading.Event()
+    began_at = time.monotonic()
+    assert await Bucket(slow(trickle).address, NAME).read("x") == b"an object!"
+    assert time.monotonic() - began_at > module.STALL_S, "it took longer than the store may be silent"
+
+
+async def test_a_slow_upload_is_not_cut_but_one_that_stalls_is(
+    slow: Callable[..., SlowStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UPLOAD_BYTES", 1 << 18)
+    pause = threading.Event()
+
+    def sip(connection: socket.socket) -> None:
+        head = request_of(connection).lower()
+        left = int(head.partition(b"content-length: ")[2].partition(b"\r")[0])
+        while left:
+            left -= len(connection.recv(1 << 16))
+        pause.wait(6 * PACE_S)
+        connection.sendall(HEAD % (WHEN.encode(), 0))
+
+    data = bytes(1 << 20)
+    began_at = time.monotonic()
+    assert await Bucket(slow(sip).address, NAME).create("x", data)
+    assert time.monotonic() - began_at > module.STALL_S
+    with pytest.raises(BucketAway):
+        await Bucket(slow(silent).address, NAME).create("x", data[:1000])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
