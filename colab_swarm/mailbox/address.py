@@ -19,27 +19,34 @@ OPTIONS = ("endpoint", "region")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _REGION = re.compile(r"[a-z0-9-]{1,32}")  # it becomes part of a host's name
 _PRINTABLE = re.compile(r"[ -~]*")
+_WORD = re.compile(r"[A-Za-z_-]{1,32}")  # others may be a key in a wrong place, and are not repeated
+_ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[^@?#]*)?")
 _INNER_NAMES = (".localhost", ".local", ".internal", ".intranet", ".lan", ".home", ".corp", ".home.arpa")
 
 
 def checked_address(address: str) -> str:
     """Return the address; raise ValueError if it is none, or has keys or unknown options."""
     require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
+    kind, colon, _ = address.partition(":")
     require(
         address.startswith(SCHEMES),
-        f"{address.partition(':')[0]!r} is no mailbox: pass an address such as s3://bucket/folder or "
+        f"{_named(kind if colon else '')} is no mailbox: pass an address such as s3://bucket/folder or "
         f"file:///mnt/folder (kinds: {', '.join(SCHEMES)})",
     )
+    is_store = kind not in ("file", "memory")
+    # before `urlsplit`, which repeats what it refuses
+    require(
+        not is_store or _PRINTABLE.fullmatch(address),
+        "a mailbox's address has characters that no store allows",
+    )
     where = urlsplit(address)
-    kind = where.scheme
     require("@" not in where.netloc, f"a mailbox has no keys in its address: set {kind}'s keys as secrets")
     require(not where.fragment, "a mailbox's address has no '#'")
     options = options_of(address)
-    if kind in ("file", "memory"):
+    if not is_store:
         require(not options, f"a mailbox {kind}:// has no options, such as ?{next(iter(options), '')}=")
         return address
-    require(_PRINTABLE.fullmatch(address), "a mailbox's address has characters that no store allows")
-    require(_BUCKET.fullmatch(where.netloc), f"{where.netloc!r} is no name of a bucket")
+    require(_BUCKET.fullmatch(where.netloc), f"there is no name of a bucket after {kind}://")
     require(
         _REGION.fullmatch(options.get("region", "none")), "region= of a mailbox is a name such as eu-west-1"
     )
@@ -54,18 +61,21 @@ def options_of(address: str) -> dict[str, str]:
     for name, _ in pairs:
         require(
             name in OPTIONS,
-            f"a mailbox has no option {name!r}: only {' and '.join(OPTIONS)}. Keys are secrets, never in an address",
+            f"a mailbox has no option {_named(name)}: only {' and '.join(OPTIONS)}. "
+            "Keys are secrets, never in an address",
         )
     options = dict(pairs)
     require(len(options) == len(pairs), "an option of a mailbox is given twice")
     return options
 
 
+def _named(word: str) -> str:
+    return repr(word) if _WORD.fullmatch(word) else "this"
+
+
 def _require_url(endpoint: str) -> None:
-    where = urlsplit(endpoint)
-    plain = where.hostname and "@" not in where.netloc and not (where.query or where.fragment)
     require(
-        where.scheme in ("http", "https") and plain,
+        _ENDPOINT.fullmatch(endpoint),
         "endpoint= of a mailbox is the URL of a store, such as https://storage.example.org",
     )
 
