@@ -67,7 +67,9 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
   wait for a manifest that cannot be followed (`Waited`). A single wait may take half of what is left.
 - **A late round is announced.** Half the grace beyond the usual time, a peer that waits says for whom (`Notice`).
 - **The store's clock counts**, not a peer's. A peer asks the store for its time as it joins, and goes by that: its
-  membership would else begin in the future. It says by how much the clock of its machine is off.
+  membership would else begin in the future. It says by how much the clock of its machine is off. In a folder, where
+  a writer chooses the times of its files, an object's time lies between a peer's last look without it and its
+  first look with it.
 - **Exactly once.** A contribution counts in its own round or in one of the two following, in one manifest at
   most, and a manifest lists a member once. A peer that is not listed follows the means meanwhile. After the third, it
   drops its contribution (`BatchDropped`).

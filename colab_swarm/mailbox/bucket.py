@@ -2,25 +2,28 @@
 
 A store that throttles or fails is asked again for half a minute, and one that sends no byte is given up after
 `STALL_S`. Then a verb raises `BucketAway` or, if the bucket refuses this peer, `BucketError`. Their texts show no
-secret. Times are seconds since the epoch by the store's own clock.
+secret. Times are seconds since the epoch by the store's own clock; in a folder, see `SeenTimes`.
 """
 
 import asyncio
+import math
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, JoinError, require
 from colab_swarm.mailbox.address import checked_address, folder_at, options_of
-from colab_swarm.net.peers import Buffer, PeerId
+from colab_swarm.net.peers import Buffer, PeerId, remember
 from colab_swarm.runtime import loop_now
 
 T = TypeVar("T")
@@ -30,6 +33,9 @@ BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(sec
 RETRY: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=30), "backoff": BACKOFF}
 STALL_S = 30.0  # without a byte from the store
 UPLOAD_BYTES = 1 << 20  # that a slow line sends in that time
+CLOCK_SLACK_S = 2.0  # of a folder's server, and of times in whole seconds
+MOST_TIMES = 100_000  # of objects in a folder, that are remembered
+MOST_LOOKS = 1_000
 KEYS = {
     "s3": {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"},
     "gs": {"service_account_key": "GOOGLE_SERVICE_ACCOUNT_KEY"},
@@ -64,27 +70,12 @@ class StoredObject:
         return PeerId(bytes.fromhex(self.path.rpartition("/")[2][:64]))
 
 
-class Store(Protocol):
-    """What a `Bucket` needs of a store."""
-
-    errors: Errors  # that its verbs raise
-    refusals: Errors  # of these, those that say that this peer may not
-    rights: str  # what a refused peer should check
-
-    async def create(self, path: str, data: Buffer) -> bool:
-        """Write an object unless there is one at that path; return whether it was written."""
-
-    async def read(self, path: str, most_bytes: int | None) -> bytes | None: ...
-    async def list(self, prefix: str, after: str) -> list[StoredObject]: ...
-    async def delete(self, paths: Sequence[str]) -> None: ...
-
-
 class MemoryStore:
     """For tests and simulations: objects in a dictionary, by the loop's clock."""
 
-    errors: Errors = (OSError,)
-    refusals: Errors = (PermissionError,)
-    rights = "its memory"
+    errors: Errors = (OSError,)  # that its verbs raise
+    refusals: Errors = (PermissionError,)  # of these, those that say that this peer may not
+    rights = "its memory"  # what a refused peer should check
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
@@ -168,14 +159,65 @@ class ObjectStore:
 
     async def list(self, prefix: str, after: str) -> list[StoredObject]:
         found = self._obstore.list(self._store_by(STALL_S), prefix, offset=after or None)
-        rows = (
-            StoredObject(one["path"], one["size"], one["last_modified"].timestamp())
-            for one in await asyncio.to_thread(found.collect)
-        )
-        return sorted(rows, key=lambda one: one.path)
+        rows = await asyncio.to_thread(found.collect)
+        places = [StoredObject(row["path"], row["size"], row["last_modified"].timestamp()) for row in rows]
+        return sorted(places, key=lambda place: place.path)
 
     async def delete(self, paths: Sequence[str]) -> None:
         await asyncio.to_thread(self._obstore.delete, self._store_by(STALL_S), list(paths))
+
+
+class FolderStore(ObjectStore):
+    """Objects as files of a folder. Nothing is read, listed or written through a link that lies in it.
+
+    Where a link, a pipe or a file of another kind takes the place of an object or a folder, it is renamed: it would
+    else stop the run.
+    """
+
+    def __init__(self, address: str, folder: Path) -> None:
+        super().__init__(address, {})
+        self._folder = Path(os.path.realpath(folder))
+
+    def _holds(self, place: Path) -> bool:
+        return os.path.realpath(place) == str(place)
+
+    def _make_way(self, path: str) -> None:
+        require(".." not in Path(path).parts, "an object lies below its folder")
+        place = self._folder
+        for name in Path(path).parts:
+            place /= name
+            expected = place.is_file() if place == self._folder / path else place.is_dir()
+            if os.path.lexists(place) and (place.is_symlink() or not expected):
+                place.rename(f"{place}#{os.urandom(8).hex()}")
+
+    async def create(self, path: str, data: Buffer) -> bool:
+        await asyncio.to_thread(self._make_way, path)
+        return await super().create(path, data)
+
+    async def read(self, path: str, most_bytes: int | None) -> bytes | None:
+        file = self._folder / path
+        # a pipe or a device has no end, and a link may lead out of the folder
+        readable = await asyncio.to_thread(lambda: self._holds(file) and file.is_file())
+        return await super().read(path, most_bytes) if readable else None
+
+    async def list(self, prefix: str, after: str) -> list[StoredObject]:
+        def files(folder: Path) -> Iterator[StoredObject]:
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+                for entry in entries:
+                    path = (folder / entry.name).relative_to(self._folder).as_posix()
+                    if entry.is_dir(follow_symlinks=False):
+                        yield from files(folder / entry.name)
+                    # obstore writes NAME#1 first, then links NAME
+                    elif entry.is_file(follow_symlinks=False) and path > after and "#" not in entry.name:
+                        with suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            yield StoredObject(path, status.st_size, status.st_mtime)
+
+        def listed() -> list[StoredObject]:
+            top = self._folder / prefix
+            return sorted(files(top), key=lambda place: place.path) if self._holds(top) else []
+
+        return await asyncio.to_thread(listed)
 
 
 def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
@@ -221,6 +263,37 @@ def require_rights(address: str) -> None:
     )
 
 
+class SeenTimes:
+    """When objects of a shared folder appeared, by this peer's own clock. A writer chooses the times of its files.
+
+    An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without it, or after
+    its first look with it. It is the same ever after. Pure.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {}
+        # by folder, the last look from each path on: later looks from earlier paths on have replaced the others
+        self._looks: dict[str, list[tuple[str, float]]] = {}
+
+    def corrected(
+        self, folder: str, after: str, places: Sequence[StoredObject], *, began_at: float, now: float
+    ) -> list[StoredObject]:
+        """Return the objects of a look at a folder with their times; it listed all paths beyond ``after``."""
+        looks = self._looks.setdefault(folder, [("", -math.inf)])
+        corrected = []
+        for place in places:
+            if place.path not in self._times:
+                _, absent_at = looks[bisect_left(looks, (place.path,)) - 1]
+                seen_at = max(place.modified_at, absent_at - CLOCK_SLACK_S)
+                remember(self._times, place.path, min(seen_at, now + CLOCK_SLACK_S), MOST_TIMES)
+            corrected.append(replace(place, modified_at=self._times[place.path]))
+        while looks and looks[-1][0] >= after:
+            looks.pop()
+        looks.append((after, began_at))
+        del looks[1:-MOST_LOOKS]
+        return corrected
+
+
 class Bucket:
     """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///mnt/folder``.
 
@@ -237,13 +310,17 @@ class Bucket:
         self._behind_s: float | None = None  # of this machine's clock, behind the store's
         self._missing: list[str] = []  # secrets
         self._secrets: list[str] = []
+        self._seen: SeenTimes | None = None
         self._store = self._open()
 
-    def _open(self) -> Store:
+    def _open(self) -> MemoryStore | ObjectStore:
         if self.address.startswith("memory://"):
             return MEMORY.setdefault(self.address, MemoryStore())
         folder = folder_at(self.address)
-        require(folder is None or folder.is_dir(), _absence(self.address), JoinError)
+        if folder is not None:
+            require(folder.is_dir(), _absence(self.address), JoinError)
+            self._seen = SeenTimes()
+            return FolderStore(self.address, folder)
         secrets, self._missing = secrets_of(self.address)
         self._secrets += secrets.values()
         # obstore reads these itself
@@ -293,8 +370,12 @@ class Bucket:
 
     async def list(self, folder: str, after: str = "") -> list[StoredObject]:
         """Return the objects of a folder whose paths sort after ``after``, sorted."""
+        began_at = self.now()
         places = await self._do(self._store.list, f"{self._root}{folder}/", after and self._root + after)
-        return [replace(place, path=place.path.removeprefix(self._root)) for place in places]
+        places = [replace(place, path=place.path.removeprefix(self._root)) for place in places]
+        if self._seen is None:
+            return places
+        return self._seen.corrected(folder, after, places, began_at=began_at, now=self.now())
 
     async def delete(self, paths: Sequence[str]) -> None:
         if paths:
@@ -314,6 +395,7 @@ class Bucket:
         first = await self.create(path, b"first")
         written_at = loop_now()
         second = await self.create(path, b"second")
+        # raw times: an own object has that of the store's clock, also in a folder
         found = await self._do(self._store.list, f"{self._root}checks/", self._root + path[:-1])
         kept = await self.read(path)
         with suppress(BucketError):  # this peer's keys may not delete
