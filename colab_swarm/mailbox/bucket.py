@@ -201,12 +201,16 @@ class FolderStore(ObjectStore):
         return await super().read(path, most_bytes) if readable else None
 
     async def list(self, prefix: str, after: str) -> list[StoredObject]:
-        def files(folder: Path) -> Iterator[StoredObject]:
-            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        def files(folder: str) -> Iterator[StoredObject]:
+            with (
+                suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(self._folder / folder) as entries,
+            ):
                 for entry in entries:
-                    path = (folder / entry.name).relative_to(self._folder).as_posix()
-                    if entry.is_dir(follow_symlinks=False):
-                        yield from files(folder / entry.name)
+                    path = f"{folder}/{entry.name}"
+                    # all paths in a folder sort before its name and a "0", which follows "/"
+                    if entry.is_dir(follow_symlinks=False) and f"{path}0" > after:
+                        yield from files(path)
                     # obstore writes NAME#1 first, then links NAME
                     elif entry.is_file(follow_symlinks=False) and path > after and "#" not in entry.name:
                         with suppress(FileNotFoundError):
@@ -214,8 +218,9 @@ class FolderStore(ObjectStore):
                             yield StoredObject(path, status.st_size, status.st_mtime)
 
         def listed() -> list[StoredObject]:
-            top = self._folder / prefix
-            return sorted(files(top), key=lambda place: place.path) if self._holds(top) else []
+            if not self._holds(self._folder / prefix):
+                return []
+            return sorted(files(prefix.rstrip("/")), key=lambda place: place.path)
 
         return await asyncio.to_thread(listed)
 

@@ -402,6 +402,18 @@ async def test_a_link_to_the_whole_disk_is_not_walked(tmp_path: Path) -> None:
     assert [place.path for place in await bucket.list("rounds")] == ["rounds/1/alice"]
 
 
+async def test_a_look_from_a_path_on_sees_all_that_sorts_after_it(tmp_path: Path) -> None:
+    bucket = shared(tmp_path)
+    names = ["1", "1-", "1-/x", "1./x", "1/", "1/x", "1/x-", "1/y/z", "10/x", "1~/x", "2/x"]
+    paths = [f"rounds/{name}" for name in names if not name.endswith(("1", "1-", "/"))]
+    for path in paths:
+        await bucket.create(path, b"")
+    for after in ["", *(f"rounds/{name}" for name in names)]:
+        assert [place.path for place in await bucket.list("rounds", after)] == sorted(
+            path for path in paths if path > after
+        )
+
+
 async def test_the_folder_of_a_run_may_itself_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "shared").symlink_to(tmp_path / "disk")
