@@ -19,7 +19,6 @@ OPTIONS = ("endpoint", "region")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _REGION = re.compile(r"[a-z0-9-]{1,32}")  # it becomes part of a host's name
 _PRINTABLE = re.compile(r"[ -~]*")
-_WORD = re.compile(r"[A-Za-z_-]{1,32}")  # others may be a key in a wrong place, and are not repeated
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[^@?#]*)?")
 _INNER_NAMES = (".localhost", ".local", ".internal", ".intranet", ".lan", ".home", ".corp", ".home.arpa")
 
@@ -27,12 +26,13 @@ _INNER_NAMES = (".localhost", ".local", ".internal", ".intranet", ".lan", ".home
 def checked_address(address: str) -> str:
     """Return the address; raise ValueError if it is none, or has keys or unknown options."""
     require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
-    kind, colon, _ = address.partition(":")
+    # no error repeats what may be a key
     require(
         address.startswith(SCHEMES),
-        f"{_named(kind if colon else '')} is no mailbox: pass an address such as s3://bucket/folder or "
+        "this is no mailbox: pass an address such as s3://bucket/folder or "
         f"file:///mnt/folder (kinds: {', '.join(SCHEMES)})",
     )
+    kind = address.partition(":")[0]
     is_store = kind not in ("file", "memory")
     # before `urlsplit`, which repeats what it refuses
     require(
@@ -58,19 +58,13 @@ def checked_address(address: str) -> str:
 def options_of(address: str) -> dict[str, str]:
     """Return the options of an address; raise ValueError for others than `OPTIONS`, and for repeated ones."""
     pairs = parse_qsl(urlsplit(address).query, keep_blank_values=True)
-    for name, _ in pairs:
-        require(
-            name in OPTIONS,
-            f"a mailbox has no option {_named(name)}: only {' and '.join(OPTIONS)}. "
-            "Keys are secrets, never in an address",
-        )
+    require(
+        {name for name, _ in pairs} <= {*OPTIONS},
+        f"a mailbox has no options but {' and '.join(OPTIONS)}. Keys are secrets, never in an address",
+    )
     options = dict(pairs)
     require(len(options) == len(pairs), "an option of a mailbox is given twice")
     return options
-
-
-def _named(word: str) -> str:
-    return repr(word) if _WORD.fullmatch(word) else "this"
 
 
 def _require_url(endpoint: str) -> None:
