@@ -10,7 +10,7 @@ import numpy as np
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
-from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
+from colab_swarm.events import BatchDropped, MemberTrace, Notice, PeerRefused, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.follower import ChainFollower, Counted
 from colab_swarm.mailbox.journal import Journal
@@ -50,7 +50,15 @@ class BucketRounds(Rounds):
     ) -> None:
         super().__init__(services, settings, own, model)
         _check_settings(settings)
-        self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
+        election = self.progress.election
+        self._journal = Journal(
+            bucket,
+            services,
+            settings,
+            model.numel,
+            lambda: self.until,
+            lambda member: election.distrusts(member, loop_now()),
+        )
         self._members = LastMembers(self.progress.known)
         # An account may cost this peer one usual round, and then its share of the time.
         standing = Standing(services.peers.id, events=services.events, longest_s=lambda: self._usual_s)
@@ -109,8 +117,6 @@ class BucketRounds(Rounds):
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
         """Read the newest state and the rounds since then; the first peer writes its own state."""
         journal = self._journal
-        if self.comparison.deviant:
-            journal.refuse_loaded("most members hold another state")
         began_at = loop_now()
         later: tuple[RoundChain, Snapshot | None] | None = self._follower.later
         while True:
@@ -137,13 +143,16 @@ class BucketRounds(Rounds):
         values = np.empty(self.model.numel, np.float32)
         for closed in rounds:
             vector = HostVector(self._journal.mean(closed, values))
-            yield Mean(vector, closed.after.base, loss=closed.loss)
+            yield _mean_of(closed, vector)
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self.comparison.on_loaded(donors)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        self._journal.refuse_loaded("it does not load")
+        now = loop_now()
+        self.progress.election.distrust(donors, now=now)
+        for donor in donors:
+            self.services.events.emit(PeerRefused(now, donor.hex(), "a state", "it does not load"))
 
     async def refresh(self) -> None:
         """Do nothing: the members' figures come with their contributions."""
@@ -187,7 +196,7 @@ class BucketRounds(Rounds):
                 memory = contribution.host_memory
                 values = await asyncio.to_thread(self._journal.mean, end.closed, memory)
                 self._closed = end.closed
-                mean = Mean(HostVector(values), end.closed.after.base, loss=end.closed.loss)
+                mean = _mean_of(end.closed, HostVector(values))
                 yield RoundOutcome(mean, result, counted=end.counted, over=end.over)
                 if end.over:
                     if contribution.weight and not end.counted:
@@ -250,6 +259,10 @@ class BucketRounds(Rounds):
 
     def _show_members(self) -> None:
         self.progress.on_records(self._members.records(), now=loop_now())
+
+
+def _mean_of(closed: ClosedRound, vector: HostVector) -> Mean:
+    return Mean(vector, closed.after.base, loss=closed.loss, ends_chain=True)
 
 
 def _dropped(round: int, end: Counted) -> str:

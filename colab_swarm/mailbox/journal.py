@@ -48,6 +48,7 @@ from colab_swarm.net.peers import PeerId, remember
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Manifest, Snapshot
 from colab_swarm.tensors.codecs import Floats, codec_of
+from colab_swarm.training.records import LINEAGE_BYTES
 from colab_swarm.training.settings import PeerServices, TrainingSettings, most_state_bytes
 
 T = TypeVar("T")
@@ -59,7 +60,8 @@ STATE_HEAD_BYTES = 1 << 24  # of a state's object before its values, at most
 class Journal:
     """What the members of a collaboration have written, and this one writes, in a ``bucket``.
 
-    ``until()`` is when this peer no longer waits for a bucket that is away, loop time.
+    ``until()`` is when this peer no longer waits for a bucket that is away, loop time. ``is_distrusted(member)``: it
+    gave a state that was false.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Journal:
         settings: TrainingSettings,
         numel: int,
         until: Callable[[], float],
+        is_distrusted: Callable[[PeerId], bool],
     ) -> None:
         self.bucket = bucket
         self._services = services
@@ -76,9 +79,9 @@ class Journal:
         self.codec = codec_of(settings.compression)
         self.numel = numel
         self._until = until
+        self._is_distrusted = is_distrusted
         self.reader = Reader(self._fetch, services, settings.prefix, self.codec, numel)
         self._away = False
-        self.loaded: StoredObject | None = None  # the last state that this peer read
         self._faulty_states: dict[StoredObject, str] = {}  # that do not count, and why
         self._state_heads: dict[StoredObject, StateHead] = {}
         self._known_states: set[int] = set()  # rounds of states that this peer wrote or read
@@ -178,7 +181,8 @@ class Journal:
     async def state_of_most(self, after: int = -1, more_than: int = -1) -> tuple[RoundChain, Snapshot] | None:
         """Return a state that can be read of those later than a round, if there are any, and its chain.
 
-        It is the one on whose branch most members contributed, ``more_than`` so many. Of equal ones the newest.
+        It is the one on whose branch most members contributed, ``more_than`` so many. Of equal ones it is the newest,
+        by a member that is not distrusted.
         """
         while True:
             places = await self._states()
@@ -194,22 +198,14 @@ class Journal:
             try:
                 state = await self._read_state_at(place)
             except (PeerError, StateError, ValueError) as error:
-                self.refuse_state(place, str(error), self._state_heads[place].member)
+                self._refuse_state(place, str(error), self._state_heads[place].member)
                 continue
             self._known_states.add(round_of_state(place.path))
-            self.loaded = place
             return state
 
-    def refuse_state(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
-        """Load this state no more."""
+    def _refuse_state(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
         remember(self._faulty_states, place, fault, MAX_REMEMBERED)
         self.reader.tell_fault(place, fault, author)
-
-    def refuse_loaded(self, fault: str) -> None:
-        """Load the last state no more."""
-        if self.loaded is not None:
-            self.refuse_state(self.loaded, fault, self._state_heads[self.loaded].member)
-            self.loaded = None
 
     async def _best_of(
         self, places: Sequence[StoredObject], after: int, more_than: int
@@ -218,22 +214,24 @@ class Journal:
         first = max(min(rounds, default=0) - 1, 0)
         listing = RoundListing.of(await self.bucket.list("rounds", f"rounds/{first:08d}"))
         best: StoredObject | None = None
+        best_rank = (0, False)
         for place in places:
             if round_of_state(place.path) <= after or place in self._faulty_states:
                 continue
             try:
-                chain = await self._chain_of(place)
+                head = await self._state_head(place)
             except (PeerError, ValueError) as error:
-                self.refuse_state(place, str(error))
+                self._refuse_state(place, str(error))
                 continue
-            members = len(await self._members_on(chain, listing))
-            if members > more_than:
+            members = len(await self._members_on(head.chain, listing))
+            rank = (members, not self._is_distrusted(head.member))
+            if members > more_than and (best is None or rank > best_rank):
                 best = place
-                more_than = members
+                best_rank = rank
         return best
 
-    async def _chain_of(self, place: StoredObject) -> RoundChain:
-        """Return the chain of a state, by the start of its object. Raises `ProtocolError`."""
+    async def _state_head(self, place: StoredObject) -> StateHead:
+        """Return what a state says, by the start of its object. Raises `ProtocolError`."""
         head = self._state_heads.get(place)
         if head is None:
             require(0 < place.size_bytes <= most_state_bytes(self.numel), "its size is wrong", ProtocolError)
@@ -246,11 +244,13 @@ class Journal:
             require_trainer(head, self._prefix, role)
             require(head.chain.round == round_of_state(place.path), "it is of another round", ProtocolError)
             remember(self._state_heads, place, head, MAX_REMEMBERED)
-        return head.chain
+        return head
 
     async def _members_on(self, chain: RoundChain, listing: RoundListing) -> set[PeerId]:
         """Return the members that contributed to the round before a chain's, or to its first round."""
-        round = max(chain.round - 1, min(chain.digests))
+        round = chain.round
+        if round - 1 in chain.digests:
+            round -= 1
         places = listing.contributions.get(chain.folders[round], [])
         role_of = self._services.peers.role_by
         heads = await asyncio.gather(
@@ -261,7 +261,7 @@ class Journal:
         )
         members = set[PeerId]()
         for head in heads:
-            if head is not None and head.base == chain.digests[round]:
+            if head is not None and (head.round, head.base) == (round, chain.digests[round]):
                 members.add(head.member)
         return members
 
@@ -271,9 +271,12 @@ class Journal:
         manifest = Manifest.decode(head.manifest)
         values = np.frombuffer(blob, np.uint8).copy()
         state = Snapshot.of(manifest.subject, manifest.step, manifest.layout, values)
-        fits = state.head == head.manifest and manifest.step == head.chain.round
+        chain = head.chain
+        fits = state.head == head.manifest and manifest.step == chain.round
         require(fits, "its state is another", ProtocolError)
-        return head.chain, Snapshot(state.manifest, state.blob, (head.member,))
+        follows = chain.round - 1 not in chain.digests or manifest.subject == chain.base[:LINEAGE_BYTES]
+        require(follows, "it is not of the rounds before it", ProtocolError)
+        return chain, Snapshot(state.manifest, state.blob, (head.member,))
 
     async def _states(self) -> list[StoredObject]:
         """Return the places of states, the newest round first; of a round the first place first."""

@@ -137,6 +137,10 @@ class Election:
             self._distrusted.fail(peer, now)
         self._no_vote = self._doubted | self._distrusted.ends(now).keys()
 
+    def distrusts(self, peer: PeerId, now: float) -> bool:
+        """Return whether a peer's vote is suspended, as it failed to deliver its state."""
+        return self._distrusted.holds(peer, now)
+
     def trust_all(self) -> None:
         """Give the distrusted peers their votes back."""
         self._distrusted = LeftOut[PeerId](DISTRUST_S, _MAX_DISTRUST_S)

@@ -85,15 +85,19 @@ class Mean:
         digest: of these as they came, equal at all peers that apply them.
         unused: the bits of the tensors for which nobody had a gradient.
         loss: the swarm's; None: nobody sent one.
+        ends_chain: the digest stands for all steps before this one, too, and is the lineage after it.
     """
 
     vector: Vector
     digest: bytes
     unused: bytes = b""
     loss: float | None = None
+    ends_chain: bool = False
 
     def lineage_after(self, lineage: bytes) -> bytes:
         """Return the lineage of the parameters after this step, from theirs before it."""
+        if self.ends_chain:
+            return self.digest[:LINEAGE_BYTES]
         return blake3(lineage + self.digest).digest(LINEAGE_BYTES)
 
 

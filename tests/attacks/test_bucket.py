@@ -39,6 +39,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.records import LINEAGE_BYTES
 from tests.training.toy import join_training, loss_of, model
 
 CALM_S = 240.0  # of training before the attack
@@ -288,7 +289,8 @@ def forged(mallory: Mallory, round: int) -> Snapshot:
     state = unpack(held.manifest.layout, held.blob.copy())
     state["step"] = round
     state["parameters"] = [torch.full_like(one, 7.0) for one in state["parameters"]]
-    return Snapshot.of(held.manifest.subject, round, *pack(state))
+    state["lineage"] = lineage = mallory.chain.base[:LINEAGE_BYTES]
+    return Snapshot.of(lineage, round, *pack(state))
 
 
 async def write_state(mallory: Mallory, chain: RoundChain, place: int = 0) -> None:
@@ -364,6 +366,20 @@ async def garbage_for_states(mallory: Mallory) -> None:
 
 async def later_run(mallory: Mallory) -> None:
     await later_run_of_its_own(mallory)
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_a_late_joiner_that_got_a_false_state_of_the_true_rounds_finds_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.attacks.test_bucket.ATTACK_S", 1500.0)
+    outcome = run(false_states_of_this_run, late="zoe")
+    received = [event for event in outcome.events["zoe"] if isinstance(event, StateReceived)]
+    assert len(received) == 2, "a false one, then a true one"
+    assert received[0].donors == (outcome.mallory,) and received[1].donors != (outcome.mallory,)
+    assert outcome.losses["zoe"][-1] == outcome.losses["alice"][-1]
+    assert all(len(lineages) == 1 for lineages in outcome.lineages.values())
 
 
 @pytest.mark.parametrize("attack", [garbage_for_states, pytest.param(later_run, marks=pytest.mark.ordeal)])
