@@ -43,7 +43,7 @@ statement has their BLAKE3 digest. They are not encrypted.
 
 BASE is the digest of the manifest before. So manifests are a chain, and a contribution belongs to one branch
 of it. Another member may have written to a place: then a card, contribution or state goes to the same path with
-``-1``, ``-2`` and so on. Readers take the first one that counts.
+a suffix. Readers take the first one that counts.
 
 ## States of a trainer
 
@@ -172,7 +172,7 @@ from colab_swarm.errors import require
 from colab_swarm.events import Notice
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.bucket_rounds import BucketRounds
-from colab_swarm.mailbox.rounds import CARD, Card, unseal
+from colab_swarm.mailbox.reader import first_card
 from colab_swarm.runtime import Runner
 from colab_swarm.training.communication import Communication, elected_agreement, options_by
 from colab_swarm.training.link_rounds import LinkRounds
@@ -201,8 +201,9 @@ def options_for(
     how = "pass 'auto', or swarm.plan(model, step_s=…)"
     require(communication == "auto", f"communication={communication!r:.40}: {how}")
     if services.mailbox:
-        data = runtime.call(Bucket(services.mailbox, prefix).read(CARD))
-        agreement = unseal(data, Card)[0].agreement if data else ()
+        bucket = Bucket(services.mailbox, prefix)
+        card = runtime.call(first_card(bucket, prefix, services.peers.role_by, lambda place, fault: None))
+        agreement = () if card is None else card.agreement
     else:
         trainers, *_ = runtime.call(read_participants(services.dht, prefix))
         agreement = elected_agreement(trainers)

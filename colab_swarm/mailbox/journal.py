@@ -12,7 +12,7 @@ from colab_swarm.errors import BucketAway, BucketError, PeerError, ProtocolError
 from colab_swarm.events import Fault, Notice
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
-from colab_swarm.mailbox.reader import Reader, existing, read_statement, require_trainer
+from colab_swarm.mailbox.reader import Reader, existing, first_card, read_statement, require_trainer
 from colab_swarm.mailbox.rounds import (
     CARD,
     HEADER_BYTES,
@@ -32,10 +32,10 @@ from colab_swarm.mailbox.rounds import (
     RoundManifest,
     StateHead,
     content_digest,
+    elsewhere,
     folder_of,
     mean_of,
     numbered,
-    require_version,
     round_of,
     round_of_state,
     seal,
@@ -120,29 +120,21 @@ class Journal:
                 self._services.events.emit(Notice(loop_now(), "the bucket answers again"))
             return answer
 
-    async def _fetch(self, path: str) -> bytes | None:
-        return await self.patiently(self.bucket.read, path)
+    async def _fetch(self, place: StoredObject) -> bytes | None:
+        # Not more than the list said: in a folder, a file may grow.
+        return await self.patiently(self.bucket.read, place.path, place.size_bytes)
 
     async def read_card(self, own: bytes) -> Card:
         """Return what the peers of this model have agreed on; ``own`` if this peer is the first.
 
         The first card that a member wrote stands. Raises `ProtocolError` if another version of the package did.
         """
+        role_of = self._services.peers.role_by
         for attempt in range(MOST_PLACES):
-            path = numbered(CARD, attempt)
-            await self.bucket.create(path, own)
-            written_at = self.bucket.now()
-            for place in await self.bucket.list("card"):
-                if place.path == path:
-                    written_at = place.modified_at
-            data = existing(await self.bucket.read(path))
-            require_version(data)
-            try:
-                card, _ = self.reader.opened(data, Card, written_at)
-            except (PeerError, ValueError) as error:
-                self.reader.tell_fault(StoredObject(path, len(data), written_at), str(error))
-                continue
-            return card
+            card = await first_card(self.bucket, self._prefix, role_of, self.reader.tell_fault)
+            if card is not None:
+                return card
+            await self.bucket.create(numbered(CARD, attempt), own)
         raise BucketError(f"{self.bucket.address} has no place left for this model: it is full of garbage")
 
     async def contribute(self, path: str, data: bytes) -> tuple[str, bool]:
@@ -151,8 +143,8 @@ class Journal:
         Another one of this peer stays: an earlier session wrote it. Objects of others in its place are passed over.
         """
         me = self._services.peers.id
-        for attempt in range(MOST_PLACES):
-            place = numbered(path, attempt)
+        place = path
+        for _ in range(MOST_PLACES):
             if await self.patiently(self.bucket.create, place, data):
                 return place, True
             held = await self.patiently(self.bucket.read, place)
@@ -162,6 +154,7 @@ class Journal:
                 head, _ = unseal(held or b"", PseudoGradient)
                 if head.member == me and path.startswith(folder_of(head.round, head.base)):
                     return place, False
+            place = elsewhere(path)
         raise BucketAway(f"others wrote to all places of this peer's contribution, {path}")
 
     async def read_state(self, own: Callable[[], Snapshot]) -> tuple[RoundChain, Snapshot | None]:
@@ -266,7 +259,7 @@ class Journal:
         return members
 
     async def _read_state_at(self, place: StoredObject) -> tuple[RoundChain, Snapshot]:
-        data = existing(await self.bucket.read(place.path))
+        data = existing(await self.bucket.read(place.path, place.size_bytes))
         head, blob = self.reader.opened(data, StateHead, place.modified_at)
         manifest = Manifest.decode(head.manifest)
         values = np.frombuffer(blob, np.uint8).copy()
@@ -287,14 +280,17 @@ class Journal:
         return sorted(places, key=lambda place: round_of_state(place.path), reverse=True)
 
     async def write_state(self, chain: RoundChain, snapshot: Snapshot) -> bool:
-        """Write a state to the first free place of its round; False if another peer was first there."""
-        taken = {place.path for place in await self._states()}
-        paths = [numbered(f"states/{chain.round:08d}", attempt) for attempt in range(MOST_PLACES)]
-        free = [path for path in paths if path not in taken]
-        require(free, f"round {chain.round} has {MOST_PLACES} states", BucketAway)
+        """Write a state; False if it would be the first one, and another peer was first."""
+        path = f"states/{chain.round:08d}"
+        taken = [place for place in await self._states() if place.path.startswith(path)]
+        is_first = chain.round - 1 not in chain.digests
+        if is_first:
+            path = numbered(path, len(taken))
+        elif taken:
+            path = elsewhere(path)
         blob = memoryview(snapshot.blob.data)
         data = await asyncio.to_thread(self.signed, StateHead, blob, chain=chain, manifest=snapshot.head)
-        written = await self.bucket.create(free[0], data)
+        written = await self.bucket.create(path, data)
         if written:
             self._known_states.add(chain.round)
         return written

@@ -19,6 +19,7 @@ from colab_swarm.mailbox.rounds import (
     MANIFEST_BYTES,
     STATE_PLACE,
     STATE_ROUNDS,
+    Card,
     Farewell,
     H,
     PseudoGradient,
@@ -29,6 +30,7 @@ from colab_swarm.mailbox.rounds import (
     encoded_bytes,
     folder_of,
     norm_of,
+    require_version,
     round_of,
     unseal,
     unseal_start,
@@ -78,11 +80,11 @@ def _signed_by(author: PeerId) -> Iterator[None]:
 
 
 class Reader:
-    """What this peer has read of a model's rounds; ``fetch`` returns the object at a path."""
+    """What this peer has read of a model's rounds; ``fetch`` returns the object at a place."""
 
     def __init__(
         self,
-        fetch: Callable[[str], Coroutine[Any, Any, bytes | None]],
+        fetch: Callable[[StoredObject], Coroutine[Any, Any, bytes | None]],
         services: PeerServices,
         prefix: str,
         codec: Codec,
@@ -167,7 +169,29 @@ class Reader:
     async def _bounded(self, place: StoredObject, most_bytes: int) -> bytes:
         """Return an object of at most this size; raises `ProtocolError` if there is none."""
         require(place.size_bytes <= most_bytes, "it is too large", ProtocolError)
-        return existing(await self._fetch(place.path))
+        require(place.size_bytes > 0, "it is empty", ProtocolError)
+        return existing(await self._fetch(place))
+
+
+async def first_card(
+    bucket: Bucket, prefix: str, role_of: RoleOf, on_fault: Callable[[StoredObject, str], None]
+) -> Card | None:
+    """Return what the peers of a model have agreed on, if they have; ``on_fault`` is told of garbage.
+
+    Raises `ProtocolError` if another version of the package wrote it.
+    """
+    places = sorted(await bucket.list("card"), key=lambda place: (len(place.path), place.path))
+    for place in places:
+        data = existing(await bucket.read(place.path, min(place.size_bytes + 1, MANIFEST_BYTES)))
+        require_version(data)
+        try:
+            card, _ = unseal(data, Card)
+            require_trainer(card, prefix, role_of(card.key, card.membership, place.modified_at))
+        except (PeerError, ValueError) as error:
+            on_fault(place, str(error))
+            continue
+        return card
+    return None
 
 
 async def read_statement(

@@ -7,6 +7,7 @@ same order, and each contribution counts in one manifest or in none.
 
 import itertools
 import math
+import os
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -45,18 +46,17 @@ WHOLE_SECOND_S = 1.0  # S3's times have no fractions
 MAX_PACE_S = 6 * 3600.0
 HEADER_BYTES = 1 << 16  # at most
 MANIFEST_BYTES = 1 << 20
-# A place that another object has taken gets a number: nobody blocks a member by garbage in its place.
 PLACE: Final = re.compile(
     r"rounds/([0-9]{8})-[0-9a-f]{16}/"
-    r"(?:([0-9a-f]{64})(?:-[0-9]{1,2})?|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
+    r"(?:([0-9a-f]{64})(?:-[0-9a-f]{8})?|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
 )
 CARD = "card/first"
 _MARK: Final = b"colab_swarm"
 _HEAD: Final = len(_MARK) + 1 + 4  # bytes of an object before its statement
 LEFT = "-left"
 MANIFEST = "manifest-"
-STATE_PLACE: Final = re.compile(r"states/([0-9]{8})(?:-([0-9]{1,2}))?")
-MOST_PLACES = 100  # that a member tries for one object
+STATE_PLACE: Final = re.compile(r"states/([0-9]{8})(?:-[0-9a-f]{1,8})?")
+MOST_PLACES = 100  # of garbage that a run's first card or state passes over
 STATE_ROUNDS = 16  # from one state in the bucket to the next
 
 
@@ -76,10 +76,15 @@ def round_of_state(path: str) -> int:
 
 
 def numbered(path: str, attempt: int) -> str:
-    """Return the path of an object whose first places are taken."""
+    """Return the path of an object whose first places are taken, where the first of two writers counts."""
     if attempt:
         return f"{path}-{attempt}"
     return path
+
+
+def elsewhere(path: str) -> str:
+    """Return a path beside one that is taken, which nobody can take before."""
+    return f"{path}-{os.urandom(4).hex()}"
 
 
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
@@ -342,7 +347,7 @@ class RoundListing:
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
-    """``states/ROUND``, ``states/ROUND-1`` …: a training state before that round, whose blob follows."""
+    """``states/ROUND``, ``states/ROUND-…``: a training state before that round, whose blob follows."""
 
     chain: RoundChain
     manifest: bytes  # the state's own, in chunks

@@ -91,7 +91,8 @@ class Mallory:
         figures = {"weight": 4.0, "samples": 4.0, "samples_per_s": 1.0, "seconds": 1.0, "name": "mallory"}
         position = {"round": round, "base": chain.digests[round]}
         data = self.journal.signed(PseudoGradient, content, **(figures | position | fields))
-        await self.write(numbered(f"{chain.folders[round]}/{self.id.hex()}", place), data)
+        name = f"{chain.folders[round]}/{self.id.hex()}"
+        await self.write(f"{name}-{place:08x}" if place else name, data)
 
     async def wait_round(self) -> None:
         """Return when another round has begun."""
@@ -399,7 +400,7 @@ async def garbage_for_contributions(mallory: Mallory) -> None:
         for member in mallory.chain.members:
             if member != mallory.id:
                 await mallory.write(f"{mallory.chain.folder}/{member.hex()}", b"garbage")
-                await mallory.write(f"{mallory.chain.folder}/{member.hex()}-1", b"garbage")
+                await mallory.write(f"{mallory.chain.folder}/{member.hex()}-00000000", b"garbage")
         await mallory.wait_round()
 
 
@@ -559,7 +560,7 @@ class Wild:
         elif mood == "drop":
             return True
         elif mood == "equivocate":
-            await self._create(f"{path}-1", self._other(data))
+            await self._create(f"{path}-00000001", self._other(data))
         elif mood == "elsewhere":
             await self._write_elsewhere(path, data)
         elif mood == "ghost":
