@@ -272,10 +272,12 @@ class SeenTimes:
     """When objects of a shared folder appeared, by this peer's own clock. A writer chooses the times of its files.
 
     An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without it, or after
-    its first look with it. It is the same ever after. Pure.
+    its first look with it. It is the same ever after. The ``own`` object was written last by this peer: its time is
+    that of the folder's server, by which the peer sets its clock. Pure.
     """
 
     def __init__(self) -> None:
+        self.own = ""
         self._times: dict[str, float] = {}
         # by folder, the last look from each path on: later looks from earlier paths on have replaced the others
         self._looks: dict[str, list[tuple[str, float]]] = {}
@@ -288,9 +290,11 @@ class SeenTimes:
         corrected = []
         for place in places:
             if place.path not in self._times:
-                _, absent_at = looks[bisect_left(looks, (place.path,)) - 1]
-                seen_at = max(place.modified_at, absent_at - CLOCK_SLACK_S)
-                remember(self._times, place.path, min(seen_at, now + CLOCK_SLACK_S), MOST_TIMES)
+                seen_at = place.modified_at
+                if place.path != self.own:
+                    _, absent_at = looks[bisect_left(looks, (place.path,)) - 1]
+                    seen_at = min(max(seen_at, absent_at - CLOCK_SLACK_S), now + CLOCK_SLACK_S)
+                remember(self._times, place.path, seen_at, MOST_TIMES)
             corrected.append(replace(place, modified_at=self._times[place.path]))
         while looks and looks[-1][0] >= after:
             looks.pop()
@@ -365,6 +369,8 @@ class Bucket:
         """Write an object unless there is one at that path; return whether it was written."""
         written = await self._do(self._store.create, self._root + path, data)
         self.sent_bytes += len(data)
+        if written and self._seen is not None:
+            self._seen.own = path
         return written
 
     async def read(self, path: str, most_bytes: int | None = None) -> bytes | None:
@@ -388,11 +394,15 @@ class Bucket:
 
     def on_time(self, modified_at: float, written_at: float) -> None:
         """Learn from an object of this peer, written at a time of the loop, how the store's clock goes."""
-        self._behind_s = modified_at - written_at
+        self._behind_s = modified_at - written_at + loop_now() - self._clock()
 
     def now(self) -> float:
         """Return the store's time, as far as it is known."""
-        return time.time() if self._behind_s is None else loop_now() + self._behind_s
+        return time.time() if self._behind_s is None else self._clock() + self._behind_s
+
+    def _clock(self) -> float:
+        # The loop's clock stands still while a machine sleeps, and the time of a look must not.
+        return loop_now() if self._seen is None else time.time()
 
     async def require_conditional_writes(self) -> None:
         """Raise `BucketError` unless the store keeps the first of two writes: no round would be sure."""

@@ -1,0 +1,229 @@
+"""A run in a shared folder: links, pipes and files in the place of others, and times that a writer chooses."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.mailbox import bucket as module
+from colab_swarm.mailbox.bucket import CLOCK_SLACK_S, Bucket, SeenTimes, StoredObject, prepare
+
+NAME = "my run-0/a model"
+
+
+def shared(tmp_path: Path) -> Bucket:
+    prepare(f"file://{tmp_path}/shared")
+    return Bucket(f"file://{tmp_path}/shared", NAME)
+
+
+def put_link(place: Path, outside: Path) -> None:
+    place.symlink_to(outside / "secret")
+
+
+def put_folder_link(place: Path, outside: Path) -> None:
+    place.symlink_to(outside)
+
+
+def put_loose_link(place: Path, outside: Path) -> None:
+    place.symlink_to(outside / "to be written")
+
+
+def put_folder(place: Path, outside: Path) -> None:
+    (place / "inner").mkdir(parents=True)
+
+
+def put_pipe(place: Path, outside: Path) -> None:
+    os.mkfifo(place)
+
+
+def put_file(place: Path, outside: Path) -> None:
+    place.write_bytes(b"no folder")
+
+
+@pytest.mark.parametrize("put", [put_link, put_folder_link, put_loose_link, put_folder, put_pipe])
+async def test_what_is_no_file_in_place_of_an_object_is_not_read_and_makes_way(
+    tmp_path: Path, put: Callable[[Path, Path], None]
+) -> None:
+    bucket = shared(tmp_path)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("of this machine")
+    rounds = tmp_path / "shared/runs" / NAME / "rounds"
+    rounds.mkdir(parents=True)
+    put(rounds / "alice", outside)
+    assert os.path.lexists(rounds / "alice"), "the attack fired"
+    assert await bucket.read("rounds/alice") is None and await bucket.list("rounds") == []
+    assert await bucket.create("rounds/alice", b"hers") and await bucket.read("rounds/alice") == b"hers"
+    assert [place.path for place in await bucket.list("rounds")] == ["rounds/alice"]
+    assert os.listdir(outside) == ["secret"] and (outside / "secret").read_text() == "of this machine"
+
+
+@pytest.mark.parametrize("put", [put_folder_link, put_loose_link, put_pipe, put_file])
+@pytest.mark.parametrize("at_folder", ["runs", "rounds"])
+async def test_what_is_no_folder_in_place_of_one_leads_nowhere_and_makes_way(
+    tmp_path: Path, put: Callable[[Path, Path], None], at_folder: str
+) -> None:
+    bucket = shared(tmp_path)
+    outside = tmp_path / "outside"
+    below = outside / NAME / "rounds"
+    below.mkdir(parents=True)
+    for folder in (outside, below):
+        (folder / "secret").write_text("of this machine")
+    place = {"runs": tmp_path / "shared/runs", "rounds": tmp_path / "shared/runs" / NAME / "rounds"}[
+        at_folder
+    ]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    put(place, outside)
+    assert await bucket.list("rounds") == [] and await bucket.read("rounds/secret") is None
+    assert await bucket.create("rounds/alice", b"hers") and await bucket.read("rounds/alice") == b"hers"
+    written = [file for file in outside.rglob("*") if file.is_file() and file.name != "secret"]
+    assert not written, "nothing is written through a link"
+
+
+async def test_a_link_to_the_whole_disk_is_not_walked(tmp_path: Path) -> None:
+    bucket = shared(tmp_path)
+    await bucket.create("rounds/1/alice", b"hers")
+    (tmp_path / "shared/runs" / NAME / "rounds/2").symlink_to("/")
+    (tmp_path / "shared/runs" / NAME / "rounds/3").symlink_to("..")
+    assert [place.path for place in await bucket.list("rounds")] == ["rounds/1/alice"]
+
+
+async def test_a_look_from_a_path_on_sees_all_that_sorts_after_it(tmp_path: Path) -> None:
+    bucket = shared(tmp_path)
+    names = ["1", "1-", "1-/x", "1./x", "1/", "1/x", "1/x-", "1/y/z", "10/x", "1~/x", "2/x"]
+    paths = [f"rounds/{name}" for name in names if not name.endswith(("1", "1-", "/"))]
+    for path in paths:
+        await bucket.create(path, b"")
+    for after in ["", *(f"rounds/{name}" for name in names)]:
+        assert [place.path for place in await bucket.list("rounds", after)] == sorted(
+            path for path in paths if path > after
+        )
+
+
+async def test_the_folder_of_a_run_may_itself_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "shared").symlink_to(tmp_path / "disk")
+    bucket = Bucket(f"file://{tmp_path}/shared", NAME)
+    assert await bucket.create("x/1", b"x") and len(await bucket.list("x")) == 1
+
+
+async def test_no_path_leads_above_the_folder(tmp_path: Path) -> None:
+    bucket = shared(tmp_path)
+    (tmp_path / "secret").write_text("of this machine")
+    path = "../../../../secret"
+    assert await bucket.read(path) is None and await bucket.list("../../../..") == []
+    with pytest.raises(ValueError, match="below its folder"):
+        await bucket.create("../../../../other", b"")
+    assert sorted(os.listdir(tmp_path)) == ["secret", "shared"]
+
+
+async def test_a_file_of_a_folder_has_the_time_when_it_was_seen_not_the_one_it_claims(tmp_path: Path) -> None:
+    bucket = shared(tmp_path)
+    mallory = shared(tmp_path)
+    rounds = tmp_path / "shared/runs" / NAME / "rounds"
+    await mallory.create("rounds/alice", b"")
+    os.utime(rounds / "alice", (1e9, 1e9))
+    (first,) = await bucket.list("rounds")
+    assert first.modified_at == 1e9, "it was there at the first look"
+    began_at = bucket.now()
+    for name, claimed_at in {"bob": 1e9, "carol": 4e9}.items():
+        await mallory.create(f"rounds/{name}", b"")
+        os.utime(rounds / name, (claimed_at, claimed_at))
+    listed = await bucket.list("rounds")
+    for place in listed[1:]:
+        assert began_at - 2 * CLOCK_SLACK_S <= place.modified_at <= bucket.now() + CLOCK_SLACK_S
+    for name in ("alice", "bob", "carol"):
+        os.utime(rounds / name, (3e9, 3e9))
+    assert await bucket.list("rounds") == listed
+
+
+async def test_a_folder_keeps_the_clock_of_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: 1e9)
+    machine_with_a_wrong_clock = shared(tmp_path)
+    await machine_with_a_wrong_clock.require_conditional_writes()
+    assert abs(machine_with_a_wrong_clock.now() - right) < 5
+
+
+async def test_a_machine_that_slept_sees_times_as_they_are_and_keeps_its_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop's clock stood still meanwhile, for eight hours."""
+    bucket = shared(tmp_path)
+    await bucket.require_conditional_writes()
+    await bucket.list("rounds")
+    stopped_at = module.loop_now()
+    later = time.time() + 8 * 3600.0
+    monkeypatch.setattr(module.time, "time", lambda: later)
+    monkeypatch.setattr(module, "loop_now", lambda: stopped_at)
+    file = tmp_path / "shared/runs" / NAME / "rounds/alice"
+    await shared(tmp_path).create("rounds/alice", b"")
+    os.utime(file, (later, later))
+    (place,) = await bucket.list("rounds")
+    assert place.modified_at == pytest.approx(later, abs=CLOCK_SLACK_S)
+    assert bucket.now() == pytest.approx(later, abs=5)
+
+
+async def test_a_peer_sets_its_clock_by_its_own_file(tmp_path: Path) -> None:
+    bucket = shared(tmp_path)
+    await bucket.list("rounds")
+    await bucket.create("rounds/alice", b"")
+    os.utime(tmp_path / "shared/runs" / NAME / "rounds/alice", (1e9, 1e9))  # by the clock of the server
+    (place,) = await bucket.list("rounds")
+    bucket.on_time(place.modified_at, module.loop_now())
+    assert bucket.now() == pytest.approx(1e9, abs=5)
+
+
+paths = st.sampled_from([f"{round}/{member}" for round in range(4) for member in "abc"])
+actions = st.one_of(
+    st.tuples(st.just("write"), paths, st.floats(0, 5e9)),
+    st.tuples(st.just("touch"), paths, st.floats(0, 5e9)),
+    st.tuples(st.just("look"), st.sampled_from(["", "1", "2", "3"]), st.floats(0, 1)),
+)
+
+
+@given(st.lists(actions, max_size=40))
+def test_a_time_lies_between_the_looks_and_never_changes(script: list[tuple[str, str, float]]) -> None:
+    seen = SeenTimes()
+    files: dict[str, tuple[float, float]] = {}  # when written, and the time that is claimed
+    looks: list[tuple[str, float]] = []
+    answers: dict[str, float] = {}
+    now = 1e9
+    for action, word, value in script:
+        now += 10.0
+        if action == "look":
+            places = [
+                StoredObject(path, 1, claimed) for path, (_, claimed) in sorted(files.items()) if path > word
+            ]
+            listed = seen.corrected("rounds", word, places, began_at=now, now=now + value)
+            for place in listed:
+                written_at, claimed = files[place.path]
+                without = [at for after, at in looks if place.path > after and at < written_at]
+                earliest = max(without, default=-1e99) - CLOCK_SLACK_S
+                if place.path not in answers:
+                    assert earliest <= place.modified_at <= now + value + CLOCK_SLACK_S
+                    if earliest <= claimed <= now:
+                        assert place.modified_at == claimed
+                answers.setdefault(place.path, place.modified_at)
+                assert answers[place.path] == place.modified_at
+            looks.append((word, now))
+        elif action == "write":
+            files.setdefault(word, (now, value))
+        elif word in files:
+            files[word] = files[word][0], value
+
+
+def test_the_memory_of_looks_and_times_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_TIMES", 10)
+    monkeypatch.setattr(module, "MOST_LOOKS", 10)
+    seen = SeenTimes()
+    for number in range(100):
+        places = [StoredObject(f"{number:03d}/{member}", 1, 0.0) for member in range(5)]
+        seen.corrected("rounds", f"{number:03d}", places, began_at=number, now=number)
+    assert len(seen._times) == 10 and len(seen._looks["rounds"]) <= 12
