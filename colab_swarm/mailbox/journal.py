@@ -12,7 +12,14 @@ from colab_swarm.errors import BucketAway, BucketError, PeerError, ProtocolError
 from colab_swarm.events import Fault, Notice
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
-from colab_swarm.mailbox.reader import Reader, existing, first_card, read_statement, require_trainer
+from colab_swarm.mailbox.reader import (
+    Reader,
+    existing,
+    first_card,
+    read_statement,
+    require_trainer,
+    start_of,
+)
 from colab_swarm.mailbox.rounds import (
     CARD,
     HEADER_BYTES,
@@ -120,9 +127,8 @@ class Journal:
                 self._services.events.emit(Notice(loop_now(), "the bucket answers again"))
             return answer
 
-    async def _fetch(self, place: StoredObject) -> bytes | None:
-        # Not more than the list said: in a folder, a file may grow.
-        return await self.patiently(self.bucket.read, place.path, place.size_bytes)
+    async def _fetch(self, path: str) -> bytes | None:
+        return await self.patiently(self.bucket.read, path)
 
     async def read_card(self, own: bytes) -> Card:
         """Return what the peers of this model have agreed on; ``own`` if this peer is the first.
@@ -228,10 +234,10 @@ class Journal:
         head = self._state_heads.get(place)
         if head is None:
             require(0 < place.size_bytes <= most_state_bytes(self.numel), "its size is wrong", ProtocolError)
-            data = existing(await self.bucket.read(place.path, min(place.size_bytes, HEADER_BYTES)))
+            data = await start_of(self.bucket, place, HEADER_BYTES)
             end = start_bytes(data)
             if len(data) < end <= min(place.size_bytes, STATE_HEAD_BYTES):
-                data = existing(await self.bucket.read(place.path, end))
+                data = await start_of(self.bucket, place, end)
             head, _ = unseal_start(data, StateHead)
             role = self._services.peers.role_by(head.key, head.membership, place.modified_at)
             require_trainer(head, self._prefix, role)
@@ -259,7 +265,7 @@ class Journal:
         return members
 
     async def _read_state_at(self, place: StoredObject) -> tuple[RoundChain, Snapshot]:
-        data = existing(await self.bucket.read(place.path, place.size_bytes))
+        data = existing(await self.bucket.read(place.path))
         head, blob = self.reader.opened(data, StateHead, place.modified_at)
         manifest = Manifest.decode(head.manifest)
         values = np.frombuffer(blob, np.uint8).copy()

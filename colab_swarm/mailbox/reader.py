@@ -56,6 +56,13 @@ def existing(data: bytes | None) -> bytes:
     return data
 
 
+async def start_of(bucket: Bucket, place: StoredObject, most_bytes: int) -> bytes:
+    """Return an object, or its first ``most_bytes``; raises `ProtocolError` if there is none."""
+    if place.size_bytes <= most_bytes:
+        return existing(await bucket.read(place.path))
+    return existing(await bucket.read(place.path, most_bytes))
+
+
 def require_trainer(statement: H, prefix: str, role: Role) -> None:
     """Raise `ProtocolError` unless a member that trains wrote this about the model of ``prefix``; ``role`` is its."""
     require(statement.prefix == prefix, "it is of another model", ProtocolError)
@@ -80,11 +87,11 @@ def _signed_by(author: PeerId) -> Iterator[None]:
 
 
 class Reader:
-    """What this peer has read of a model's rounds; ``fetch`` returns the object at a place."""
+    """What this peer has read of a model's rounds; ``fetch`` returns the object at a path."""
 
     def __init__(
         self,
-        fetch: Callable[[StoredObject], Coroutine[Any, Any, bytes | None]],
+        fetch: Callable[[str], Coroutine[Any, Any, bytes | None]],
         services: PeerServices,
         prefix: str,
         codec: Codec,
@@ -169,8 +176,7 @@ class Reader:
     async def _bounded(self, place: StoredObject, most_bytes: int) -> bytes:
         """Return an object of at most this size; raises `ProtocolError` if there is none."""
         require(place.size_bytes <= most_bytes, "it is too large", ProtocolError)
-        require(place.size_bytes > 0, "it is empty", ProtocolError)
-        return existing(await self._fetch(place))
+        return existing(await self._fetch(place.path))
 
 
 async def first_card(
@@ -182,7 +188,7 @@ async def first_card(
     """
     places = sorted(await bucket.list("card"), key=lambda place: (len(place.path), place.path))
     for place in places:
-        data = existing(await bucket.read(place.path, min(place.size_bytes + 1, MANIFEST_BYTES)))
+        data = await start_of(bucket, place, MANIFEST_BYTES)
         require_version(data)
         try:
             card, _ = unseal(data, Card)
@@ -205,9 +211,7 @@ async def read_statement(
     if kind is RoundManifest:
         most_bytes = MANIFEST_BYTES
     try:
-        require(place.size_bytes > 0, "it is empty", ProtocolError)
-        data = existing(await bucket.read(place.path, min(place.size_bytes, most_bytes)))
-        statement, _ = unseal_start(data, kind)
+        statement, _ = unseal_start(await start_of(bucket, place, most_bytes), kind)
         role = role_of(statement.key, statement.membership, place.modified_at)
         require_trainer(statement, prefix, role)
         folder = folder_of(round_of(place.path), statement.base)
