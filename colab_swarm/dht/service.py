@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from colab_swarm.dht.records import (
+    CLOCK_SLACK_S,
     ID_BYTES,
     DHTSettings,
     Fetch,
@@ -168,7 +169,11 @@ class DHT:
         peers = self._peers
         id = key_id(key)
         now = self._peers.time()
-        self._last_version = max(self._last_version + 1, int(now * 1e6))
+        version = int(now * 1e6)
+        # beyond that, which takes a clock that is set back, no holder would take the next one
+        if self._last_version < version + CLOCK_SLACK_S * 1e6:
+            version = max(self._last_version + 1, version)
+        self._last_version = version
         data = msgspec.msgpack.encode(value)
         record = Record(data, now + ttl_s, self._last_version, ttl_s, peers.public_key, peers.membership)
         record = msgspec.structs.replace(record, signature=peers.sign(record.signed_bytes(id)))

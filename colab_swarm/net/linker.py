@@ -3,7 +3,8 @@
 Swarm time is the own clock moved by the median offset of the linked peers, with an own offset of
 zero among them. So two peers whose clocks differ meet in the middle, and one liar among honest
 peers moves nothing. The own clock is never moved by more than `_MAX_OFFSET_S`: otherwise a late
-joiner's only peer could make expired records valid again.
+joiner's only peer could make expired records valid again. An own clock that agreed with the others and is
+then set by more than that is not followed: swarm time goes on as the clock ran.
 """
 
 import asyncio
@@ -47,6 +48,7 @@ from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, di
 
 logger = logging.getLogger(__name__)
 _MAX_OFFSET_S = 600.0
+_STEP_S = 1.0  # less is a clock that is adjusted
 _CLOSE_TIMEOUT_S = 1.0
 # An address that did not answer is dialled again after REDIAL_S, then after twice as long, up to _MAX_REDIAL_S.
 REDIAL_S = 1.0
@@ -62,29 +64,47 @@ _WAYS = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
 class SwarmClock:
     """Collects clock offsets, one per peer. Free of I/O.
 
-    ``offset_s`` is to be added to the own clock, 10 minutes at most; ``behind_s`` is by how much
-    that is behind the linked peers' median, negative if it is ahead.
+    ``offset_s`` is to be added to `own`, 10 minutes at most; ``behind_s`` is by how much the machine's clock
+    is behind the linked peers' median, negative if it is ahead.
     """
 
     def __init__(self) -> None:
-        self._offsets_s: dict[Hashable, float] = {}
+        # Leads are those of clocks over this peer's monotonic one.
+        self._leads_s: dict[Hashable, float] = {}
+        self._lead_s = 0.0  # of the machine's clock
+        self._agreed_s: float | None = None  # of the machine's clock when it last agreed with the others
+        self._followed_s = 0.0
         self.offset_s = 0.0
         self.behind_s = 0.0
 
+    def own(self, wall: float, now: float) -> float:
+        """Return the own clock as this peer follows it; ``wall`` is the machine's at the monotonic time ``now``."""
+        if abs(wall - now - self._lead_s) > _STEP_S:
+            self._lead_s = wall - now
+            self._compare()
+        return wall + self._followed_s - self._lead_s
+
     def observe(self, peer: Hashable, *, theirs: float, ours: float, rtt_s: float) -> None:
-        """Note that a peer's clock showed ``theirs`` half a round trip before our clock showed ``ours`` (seconds)."""
-        self._offsets_s[peer] = theirs + rtt_s / 2 - ours
+        """Note that a peer's clock showed ``theirs`` seconds half a round trip before the machine's showed ``ours``."""
+        self._leads_s[peer] = theirs + rtt_s / 2 - ours + self._lead_s
         self._compare()
 
     def forget(self, peer: Hashable) -> None:
-        self._offsets_s.pop(peer, None)
+        self._leads_s.pop(peer, None)
         self._compare()
 
     def _compare(self) -> None:
-        offsets_s = self._offsets_s.values()
-        agreed_s = median([0.0, *offsets_s])
-        self.offset_s = max(-_MAX_OFFSET_S, min(_MAX_OFFSET_S, agreed_s))
-        self.behind_s = median(offsets_s or [0.0])
+        leads_s = self._leads_s.values()
+        others_s = median(leads_s or [self._lead_s])
+        self.behind_s = others_s - self._lead_s
+        if self._agreed_s is None or abs(self.behind_s) <= max(_MAX_OFFSET_S, abs(others_s - self._agreed_s)):
+            self._followed_s = self._lead_s
+        else:
+            self._followed_s = self._agreed_s
+        if leads_s and abs(self.behind_s) <= _MAX_OFFSET_S:
+            self._agreed_s = self._lead_s
+        offset_s = median([0.0, *(lead_s - self._followed_s for lead_s in leads_s)])
+        self.offset_s = max(-_MAX_OFFSET_S, min(_MAX_OFFSET_S, offset_s))
 
 
 class Linker:
@@ -145,7 +165,10 @@ class Linker:
 
     def time(self) -> float:
         """Return swarm time, seconds since the epoch."""
-        return self._wall_clock() + self.clock.offset_s
+        return self.own_time() + self.clock.offset_s
+
+    def own_time(self) -> float:
+        return self.clock.own(self._wall_clock(), self._loop.time())
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
         """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
@@ -309,7 +332,7 @@ class Linker:
             admit=lambda key, membership: self.admission.admit(key, membership, now=self.time()),
         )
         make_link = make_link or partial(self.on_introduced, path, expected is not None)
-        return HandshakeReceiver(introduction, wall_clock=self._wall_clock, make_link=make_link)
+        return HandshakeReceiver(introduction, wall_clock=self.own_time, make_link=make_link)
 
     def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
         self.require_room()
@@ -331,6 +354,8 @@ class Linker:
         self.book.replace(contact)
         for address in contact.addresses:
             self._unanswered.forgive(address)
+        # a clock that was set meanwhile is noticed before it is compared
+        self.own_time()
         self.clock.observe(contact.id, theirs=remote.time, ours=self._wall_clock(), rtt_s=rtt_s)
         local_end, remote_end = carrier.ends
         path = replace(path, local=local_end, remote=remote_end)

@@ -245,7 +245,7 @@ class SimLinker(Linker):
 
     def accept(self, other: "SimPeers", carrier: SimCarrier, *, dialled: bool) -> Link:
         """Return the link over this end of a new connection, as after a handshake."""
-        clock = self._network.wall_clock(other.name)
+        clock = other.linker.own_time()
         remote = Remote(other.contact, other.public_key, role=other.role, time=clock)
         return self.on_introduced(Path(), dialled, carrier, remote, 0.0)
 
@@ -515,7 +515,7 @@ class SimNetwork:
             case "slow", peer, factor:
                 self.by_name[peer].slowness = factor
             case "skew", peer, seconds:
-                self._set_clock(peer, seconds)
+                self._skews[peer] = seconds
             case (("lose" | "latency" | "bandwidth"), number):
                 setattr(self, {"lose": "loss", "latency": "latency_factor"}.get(name, "width"), number)
 
@@ -559,15 +559,6 @@ class SimNetwork:
                 carriers[end] = None
                 carriers[end.other] = None
         return list(carriers)
-
-    def _set_clock(self, peer: str, seconds: float) -> None:
-        """Move a clock; its links compare clocks again, which otherwise only a handshake does."""
-        self._skews[peer] = seconds
-        for member in self.by_name.values():
-            for other in member.linked():
-                theirs = self.wall_clock(self.by_id[other].name)
-                ours = self.wall_clock(member.name)
-                member.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
 
     def separated(self, one: str, other: str) -> bool:
         if any(self._silent_until.get(name, 0.0) > self.loop.time() for name in (one, other)):

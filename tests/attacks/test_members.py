@@ -316,7 +316,7 @@ async def test_an_invitation_that_has_ended_admits_nobody_with_a_back_dated_memb
 
         assert await admitted("early", bob, Clock()) is Role.WORKER  # its membership is otherwise valid
         for peer in run.peers:
-            peer.clock.ahead_s = ended_s
+            peer.sleep(ended_s)
         late = [await admitted(f"late {peer.node.id!r}", peer, Clock(ended_s)) for peer in (bob, authority)]
         assert all(isinstance(one, str) and "invitation" in one for one in late), late
 

@@ -30,7 +30,7 @@ async def refusal(asker: Member, asked: Member, message: FindNear | Fetch) -> st
 async def test_a_peer_alone_stores_and_gets() -> None:
     _, (alice,) = await swarm(1)
     for value in (2, 1):  # within a microsecond
-        assert await alice.dht.publish("key", value, ttl_s=60) == 1
+        await alice.dht.publish("key", value, ttl_s=60)
     assert [await read(alice, key) for key in ("key", "none")] == [{alice.peers.id: 1}, {}]
     with pytest.raises(ValueError, match="too long"):
         await alice.dht.publish("key", bytes(1 << 16), ttl_s=60)
@@ -98,6 +98,23 @@ async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
         [{alice.peers.id: 4}, {bob.peers.id: 3}] * 2,
         ["skew"],
     )
+
+
+@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+async def test_a_clock_that_is_set_to_and_fro_neither_raises_nor_hides_later_records(skew_s: float) -> None:
+    """Alone a peer goes by its machine's clock, and with others as it ran while they agreed."""
+    network, (alice, bob, _) = await swarm(3)
+    assert await alice.dht.publish("key", 1, ttl_s=60) == 3
+    network.now().partition({"alice"}, {"bob", "carol"})
+    await asyncio.sleep(200)
+    assert not alice.peers.linked()
+    for value, ahead_s in enumerate((skew_s, 0.0, skew_s), 2):
+        network.now().skew("alice", ahead_s)
+        await alice.dht.publish("key", value, ttl_s=60)
+    network.now().heal()
+    await alice.dht.bootstrap([bob.peers.contact])
+    assert await alice.dht.publish("key", 5, ttl_s=60) >= 2
+    assert await read(bob, "key") == {alice.peers.id: 5}
 
 
 async def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,34 @@ def test_a_skewed_clock_is_reported_in_full_and_moved_by_ten_minutes_at_most() -
     for peer in ("bob", "carol"):
         clock.observe(peer, theirs=7200.0, ours=0.0, rtt_s=0.0)
     assert clock.behind_s == 7200.0 and clock.offset_s == 600.0
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_clock_that_agreed_and_is_set_elsewhere_is_told_and_not_followed(step_s: float) -> None:
+    clock = SwarmClock()
+    assert clock.own(1000.0, 5.0) == 1000.0
+    for peer in ("bob", "carol"):
+        clock.observe(peer, theirs=1000.0, ours=1000.0, rtt_s=0.0)
+    assert clock.own(1010.0 + step_s, 15.0) + clock.offset_s == 1010.0
+    assert clock.behind_s == -step_s
+    clock.observe("dave", theirs=1010.0, ours=1010.0 + step_s, rtt_s=0.0)
+    assert clock.own(1011.0 + step_s, 16.0) == 1011.0
+    assert clock.own(1012.0, 17.0) == 1012.0 and clock.behind_s == 0.0
+
+
+def test_a_clock_that_was_wrong_and_is_set_right_is_followed_also_after_a_sleep() -> None:
+    clock = SwarmClock()
+    clock.own(1000.0 - 3600.0, 5.0)
+    for peer in ("bob", "carol"):
+        clock.observe(peer, theirs=1000.0, ours=1000.0 - 3600.0, rtt_s=0.0)
+    assert (clock.behind_s, clock.offset_s) == (3600.0, 600.0)
+    assert clock.own(1010.0, 15.0) == 1010.0 and clock.offset_s == clock.behind_s == 0.0
+    # the monotonic clock stands still in a sleep, and the links are new after it
+    for peer in ("bob", "carol"):
+        clock.forget(peer)
+    clock.own(9000.0, 20.0)
+    clock.observe("bob", theirs=9000.0, ours=9000.0, rtt_s=0.0)
+    assert clock.own(9001.0, 21.0) == 9001.0 and clock.behind_s == 0.0
 
 
 @given(st.floats(0.0, 1e11))

@@ -6,7 +6,7 @@ import statistics
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,8 @@ from colab_swarm.averaging.group import JoinRound, RoundTerms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
-from colab_swarm.events import BatchDropped, Fault, RoundFinished, StateReceived, StepFinished
-from colab_swarm.sim import SimNetwork
+from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived, StepFinished
+from colab_swarm.sim import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import PROFILES, HostProfile
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -212,6 +212,41 @@ def test_five_minutes_of_clock_skew_do_not_matter() -> None:
         rounds = sim.swarms["alice"].events.recent(RoundFinished)
         assert len(sim.network.fired) == 2 and len(results) == 4 and len(toy.lineages(results)) == 1
         assert max(e.group_size for e in rounds) == 4
+
+
+@cache
+def run_with_bobs_clock(skew_s: float, begin_s: float) -> tuple[dict[str, int], list[Event], float]:
+    """Return the steps of each peer in a minute, all faults, and how far bob's clock is behind the others'."""
+
+    def train(swarm: Swarm) -> None:
+        optimizer = toy.join_training(swarm, net := toy.model(), target_batch_size=12)
+        while True:
+            toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+
+    with cs.simulate(3, network="lan", samples_per_s=3.0) as sim:
+        sim.network.at(begin_s).skew("bob", skew_s)
+        sim.run(train, seconds=45.0)
+        assert len(sim.network.fired) == 1
+        logs = {name: swarm.events for name, swarm in sim.swarms.items()}
+        steps = {name: len(log.recent(StepFinished)) for name, log in logs.items()}
+        peers = sim.swarms["bob"].services.peers
+        assert isinstance(peers, SimPeers)
+        return (
+            steps,
+            [fault for log in logs.values() for fault in log.recent(Fault)],
+            peers.linker.clock.behind_s,
+        )
+
+
+@pytest.mark.parametrize(("skew_s", "begin_s"), [(3600.0, 0.0), (-3600.0, 20.0)])
+def test_a_clock_that_is_set_an_hour_off_costs_no_steps_and_is_no_fault(
+    skew_s: float, begin_s: float
+) -> None:
+    calm, _, _ = run_with_bobs_clock(0.0, 0.0)
+    steps, faults, behind_s = run_with_bobs_clock(skew_s, begin_s)
+    assert not faults and behind_s == pytest.approx(-skew_s, abs=1.0)
+    assert min(steps.values()) >= 0.85 * min(calm.values()) > 10
 
 
 @pytest.mark.parametrize("seed", [1, 3])

@@ -54,6 +54,12 @@ class Peer:
     def shown(self) -> Membership:
         return Membership.decode(self.admission.membership)
 
+    def sleep(self, seconds: float) -> None:
+        """Wake up so much later, with the monotonic clock as it was, before any clocks are compared."""
+        self.clock.ahead_s += seconds
+        for peer in self.node.linked():
+            self.node.linker.clock.forget(peer)
+
     def invite(self, **options: Any) -> Invite:
         return Invite.parse(str(self.access.invite(self.node, self.trust.authority, **options)))
 
