@@ -272,9 +272,8 @@ class RevocationWatch:
             return
         removed = [subject.hex()[:8] for subject in self._admission.revoked.subjects if subject not in before]
         names = ", ".join(removed[:_MAX_NAMED])
-        if len(removed) > _MAX_NAMED:
-            names += f" and {len(removed) - _MAX_NAMED} more"
-        self._events.emit(Notice(self._loop.time(), f"the authority removed {names} (peers or invitations)"))
+        text = f"the authority removed {len(removed)} peers or invitations: {names}"
+        self._events.emit(Notice(self._loop.time(), text))
         self._pass_on(but=source)
 
     async def _store(self) -> None:

@@ -235,7 +235,7 @@ class RequestGate:
         # time, peer and voucher by nonce, oldest first
         self._seen: OrderedDict[bytes, tuple[float, PeerId, bytes]] = OrderedDict()
         # of nonces, by peer and by voucher
-        self._own = Counter[PeerId]()
+        self._own = Counter[bytes]()
         self._kin = Counter[bytes]()
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
@@ -274,12 +274,11 @@ class RequestGate:
         self._count(peer, voucher, 1)
 
     def _count(self, peer: PeerId, voucher: bytes, more: int) -> None:
-        self._own[peer] += more
-        self._kin[voucher] += more
-        if not self._own[peer]:
-            del self._own[peer]
-        if not self._kin[voucher]:
-            del self._kin[voucher]
+        counts: tuple[tuple[Counter[bytes], bytes], ...] = (self._own, peer), (self._kin, voucher)
+        for count, account in counts:
+            count[account] += more
+            if not count[account]:
+                del count[account]
 
 
 def _decoded(header: str) -> SignedRequest:

@@ -68,7 +68,7 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     late = [watcher.rechecked[0] - begun for watcher in found]
     assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
     (notice,) = found[7].events.recent(Notice)
-    assert notice.text == f"the authority removed {short(MALLORY)} (peers or invitations)"
+    assert notice.text == f"the authority removed 1 peers or invitations: {short(MALLORY)}"
     assert not any(watcher.events.recent(Fault) for watcher in found)
     alice, bob = (watcher.peers for watcher in found[:2])
     ask = ShareRevoked(found[0].admission.revoked.version)
