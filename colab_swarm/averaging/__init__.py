@@ -25,7 +25,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 | `RoundTerms` | organizer to candidate | an invitation to a round on these terms |
 | `JoinEta(ready_in_s, group, waits_for)` | back | a time in seconds, a refusal, or the group |
 | `JoinRound(ticket, contact)` | member to organizer | joins with this weight, step, lineage, bandwidth and codec |
-| `Joined(group, organizer, reason, waits_for)` | back | a group, another organizer, a refusal, or a heartbeat |
+| `Joined(group, organizer, reason)` | back | a group, another organizer, a refusal, or a heartbeat |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
 
@@ -37,7 +37,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
     alice                        bob, the organizer                      carol
       |  JoinRound(ticket)  ------->|  RoundTerms  --------------------->|
-      |<--  Joined(waits_for=carol) |<--  JoinEta(ready_in_s=0.3)        |   every 0.5 s, while it forms
+      |<--  Joined()                |<--  JoinEta(ready_in_s=0.3)        |   every 0.5 s, while it forms
       |                             |<--  JoinRound(ticket)              |
       |<--  Joined(group)           |  Joined(group)  ------------------>|
       |  ReduceSpan, Chunk ...      |                                    |   to each other member, and the means back
@@ -45,7 +45,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 - **Organizer.** Candidates are ranked by SHA-256 of prefix, step and id. The first live and willing
   one organizes, without negotiation. Organizers with different views redirect up the rank, never
   down. A peer itself asks only those that have half of the median credit with it, but goes where one of
-  these sends it, or has gone (``waits_for``): credits differ from peer to peer, and they would part.
+  these sends it, or has gone: credits differ from peer to peer, and they would part.
 - **Closing a group.** A group closes when all peers that accepted have joined, or have cost as much
   time as they have earned (Times). Every member passes the group on, so it survives its organizer. One
   without most of the live peers is refused once, and one that holds a peer alone each time.
@@ -60,8 +60,8 @@ Patience is earned (`colab_swarm.averaging.standing`). Every wait lasts for the 
 last rounds took, or three times the forecast by the bandwidths. Beyond it a peer has half of its credit, 2.5 s at
 first, and is charged for the time that it cost: `events.Waited`. A credit of 5 s comes back by 1 % of the time, and
 only by counted samples. So a busy notebook may stall for a moment, and a hostile one costs seconds in all, whatever it
-delays. A peer that is late because it waits for another says so (``waits_for``), and that one pays, but not a member
-that a reducer names and that sent everything to this peer.
+delays. A peer that is late because it waits for another says so (``waits_for``). That one pays if it has kept this peer
+waiting too: a claim about a third peer is worth nothing by itself.
 
 A round takes 120 s at most, recovery included. Dialling a member takes 3 s at most, and a candidate's answer 10 s.
 

@@ -108,11 +108,6 @@ class GroupFormation:
             return Joined(reason="invalid", text=text)
         return None
 
-    @property
-    def waits_for(self) -> PeerId | None:
-        """The peer that is awaited longest."""
-        return max(self._awaited, key=lambda peer: self._awaited[peer], default=None)
-
     def late_s(self, now: float) -> dict[PeerId, float]:
         """Return for how long each peer alone was awaited: in vain, or beyond its usual time."""
         late_s = dict(self._late_s)

@@ -254,7 +254,6 @@ class Joined(Message, frozen=True):
     organizer: Contact | None = None
     reason: RefusalReason | None = None
     text: str = ""
-    waits_for: PeerId | None = None  # with a heartbeat: a candidate
 
     @property
     def forming(self) -> bool:

@@ -54,10 +54,11 @@ class Lateness:
         return patience_s - late_s
 
     def recovery_s(self, member: int, now: float) -> float:
-        """Return how long to wait for what a member gives in a recovery."""
+        """Return how long to wait for what a member gives in a recovery: once in a round beyond the usual."""
         usual_s = min(self._own.usual.round_s, self._own.settings.patience_s)
         slow_s = allowance_s(self._own.peers, self._own.member(member).id)
-        return usual_s + slow_s + CHAINED * self._patience_s(member, now)
+        left_s = max(0.0, self._patience_s(member, now) - self.late_s.get(member, 0.0))
+        return usual_s + slow_s + CHAINED * left_s
 
     def _patience_s(self, member: int, now: float) -> float:
         """Return how long to wait for a member beyond the usual: not at all if it is gone."""

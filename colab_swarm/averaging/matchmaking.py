@@ -201,7 +201,7 @@ class Matchmaker:
                     joined, _ = await stream.receive(Joined)
                 finally:
                     self._silence = None
-            question.on_message(joined)
+            question.silent_at = None
         return joined
 
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
@@ -248,7 +248,7 @@ class Matchmaker:
         try:
             async with stream:
                 while not (await asyncio.wait([joining], timeout=wait_s))[0]:
-                    await stream.send(self._organizer.heartbeat(message.ticket.terms.key))
+                    await stream.send(Joined())
                     wait_s = HEARTBEAT_S
                 await stream.send(joining.result())
                 await stream.end()

@@ -71,6 +71,8 @@ class RoundMemory:
         answers: how long linked peers usually take to answer a call. The organizer teaches it
             when it closes a formation.
         lateness: how long peers usually come after their promise. Taught as ``answers``.
+        forming: how long it usually takes from a question to the group, whoever organizes; infinite before the first.
+            Searches teach it.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class RoundMemory:
         self.dishonest = dishonest
         self.answers = Patience(_LEAST_USUAL_S, call_timeout_s, _FIRST_USUAL_S)
         self.lateness = Patience(_LEAST_USUAL_S, slack_s, _FIRST_USUAL_S)
+        self.forming = Patience(_LEAST_USUAL_S, math.inf)
         # The last groups with this peer, by step and lineage, and since when. `keep` adds one that this peer
         # found or formed. `forget` drops one that brought no mean, or that a search refused.
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}

@@ -154,11 +154,6 @@ class Organizer:
         self.formations[terms.key] = formation
         return formation
 
-    def heartbeat(self, key: tuple[int, bytes]) -> Joined:
-        """Return what a peer hears that waits for the formation."""
-        formation = self.formations.get(key)
-        return Joined() if formation is None else Joined(waits_for=formation.waits_for)
-
     def on_lost(self, peer: PeerId) -> None:
         """Wait no longer for a peer whose link broke."""
         for formation in self.formations.values():

@@ -15,8 +15,8 @@ An assistant collects no means; it recovers a span on request.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 from colab_swarm.averaging.lateness import Lateness
 from colab_swarm.averaging.member import Chunk, RecallSpan, RoundMember
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """Recovers the spans of lost reducers at one member; an assistant, which does not collect, when it is asked.
 
-    ``_recovering`` lets an assistant recover each span once.
+    ``_recovering`` lets an assistant recover each span once. ``_failed`` are the members that have refused,
+    or were lost: they are not asked for another span.
     """
 
     def __init__(self, own: RoundMember, upload: Upload, lateness: Lateness, *, collects: bool) -> None:
@@ -42,6 +43,7 @@ class Recovery:
         self._lateness = lateness
         self._collects = collects
         self._recovering = [asyncio.Lock() for _ in own.group.members]
+        self._failed: set[int] = set()
 
     async def recover(self, reducer: int) -> None:
         """Get the missing chunks of a lost reducer's span, as far as members can give them."""
@@ -51,7 +53,7 @@ class Recovery:
         for coordinator in following:  # the live reducers, starting after the lost one
             if not own.ledger.lacking(reducer):
                 return
-            if not own.member(coordinator).share or coordinator in own.lost:
+            if not own.member(coordinator).share or coordinator in own.lost | self._failed:
                 continue
             if coordinator == own.me:
                 await self._recompute(reducer)
@@ -104,7 +106,8 @@ class Recovery:
 
     async def _recompute(self, reducer: int) -> None:
         wanted = self.own.ledger.lacking(reducer)
-        survivors = [m for m in range(len(self.own.group.members)) if m not in (self.own.me, reducer)]
+        gone = {self.own.me, reducer, *self._failed}
+        survivors = [member for member in range(len(self.own.group.members)) if member not in gone]
         streams: dict[int, Stream] = {}
         async with AsyncExitStack() as stack:
             recalls = [self._recall(member, reducer, contributions=True) for member in survivors]
@@ -160,22 +163,33 @@ class Recovery:
     async def _recall(self, member: int, reducer: int, *, contributions: bool) -> AsyncIterator[Stream]:
         own = self.own
         wanted = tuple(own.ledger.lacking(reducer))
-        timeout_s = own.settings.dial_timeout_s
         opening = RecallSpan(own.group.round_id, reducer, wanted, contributions)
-        async with await own.peers.stream(own.member(member).id, opening, timeout_s=timeout_s) as stream:
+        peer = own.member(member).id
+        timeout_s = own.settings.dial_timeout_s
+        with self._charged(member):
+            stream = await own.peers.stream(peer, opening, timeout_s=timeout_s)
+        async with stream:
             yield stream
+
+    @contextmanager
+    def _charged(self, member: int) -> Iterator[None]:
+        """Note a wait for a member in which nothing came of it."""
+        began = loop_now()
+        try:
+            yield
+        except (PeerError, TimeoutError) as error:
+            if isinstance(error, PeerError):
+                self._failed.add(member)
+            self._lateness.on_late(member, loop_now() - began)
+            raise
 
     async def _read(self, stream: Stream, reducer: int, index: int) -> tuple[Chunk, Floats | None]:
         own = self.own
-        began = loop_now()
         member = own.group.index_of(stream.peer)
         assert member is not None
-        try:
-            async with asyncio.timeout(self._lateness.recovery_s(member, began)):
+        with self._charged(member):
+            async with asyncio.timeout(self._lateness.recovery_s(member, loop_now())):
                 message, payload = await stream.receive(Chunk)
-        except TimeoutError:
-            self._lateness.on_late(member, loop_now() - began)
-            raise
         own.trace.received_bytes += len(payload)
         require(message.index == index, f"received chunk {message.index}, expected {index}")
         own.check_missing(message)

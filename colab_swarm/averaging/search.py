@@ -57,10 +57,8 @@ class Question:
     patience_s: float
     # Where the organizer is, if another one sent this peer there.
     contact: Contact | None = None
-    # The peer that the organizer waits for, by its last heartbeat that named one. `on_message` writes it.
-    waits_for: PeerId | None = None
     # When the organizer has been silent for too long; None while no heartbeat is due.
-    # `expect_heartbeat` sets it, `hurry` brings it forward, `on_message` resets it.
+    # `expect_heartbeat` sets it, `hurry` brings it forward, and a message resets it.
     silent_at: float | None = None
 
     @property
@@ -80,12 +78,6 @@ class Question:
             silence_s += self.patience_s
         self.silent_at = now + silence_s
         return self.silent_at
-
-    def on_message(self, joined: Joined) -> None:
-        """Take a heartbeat or the answer itself."""
-        self.silent_at = None
-        if joined.waits_for:
-            self.waits_for = joined.waits_for
 
     def hurry(self, caller: PeerId, ready_in_s: float, now: float) -> float:
         """Return when this peer can join a caller, which it can in ``ready_in_s`` where it asks no other.
@@ -152,13 +144,11 @@ class Candidates:
         self.charge(question, now, cost_s)
 
     def charge(self, question: Question, now: float, cost_s: float) -> None:
-        """Charge an organizer, or the peer that it waited for, for time beyond the usual; less than 0 is free."""
+        """Charge an organizer for time beyond the usual, whomever it waited for itself; less than 0 is free."""
         organizer = question.organizer
         if organizer != self._me:
             awaited = {self._me, organizer, *self.peers}
-            blamed = {organizer: question.waits_for}
-            late_s = {organizer: cost_s}
-            self._memory.standing.settle("to organize a round", late_s, awaited, now, blamed)
+            self._memory.standing.settle("to organize a round", {organizer: cost_s}, awaited, now)
 
     def leave_out(self, organizer: PeerId, error: ValueError, now: float) -> None:
         left_out_s = self._memory.dishonest.fail(organizer, now) or 0.0
@@ -262,8 +252,10 @@ class Search:
 
     def _question(self, organizer: PeerId, now: float, contact: Contact | None = None) -> Question:
         believed_s = max(map(self._swarm.believed_s, self.candidates.peers), default=math.inf)
-        forming_s = min(believed_s + self._memory.lateness.seconds, self._settings.max_window_s)
-        usual_s = forming_s + self._memory.answers.seconds
+        claimed_s = min(believed_s + self._memory.lateness.seconds, self._settings.max_window_s)
+        # What the others claim counts until this peer has measured it. Two micro-batches of its own are usual, too.
+        measured_s = max(self._memory.forming.seconds, self._swarm.believed_s(self._peers.id))
+        usual_s = min(claimed_s + self._memory.answers.seconds, measured_s)
         patience_s = self._memory.standing.patience_s(organizer, now)
         self.asked = Question(organizer, now, usual_s, patience_s, contact)
         return self.asked
@@ -295,7 +287,12 @@ class Search:
             except ValueError as error:
                 self.candidates.leave_out(organizer, error, now)
                 return None
-            self.candidates.charge(question, now, now - question.asked_at - question.usual_s)
+            self._memory.forming.learn(now - question.asked_at)
+        usual_s = question.usual_s
+        if group is None and joined.organizer is None:
+            # Nothing came of the wait, which should have ended at once.
+            usual_s = self._memory.answers.seconds
+        self.candidates.charge(question, now, now - question.asked_at - usual_s)
         if organizer != self._peers.id or joined.reason is not None:
             attempt.answered_at = now
         refusal = self._refusal(joined, attempt.ticket)
@@ -386,8 +383,12 @@ class Search:
             return
         self._memory.forget(*group.terms.key)
         self._refused_minority = True
+        # What it took beyond the usual is charged already.
+        wasted_s = min(now - question.asked_at, question.usual_s)
         if parted:
-            self.candidates.pass_over(question, now)
+            self.candidates.pass_over(question, now, max(IN_VAIN_S, wasted_s))
+        else:
+            self.candidates.charge(question, now, wasted_s)
         missing = len(alive) - len(here)
         raise RoundRefused("unreachable", f"{missing} of {len(alive)} trainers are not in the group")
 

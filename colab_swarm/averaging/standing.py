@@ -8,9 +8,9 @@ still has the usual time, and still counts if it comes by then. So the loss is b
 an attacker delays and at whatever wait: in T seconds, A accounts cost this peer at most A * (burst + SHARE * T)
 seconds beyond the usual, if at most half of the accounts of each wait are hostile.
 
-A late peer may tell for whom it waits itself. That one is charged then, as far as its credit goes, and the teller
-for a `TELLERS` part only: else honest peers would soon have no credit at each other. So an account that tells lies
-costs four times the bound, at most.
+A late peer may tell for whom it waits itself. A claim about a third peer is worth nothing by itself. But if that one
+has kept this peer waiting too, it is charged, and the teller for a `TELLERS` part only: else honest peers would soon
+have no credit at each other.
 
 Where more than half are late at once, this peer's own line is the likely cause, and nobody is charged. Accounts
 count here and not peers, of which an invitation admits any number.
@@ -107,20 +107,18 @@ class Standing:
         """Charge a wait for the peers ``awaited``, this one included; return who was charged, and how much.
 
         ``beyond_s``: seconds beyond the usual, by late peer. Leave them out where the own timer was late.
-        ``blamed``: the awaited peer for which a late one waits itself, by its own account.
+        ``blamed``: the peer for which a late one waits itself, by its own account.
         """
-        late: dict[PeerId, float] = {}
+        late = {peer: seconds for peer, seconds in beyond_s.items() if seconds > 0}
         tellers: dict[PeerId, float] = {}
-        for peer, seconds in beyond_s.items():
-            other = (blamed or {}).get(peer)
-            if other is not None and other in awaited and other not in (peer, self._me):
-                tellers[peer] = TELLERS * seconds
-                peer = other
-            if seconds > 0:
-                late[peer] = max(late.get(peer, 0.0), seconds)
-        behind = [peer for peer, seconds in beyond_s.items() if seconds > 0]
-        if 2 * len(set(map(self._account_of, behind))) > len(set(map(self._account_of, awaited))):
+        if 2 * len(set(map(self._account_of, late))) > len(set(map(self._account_of, awaited))):
             return {}
+        for peer, other in (blamed or {}).items():
+            if peer not in late or other is None or other in (peer, self._me) or other not in awaited:
+                continue
+            if other in beyond_s:
+                tellers[peer] = TELLERS * late[peer]
+                late[other] = max(late.get(other, 0.0), late.pop(peer))
         costs: dict[bytes, tuple[float, PeerId]] = {}
         for peer, seconds in (*late.items(), *tellers.items()):  # those of one account were awaited together
             account = self._account_of(peer)

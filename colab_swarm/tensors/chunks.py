@@ -5,7 +5,8 @@ A `Manifest` has the BLAKE3 hash of each chunk of it; its own is the *root*, whi
 
 Fetching. One worker per donor takes chunks from a common queue, and asks for twice as many after
 each quick answer. A chunk is accepted by its hash and length only: a donor that lies, stalls or
-vanishes costs the chunks in flight, which the others send again.
+vanishes costs the chunks in flight, which the others send again. Once the others have nothing left to
+do, a donor has as long as it has earned.
 """
 
 import asyncio
@@ -247,7 +248,7 @@ class ChunkDownload:
     """The chunks of one manifest, from any number of donors; it survives the loss of all of them.
 
     ``request(digests)`` makes the message that opens a stream of chunks. `run` fills ``blob``;
-    ``used`` are the donors that sent chunks.
+    ``used`` are the donors that sent chunks, ``waited_s`` is for how long the last ones were awaited alone.
     """
 
     def __init__(
@@ -257,8 +258,12 @@ class ChunkDownload:
         self._manifest = manifest
         self._request = request
         self._queue = list(reversed(range(manifest.chunks)))
+        # The limit of each donor's request, while it has one, and since when another donor has nothing to do.
+        self._limits: dict[PeerId, asyncio.Timeout] = {}
+        self._idle_since = math.inf
         self.blob: Blob = np.empty(manifest.size_bytes, np.uint8)
         self.used: set[PeerId] = set()
+        self.waited_s: dict[PeerId, float] = {}
 
     def fill(self, read: Callable[[bytes], bytes | None]) -> None:
         """Take the chunks that ``read(digest)`` returns; it may block: call this off the event loop."""
@@ -271,26 +276,33 @@ class ChunkDownload:
                 self._put(chunk, data)
         self._queue = missing
 
-    async def run(self, donors: Iterable[PeerId], timeout_s: float = CHUNK_TIMEOUT_S) -> None:
+    async def run(
+        self,
+        donors: Iterable[PeerId],
+        timeout_s: float = CHUNK_TIMEOUT_S,
+        patience_s: Callable[[PeerId], float] = lambda donor: CHUNK_TIMEOUT_S,
+    ) -> None:
         """Fetch the missing chunks; raises StateError, and may run again, if all donors are lost.
 
-        ``timeout_s`` is for one request for some chunks.
+        ``timeout_s`` is for one request for some chunks. Once another donor has nothing left to do, the request
+        lasts for ``patience_s(donor)`` more.
         """
         left = [*donors]
         while self._queue and left:  # the remaining donors send the chunks of a lost one
-            kept = await asyncio.gather(*(self._work(donor, timeout_s) for donor in left))
+            self._idle_since = math.inf
+            kept = await asyncio.gather(*(self._work(donor, timeout_s, patience_s) for donor in left))
             left = [donor for donor, works in zip(left, kept, strict=True) if works]
         missing = f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive"
         require(not self._queue, missing, StateError)
 
-    async def _work(self, donor: PeerId, timeout_s: float) -> bool:
+    async def _work(self, donor: PeerId, timeout_s: float, patience_s: Callable[[PeerId], float]) -> bool:
         count = 1
         now = asyncio.get_running_loop().time
         while self._queue:
             pending = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
             began = now()
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(timeout_s) as self._limits[donor]:
                     await self._fetch(donor, pending)
                 if now() - began < QUICK_S:
                     count = min(2 * count, REQUEST_CHUNKS)
@@ -301,7 +313,19 @@ class ChunkDownload:
                 return False
             finally:  # cancelled, too
                 self._queue += pending
+                del self._limits[donor]
+                if self._idle_since < now():
+                    self.waited_s[donor] = now() - self._idle_since
+        self._on_idle(patience_s, now())
         return True
+
+    def _on_idle(self, patience_s: Callable[[PeerId], float], now: float) -> None:
+        """A donor has nothing left to do: do not wait for the others any longer than they have earned."""
+        self._idle_since = min(self._idle_since, now)
+        for donor, limit in self._limits.items():
+            until = now + patience_s(donor)
+            if not limit.expired() and until < (limit.when() or math.inf):
+                limit.reschedule(until)
 
     async def _fetch(self, donor: PeerId, pending: list[int]) -> None:
         request = self._request(tuple(map(self._manifest.digest, pending)))

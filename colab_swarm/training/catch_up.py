@@ -20,8 +20,6 @@ ATTEMPTS = 5  # downloads per branch
 _BRANCHES = 4  # of trainers that died together
 _PAUSE_S = 1.0  # between two attempts
 _SLOW_S = 5.0  # attempts slower than this emit a Notice
-# Of a peer whose own state others hold as well: it trains on with them.
-_SHORT_PATIENCE_S = CHUNK_TIMEOUT_S / 3
 
 
 class _Follower(Protocol):
@@ -31,6 +29,7 @@ class _Follower(Protocol):
     services: PeerServices
 
     async def refresh(self) -> None: ...
+    def patience_s(self, donors: list[PeerId]) -> float: ...
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot: ...
     async def wait_called(self) -> None: ...
     async def follow_round(self) -> dict[tuple[int, bytes], Mean]: ...
@@ -80,8 +79,11 @@ class CatchUp:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             since = min(since, loop_now())
+            # A peer whose own state others hold as well could train on with them.
             shared = self._has_state and progress.known.shared
-            patience_s = _SHORT_PATIENCE_S if shared else CHUNK_TIMEOUT_S
+            patience_s = CHUNK_TIMEOUT_S
+            if shared:
+                patience_s = self._rounds.patience_s(donors)
             try:
                 snapshot = await self._download(branch.step, donors, patience_s)
                 root = snapshot.manifest.root

@@ -37,6 +37,8 @@ from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_S = 2.0  # of a donor, and what it takes to copy and hash its state
+_SNAPSHOT_BYTES_PER_S = 5e8
 _MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
 
 
@@ -57,8 +59,13 @@ class LinkRounds(Rounds):
             services, progress, model, self.throughput, self._meetings, self.comparison
         )
         self._states = StateSharing(
-            services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
+            services.router,
+            settings.prefix,
+            partial(asyncio.to_thread, model.snapshot),
+            self._meetings.standing,
         )
+        # What the last state took until it was here.
+        self._download_s = 0.0
         self._stop_listening = peers.on_lost(self._on_lost)
 
     @property
@@ -235,7 +242,17 @@ class LinkRounds(Rounds):
         super().adopt(step, lineage, syncing=syncing)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        self.progress.election.distrust(donors, now=loop_now())
+        now = loop_now()
+        self.progress.election.distrust(donors, now=now)
+        wasted_s = dict.fromkeys(donors, self._download_s)
+        awaited = [self.services.peers.id, *donors]
+        self._meetings.standing.settle("to give a state that loads", wasted_s, awaited, now)
+
+    def patience_s(self, donors: Sequence[PeerId]) -> float:
+        """Return how long to wait for a state of these donors, where this peer could go on without it."""
+        now = loop_now()
+        usual_s = _ANSWER_S + most_state_bytes(self.model.numel) / _SNAPSHOT_BYTES_PER_S
+        return usual_s + max(self._meetings.standing.patience_s(donor, now) for donor in donors)
 
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
@@ -251,6 +268,7 @@ class LinkRounds(Rounds):
             snapshot = await self._states.download(assistants, limit_bytes, timeout_s)
         state = snapshot.manifest
         now = loop_now()
+        self._download_s = now - began_at
         names = tuple(donor.hex() for donor in snapshot.donors)
-        self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, now - began_at))
+        self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, self._download_s))
         return snapshot

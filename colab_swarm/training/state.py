@@ -10,6 +10,7 @@ backbone gives a checkpoint of its own when no trainer is left.
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import Any
 import msgspec
 
 from colab_swarm.averaging.router import PrefixRouter
+from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
 from colab_swarm.files import StepFiles
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, decoded, remember, short
+from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_STATE_BYTES,
@@ -49,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 _MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
 _REMEMBERED = 4
-_OTHERS_S = 2.0  # timeout for the other donors, after the first answer
+_WHAT = "to give its state"
+_LAST_CHUNKS_S = 0.25  # some donor is the last one
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
@@ -107,11 +111,16 @@ class FetchState(FetchChunks, frozen=True):
 class StateSharing:
     """Serves this peer's snapshots and downloads other peers'.
 
-    ``await provide()`` takes a snapshot of the current step; None or `StateError`: there is none.
+    ``await provide()`` takes a snapshot of the current step; None or `StateError`: there is none. ``standing``: what
+    others' delays have cost this peer, if the owner keeps account of it.
     """
 
     def __init__(
-        self, router: PrefixRouter, prefix: str, provide: Callable[[], Awaitable[Snapshot | None]]
+        self,
+        router: PrefixRouter,
+        prefix: str,
+        provide: Callable[[], Awaitable[Snapshot | None]],
+        standing: Standing | None = None,
     ) -> None:
         self._router = router
         self._peers = router.peers
@@ -121,8 +130,11 @@ class StateSharing:
         self._fresh = False
         self._taking = asyncio.Lock()
         self._begun: dict[bytes, ChunkDownload] = {}
+        if standing is None:
+            standing = Standing(self._peers.id, heard_at=self._peers.read_at, events=router.events)
+        self._standing = standing
         # after a failure, the next call goes on where this one stopped
-        self.download = partial(download_state, self._peers, prefix, begun=self._begun)
+        self.download = partial(download_state, self._peers, prefix, begun=self._begun, standing=standing)
         router.serve(prefix, DescribeState, self._describe, Role.VIEWER)
         router.serve_stream(prefix, FetchState, self._send_chunks, Role.VIEWER)
 
@@ -163,15 +175,18 @@ async def download_state(
     limit_bytes: int = MAX_STATE_BYTES,
     timeout_s: float = CHUNK_TIMEOUT_S,
     begun: dict[bytes, ChunkDownload] | None = None,
+    standing: Standing | None = None,
 ) -> Snapshot:
     """Fetch the state that most donors hold, from all of these.
 
-    ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
+    ``begun`` holds an incomplete download, by the state's root, from one call to the next. A donor that others
+    wait for has the patience that it has earned by its ``standing``, and is charged. Raises
     `StateError` if no donor had a state, all were lost before it was complete, or it is over
     ``limit_bytes``; `DonorsSilent` if all are silent.
     """
+    standing = standing or Standing(peers.id, heard_at=peers.read_at)
     manifest, holders, refusals = await _agree_on_state(
-        peers, DescribeState(prefix), donors, limit=4, timeout_s=timeout_s, limit_bytes=limit_bytes
+        peers, DescribeState(prefix), donors, standing, limit=4, timeout_s=timeout_s, limit_bytes=limit_bytes
     )
     if manifest is None:
         silent = all(isinstance(one, PeerTimeout | PeerUnreachable | PeerLost) for one in refusals.values())
@@ -182,7 +197,12 @@ async def download_state(
     download = begun.get(root) or ChunkDownload(peers, manifest, lambda ids: FetchState(ids, prefix, root))
     begun.clear()
     begun[root] = download
-    await download.run(holders, timeout_s)
+    try:
+        await download.run(holders, timeout_s, lambda donor: standing.patience_s(donor, loop_now()))
+    finally:
+        late_s = {donor: seconds - _LAST_CHUNKS_S for donor, seconds in download.waited_s.items()}
+        standing.settle(_WHAT, late_s, [peers.id, *holders], loop_now())
+        download.waited_s.clear()
     begun.clear()
     return Snapshot(manifest, download.blob, tuple(sorted(download.used)))
 
@@ -190,7 +210,7 @@ async def download_state(
 async def shapes_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters and buffers of the donors' state; none if no donor answers."""
     manifest, _, _ = await _agree_on_state(
-        peers, DescribeState(prefix), donors, limit=4, timeout_s=5.0, limit_bytes=MAX_STATE_BYTES
+        peers, DescribeState(prefix), donors, Standing(peers.id), limit=4, timeout_s=5.0
     )
     if manifest is None:
         return []
@@ -202,6 +222,7 @@ async def _agree_on_state(
     peers: Peers,
     ask: DescribeState,
     donors: Sequence[PeerId],
+    standing: Standing,
     *,
     limit: int,
     timeout_s: float,
@@ -209,7 +230,8 @@ async def _agree_on_state(
 ) -> tuple[Manifest | None, list[PeerId], dict[PeerId, PeerError]]:
     """Return the manifest that most of ``limit`` donors give, those that hold it, and all refusals.
 
-    They are asked at once: a moment later each would have another step. Of equally many the first.
+    They are asked at once: a moment later each would have another step. Of equally many the first. After its answer
+    the others have the patience that they have earned, until more than half say the same.
     """
     holders: dict[Manifest, list[PeerId]] = {}
     refusals: dict[PeerId, PeerError] = {}
@@ -223,19 +245,47 @@ async def _agree_on_state(
             refusals[donor] = error
 
     for begin in range(0, len(donors), limit):
-        pending = {asyncio.create_task(describe(donor)) for donor in donors[begin : begin + limit]}
+        asked = donors[begin : begin + limit]
+        began_at = loop_now()
+        calls = {asyncio.create_task(describe(donor)): donor for donor in asked}
         try:
-            while pending and not holders:
-                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if pending:  # a silent donor holds up the others' answers no longer than this
-                await asyncio.wait(pending, timeout=_OTHERS_S)
+            first_at = await _until_most_agree(calls, holders, standing)
         finally:
-            for task in pending:
-                task.cancel()
+            for call in calls:
+                call.cancel()
+        late_s = {donor: loop_now() - first_at for call, donor in calls.items() if not call.done()}
+        if not holders:
+            silent = [donor for donor, error in refusals.items() if isinstance(error, PeerTimeout)]
+            late_s = dict.fromkeys(silent, loop_now() - began_at)
+        standing.settle(_WHAT, late_s, [peers.id, *asked], loop_now())
         if holders:
             manifest = max(holders, key=lambda one: len(holders[one]))
             return manifest, holders[manifest], refusals
     return None, [], refusals
+
+
+async def _until_most_agree(
+    calls: Mapping[asyncio.Task[None], PeerId], holders: Mapping[Manifest, list[PeerId]], standing: Standing
+) -> float:
+    """Return when the first donor answered, once all have or no other is awaited any more.
+
+    Where more than half have given one manifest, the others have as long again as the first one took.
+    """
+    began_at = loop_now()
+    first_at = math.inf
+    pending = set(calls)
+    left_s: float | None = None
+    while pending and (left_s is None or left_s > 0):
+        _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if not holders:
+            continue
+        now = loop_now()
+        first_at = min(first_at, now)
+        patience_s = max((standing.patience_s(calls[call], now) for call in pending), default=0.0)
+        if 2 * max(map(len, holders.values())) > len(calls):
+            patience_s = min(patience_s, first_at - began_at)
+        left_s = first_at + patience_s - now
+    return min(first_at, loop_now())
 
 
 def _told(refusals: Mapping[PeerId, PeerError]) -> str:
@@ -294,7 +344,7 @@ class Mirror(StateSharing):
             return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
         manifest, held, faults = await _agree_on_state(
-            self._peers, ask, donors, limit=2, timeout_s=_MIRROR_TIMEOUT_S
+            self._peers, ask, donors, self._standing, limit=2, timeout_s=_MIRROR_TIMEOUT_S
         )
         if manifest is None:
             raise Refusal(f"no trainer linked to this assistant gave its state: {_told(faults)[:500]}")

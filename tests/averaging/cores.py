@@ -173,7 +173,7 @@ class CorePeer(SwarmView):
     def on_joined(self, question: Question, joined: Joined) -> None:
         if not self.alive or self.search.asked is not question:
             return
-        question.on_message(joined)
+        question.silent_at = None
         if joined.forming:
             question.expect_heartbeat(0.0, self.organizer.callers_of(TERMS.key), self.script.now)
             self.watch(question)
@@ -292,7 +292,7 @@ class CorePeer(SwarmView):
         if self.alive and self.organizer.formations.get(TERMS.key) is formation:
             for peer, reply in self.waiting[TERMS.key]:
                 if peer != self.id:
-                    reply(self.organizer.heartbeat(TERMS.key))
+                    reply(Joined())
             self.script.at(self.script.now + HEARTBEAT_S, lambda: self.beat(formation))
 
     def on_given_up(self, peer: PeerId) -> None:

@@ -51,6 +51,9 @@ class DeadTrainers:
     async def refresh(self) -> None:
         pass
 
+    def patience_s(self, donors: list[PeerId]) -> float:
+        return 5.0
+
     async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
         """Through the backbone, as the donors are out of reach."""
         self.downloads.append(tuple(donors))

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from colab_swarm.averaging.router import PrefixRouter
+from colab_swarm.averaging.standing import BURST_S
 from colab_swarm.errors import PeerError, StateError
+from colab_swarm.events import EventLog, Waited
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HOME, SimNetwork, SimPeers
@@ -37,7 +39,9 @@ class Scene:
         }
         self.joiner: SimPeers = self.network.peer("joiner")
         self.network.introduce()
-        self.sharing = StateSharing(PrefixRouter(self.joiner), "run", self.provider(None))
+        self.events = EventLog()
+        router = PrefixRouter(self.joiner, self.events)
+        self.sharing = StateSharing(router, "run", self.provider(None))
 
     def provider(self, made: Snapshot | None) -> Callable[[], Awaitable[Snapshot]]:
         async def provide() -> Snapshot:
@@ -66,13 +70,43 @@ async def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
     assert [fault.name for fault in scene.network.fired] == ["crash"]
 
 
-async def test_a_donor_that_stalls_loses_its_chunks_to_the_others_after_30_s() -> None:
+async def test_a_donor_that_stalls_loses_its_chunks_once_the_others_have_nothing_to_do() -> None:
     scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
     stalled = scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=3)
     stalled.partition({"bob"}, {"alice", "joiner"})
     got = await scene.download()
-    assert np.array_equal(got.blob, BLOB) and loop_now() < CHUNK_TIMEOUT_S + 15
+    assert np.array_equal(got.blob, BLOB) and loop_now() < 15
     assert [fault.name for fault in scene.network.fired] == ["partition"]
+    assert waited_for(scene) == ["bob"]
+
+
+def waited_for(scene: Scene) -> list[str]:
+    """The donors that the joiner was told to have waited for."""
+    names = {peers.id.hex(): name for name, peers in scene.donors.items()}
+    return [names[event.peer] for event in scene.events.recent(Waited)]
+
+
+async def test_a_silent_donor_costs_less_each_time_and_is_named() -> None:
+    """It keeps its manifest, or only its chunks, to itself; the state has one chunk."""
+    for kind in (DescribeState, FetchState):
+        small, fired = snapshot(blob=BLOB[:1000]), list[float]()
+        scene = Scene({"mallory": small, "alice": small})
+
+        async def keep_silent(*_: object, fired: list[float] = fired) -> None:
+            fired.append(loop_now())
+            await asyncio.sleep(1e6)
+
+        peers = scene.donors["mallory"]
+        peers.unserve(kind)
+        serve = peers.serve if kind is DescribeState else peers.serve_stream
+        serve(kind, keep_silent)
+        waits = []
+        for _ in range(6):
+            began = loop_now()
+            assert (await scene.download()).manifest == small.manifest
+            waits.append(loop_now() - began)
+        assert len(fired) >= 3 and set(waited_for(scene)) == {"mallory"}
+        assert waits[0] > 2 > max(waits[1:]) and sum(waits) < BURST_S + 1
 
 
 async def test_a_slow_donor_is_kept_while_its_chunks_arrive() -> None:
@@ -95,7 +129,7 @@ async def test_a_donor_that_trickles_after_a_good_start_holds_its_chunks_for_30_
 
     sent: list[bytes] = []
     got = await Scene({"alice": snapshot(), "bob": Trickling(snapshot().manifest, BLOB)}).download()
-    assert np.array_equal(got.blob, BLOB) and len(sent) > 3 and loop_now() < CHUNK_TIMEOUT_S + 5
+    assert np.array_equal(got.blob, BLOB) and len(sent) > 3 and loop_now() < CHUNK_TIMEOUT_S
 
 
 async def test_a_chunk_of_another_length_is_refused_though_its_hash_is_right() -> None:
