@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 
 import msgspec
@@ -11,7 +11,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.averaging import standing
-from colab_swarm.averaging.group import Group, GroupMember, Joined, JoinRound, RoundTerms, Ticket
+from colab_swarm.averaging.group import Group, GroupMember, Joined, JoinEta, JoinRound, RoundTerms, Ticket
 from colab_swarm.averaging.search import IN_VAIN_S
 from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import key_id
@@ -19,9 +19,11 @@ from colab_swarm.errors import PeerError
 from colab_swarm.invite import Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
-from colab_swarm.net.peers import PeerId, Stream
+from colab_swarm.net.peers import PeerId, Refusal, Stream
+from colab_swarm.runtime import loop_now
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.records import ProgressRecord, progress_key
-from tests.attacks.town import Mallory, Town, town
+from tests.attacks.town import CALM_S, Attack, Mallory, Town, attacked, town
 
 LONGEST_WAIT_S = 12.0  # seconds; the bound is 10, and 2 in a LAN
 
@@ -249,3 +251,66 @@ def test_a_ticket_that_is_refused_costs_the_others_no_time(kind: str) -> None:
     assert all(one.group is None or one.group.index_of(mallory.peers.id) is None for one in answers)
     assert honest.waited_for(mallory.peers.id) < 3 * standing.BURST_S
     honest.assert_held(least_shared=15)
+
+
+def delaying(seconds: float, *, refuses: bool = False) -> Attack:
+    """An organizer that sends heartbeats for some seconds before a valid group, or before it refuses."""
+
+    def begin(swarm: Swarm, prefix: str) -> Counter[str]:
+        handlers = swarm.services.router._handlers[JoinRound]
+        form = handlers[prefix]
+        fired = Counter[str]()
+
+        async def put_off(opening: JoinRound, stream: Stream) -> None:
+            if loop_now() < CALM_S:
+                return await form(opening, stream)
+            fired["put off"] += 1
+            until = loop_now() + seconds
+            while loop_now() < until:
+                await stream.send(Joined())
+                await asyncio.sleep(0.4)
+            if refuses:
+                raise Refusal("no")
+            await form(opening, stream)
+
+        handlers[prefix] = put_off
+        return fired
+
+    return begin
+
+
+def breaks_promises(swarm: Swarm, prefix: str) -> Counter[str]:
+    """It says to each caller that it comes at once, and never does; nor does it organize."""
+    fired = Counter[str]()
+
+    async def promise(peer: PeerId, terms: RoundTerms) -> JoinEta:
+        if loop_now() < CALM_S:
+            return JoinEta(None)
+        fired["promised"] += 1
+        return JoinEta(0.2)
+
+    async def refuse(opening: JoinRound, stream: Stream) -> None:
+        raise Refusal("no")
+
+    swarm.services.router._handlers[RoundTerms][prefix] = promise
+    swarm.services.router._handlers[JoinRound][prefix] = refuse
+    return fired
+
+
+VIRTUAL = {
+    "a late group": delaying(6.0),
+    "a group within the time that others claim": delaying(4.0),
+    "a late refusal": delaying(2.0, refuses=True),
+    "a broken promise": breaks_promises,
+}
+QUICK = ("a group within the time that others claim", "a broken promise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.ordeal) for kind in VIRTUAL]
+)
+def test_on_the_virtual_clock_the_honest_keep_their_steps_and_are_told_who_cost_them_time(kind: str) -> None:
+    after = attacked(3, [VIRTUAL[kind]], 0, 80.0)
+    assert after.fired.total() >= 2 and after.kept >= 0.85
+    assert after.cost_s[True] > 1.0

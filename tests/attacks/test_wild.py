@@ -5,25 +5,18 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-import colab_swarm as cs
-from colab_swarm.averaging.standing import BURST_S, SHARE
-from colab_swarm.events import StepFinished, Waited
+from colab_swarm.averaging.standing import BURST_S
 from colab_swarm.net.mux import FrameKind, Mux
 from colab_swarm.net.peers import PeerId, Refusal
 from colab_swarm.sim.network import SimLink
-from colab_swarm.swarm.simulation import NAMES
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, loss_of, model
+from tests.attacks.town import CALM_S, Attack, attacked
 
-CALM_S = 20.0  # of training before the attack
-SAMPLES, SAMPLES_PER_S = 2, 4.0
-STEP_S = 4.0  # that the honest take for a step of theirs alone
 MOODS = ("delay", "drop", "refuse", "garble", "replay", "equivocate")
 REMEMBERED = 20
 
@@ -120,78 +113,24 @@ def infect(wild: dict[PeerId, Wild], patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mux, "reply", answer)
 
 
-@dataclass
-class Run:
-    """What the attack left to the honest: ``kept`` of their steps, beyond what the hostile may cost by the rules."""
+def wild(moods: list[str], rate: float, rng: random.Random, patch: pytest.MonkeyPatch) -> Attack:
+    """The attack of a member with these moods."""
+    infected: dict[PeerId, Wild] = {}
+    infect(infected, patch)
 
-    steps: int
-    kept: float
-    fired: Counter[str]
-    cost_s: dict[
-        bool, float
-    ]  # the most that one of them was told to have waited for the hostile, for the honest
+    def begin(swarm: Swarm, prefix: str) -> Counter[str]:
+        member = infected[swarm.id] = Wild(rng, moods, rate)
+        return member.fired
 
-
-def train(
-    honest: int,
-    seed: int,
-    seconds: float,
-    wilds: Callable[[random.Random], list[Wild]],
-    patch: pytest.MonkeyPatch,
-) -> Run:
-    """The honest train beside these members; what the user's loop raises fails the test."""
-    members, wild, steps = wilds(random.Random(seed)), dict[PeerId, Wild](), Counter[str]()
-    cost_s: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    infect(wild, patch)
-
-    def work(swarm: Swarm) -> None:
-        def hear(event: object) -> None:
-            if isinstance(event, StepFinished) and event.at > CALM_S:
-                steps[swarm.name] += 1
-            elif isinstance(event, Waited) and event.at > CALM_S:
-                cost_s[PeerId(bytes.fromhex(event.peer)) in wild][swarm.name] += event.seconds
-
-        net = model()
-        batch = int(honest * SAMPLES_PER_S * STEP_S)
-        optimizer = join_training(swarm, net, target_batch_size=batch)
-        if swarm.name in NAMES[honest:]:
-            wild[swarm.id] = members[NAMES.index(swarm.name) - honest]
-        else:
-            swarm.events.listen(hear)
-        while True:
-            loss_of(net, optimizer.global_step, slice(0, SAMPLES)).backward()
-            optimizer.step(samples=SAMPLES)
-
-    count = honest + len(members)
-    with cs.simulate(count, network="lan", seed=seed, samples_per_s=SAMPLES_PER_S) as simulation:
-        simulation.run(work, seconds=CALM_S + seconds)
-    fired = sum((member.fired for member in members), Counter[str]())
-    slowest = min(steps[name] for name in NAMES[:honest])
-    bound_s = len(members) * (BURST_S + SHARE * seconds)
-    most_s = {hostile: max(each.values(), default=0.0) for hostile, each in cost_s.items()}
-    run = Run(slowest, slowest * STEP_S / (seconds - bound_s), fired, most_s)
-    print(f"seed {seed}: {run}")
-    return run
-
-
-def all_moods(rng: random.Random) -> list[Wild]:
-    return [Wild(random.Random(rng.random()), [*MOODS], 0.3)]
-
-
-def two_of_some_moods(rng: random.Random) -> list[Wild]:
-    """At rates from one act in thirty to three in five."""
-    made = []
-    for _ in range(2):
-        moods = rng.sample(MOODS, 4)
-        made.append(Wild(random.Random(rng.random()), moods, rng.choice((0.03, 0.1, 0.3, 0.6))))
-    return made
+    return begin
 
 
 @pytest.mark.slow
 def test_a_wild_member_leaves_the_others_most_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = train(3, 0, 60.0, all_moods, monkeypatch)
-    assert run.fired.keys() == {*MOODS} and run.fired.total() >= 50
-    assert run.kept >= 0.7 and run.cost_s[True] > run.cost_s[False]
+    attack = wild([*MOODS], 0.3, random.Random(0), monkeypatch)
+    after = attacked(3, [attack], 0, 60.0)
+    assert after.fired.keys() == {*MOODS} and after.fired.total() >= 50
+    assert after.kept >= 0.7 and after.cost_s[True] > after.cost_s[False]
 
 
 @pytest.mark.slow
@@ -199,10 +138,16 @@ def test_a_wild_member_leaves_the_others_most_of_their_steps(monkeypatch: pytest
 def test_two_wild_members_of_five_leave_the_others_most_of_their_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """At rates from one act in thirty to three in five."""
     runs = []
     for seed in range(40):
+        rng = random.Random(seed)
         with monkeypatch.context() as patch:
-            runs.append(train(3, seed, 150.0, two_of_some_moods, patch))
+            attacks = []
+            for _ in range(2):
+                moods, rate = rng.sample(MOODS, 4), rng.choice((0.03, 0.1, 0.3, 0.6))
+                attacks.append(wild(moods, rate, random.Random(rng.random()), patch))
+            runs.append(attacked(3, attacks, seed, 150.0))
     assert all(run.fired.total() >= 20 for run in runs)
     kept = [run.kept for run in runs]
     assert statistics.median(kept) >= 0.85 and min(kept) >= 0.7

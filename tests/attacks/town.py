@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import threading
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
@@ -15,8 +16,10 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
 from colab_swarm.averaging.result import GroupResult
-from colab_swarm.events import Fault, RoundFinished, Waited
+from colab_swarm.averaging.standing import BURST_S, SHARE
+from colab_swarm.events import Fault, RoundFinished, StepFinished, Waited
 from colab_swarm.net.peers import PeerId, Refusal, Role, Stream
+from colab_swarm.swarm.simulation import NAMES
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Manifest, Snapshot, send_chunks
 from colab_swarm.training.records import ProgressRecord, progress_key
@@ -289,3 +292,61 @@ class Mallory:
 
         self.services.router.serve(self.prefix, DescribeState, describe, Role.GUEST)
         self.services.router.serve_stream(self.prefix, FetchState, send, Role.GUEST)
+
+
+Attack: TypeAlias = Callable[[Swarm, str], Counter[str]]
+"""Takes a hostile member and the prefix of its run; the counter tells later how often the attack fired."""
+CALM_S = 20.0  # of simulated training before an attack
+SAMPLES, SAMPLES_PER_S = 2, 4.0
+STEP_S = 4.0  # that honest peers take for a step of theirs alone
+
+
+@dataclass
+class Aftermath:
+    """What an attack left to the honest: ``kept`` of their steps, beyond what the hostile may cost by the rules.
+
+    ``cost_s``: the most that one of the honest was told to have waited for the hostile (True), and for the honest.
+    """
+
+    steps: int
+    kept: float
+    fired: Counter[str]
+    cost_s: dict[bool, float]
+
+
+def attacked(honest: int, attacks: Sequence[Attack], seed: int, seconds: float) -> Aftermath:
+    """Train on the virtual clock beside one hostile member for each attack; the user's loop must raise nothing.
+
+    The attacks must begin at `CALM_S`.
+    """
+    steps, fired, hostile = Counter[str](), list[Counter[str]](), set[str]()
+    cost_s: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+
+    def work(swarm: Swarm) -> None:
+        def hear(event: object) -> None:
+            if isinstance(event, StepFinished) and event.at > CALM_S:
+                steps[swarm.name] += 1
+            elif isinstance(event, Waited) and event.at > CALM_S:
+                cost_s[event.peer in hostile][swarm.name] += event.seconds
+
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=int(honest * SAMPLES_PER_S * STEP_S))
+        number = NAMES.index(swarm.name) - honest
+        if number < 0:
+            swarm.events.listen(hear)
+        else:
+            hostile.add(swarm.id.hex())
+            fired.append(attacks[number](swarm, optimizer.collaboration.progress.prefix))
+        while True:
+            toy.loss_of(net, optimizer.global_step, slice(0, SAMPLES)).backward()
+            optimizer.step(samples=SAMPLES)
+
+    count = honest + len(attacks)
+    with cs.simulate(count, network="lan", seed=seed, samples_per_s=SAMPLES_PER_S) as simulation:
+        simulation.run(work, seconds=CALM_S + seconds)
+    slowest = min(steps[name] for name in NAMES[:honest])
+    bound_s = len(attacks) * (BURST_S + SHARE * seconds)
+    most_s = {whose: max(each.values(), default=0.0) for whose, each in cost_s.items()}
+    after = Aftermath(slowest, slowest * STEP_S / (seconds - bound_s), sum(fired, Counter[str]()), most_s)
+    print(f"seed {seed}: {after}")
+    return after
