@@ -102,4 +102,6 @@ A peer that is not admitted gets four lines: the refusal, the reason, the fix, t
     swarm.invite(role="viewer", hours=2, uses=30)
     swarm.remove_peer("3fa9")          # the first digits of a peer's id, or an invitation's text
     swarm.contributions()
+
+.. include:: ONE_MEMBER.md
 """
