@@ -10,7 +10,7 @@ import numpy as np
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
-from colab_swarm.events import BatchDropped, MemberTrace, Notice, PeerRefused, StateReceived
+from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.follower import ChainFollower, Counted
 from colab_swarm.mailbox.journal import Journal
@@ -147,12 +147,6 @@ class BucketRounds(Rounds):
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self.comparison.on_loaded(donors)
-
-    async def distrust(self, donors: Sequence[PeerId]) -> None:
-        now = loop_now()
-        self.progress.election.distrust(donors, now=now)
-        for donor in donors:
-            self.services.events.emit(PeerRefused(now, donor.hex(), "a state", "it does not load"))
 
     async def refresh(self) -> None:
         """Do nothing: the members' figures come with their contributions."""

@@ -242,11 +242,10 @@ class LinkRounds(Rounds):
         super().adopt(step, lineage, syncing=syncing)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        now = loop_now()
-        self.progress.election.distrust(donors, now=now)
+        await super().distrust(donors)
         wasted_s = dict.fromkeys(donors, self._download_s)
         awaited = [self.services.peers.id, *donors]
-        self._meetings.standing.settle("to give a state that loads", wasted_s, awaited, now)
+        self._meetings.standing.settle("to give a state that loads", wasted_s, awaited, loop_now())
 
     def patience_s(self, donors: Sequence[PeerId]) -> float:
         """Return how long to wait for a state of these donors, where this peer could go on without it."""

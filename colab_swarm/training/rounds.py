@@ -17,7 +17,7 @@ from typing import TypeAlias
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import StateError
-from colab_swarm.events import Notice
+from colab_swarm.events import Notice, PeerRefused
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
@@ -193,9 +193,12 @@ class Rounds(ABC):
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         """The trainer has loaded the state that `take_state` returned, of these donors."""
 
-    @abstractmethod
     async def distrust(self, donors: Sequence[PeerId]) -> None:
         """Take the vote of peers that gave a state which does not load."""
+        now = loop_now()
+        self.progress.election.distrust(donors, now=now)
+        for donor in donors:
+            self.services.events.emit(PeerRefused(now, donor.hex(), "a state", "it does not load"))
 
     async def state_digest(self) -> str:
         """Return a digest of the state for the history; empty with local steps, which make every state different."""
