@@ -57,46 +57,40 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
 
 ## Rules
 
-- **A round closes** at once when no member of the last round is missing, but those that said
-  farewell as they left. With more than half of them it closes after a usual round, half a grace and
-  this peer's patience with those that are missing. With fewer it closes two usual rounds and a
-  grace after the last manifest. The usual time is the median of what the last round's contributors
-  needed, with their uploads: 1 s to 6 h, not more than that round took, but at least a quarter of
-  the one before. The grace is a quarter of it, 6 s to 90 s.
-- **Patience is earned** (`colab_swarm.averaging.standing`). Each member has an account of one usual
-  round and 1 % of the time, as long as it contributes. A round that waits for it longer than usual
-  is charged to it, and so is the wait for a manifest that cannot be followed (`Waited`). A single
-  wait may take half of what is left.
-- **A late round is announced.** Half the grace beyond the usual time, a peer that waits says for
-  whom (`Notice`).
-- **The store's clock counts**, not a peer's. A peer asks the store for its time as it joins, and
-  goes by that: its membership would else begin in the future. It says by how much the clock of its
-  machine is off. In a folder, where a writer chooses the times of its files, an object's time lies
-  between a peer's last look without it and its first look with it.
-- **Exactly once.** A contribution counts in its own round or in one of the two following, in one
-  manifest at most, and a manifest lists a member once. A peer that is not listed follows the means
-  meanwhile. After the third, it drops its contribution (`BatchDropped`).
-- **A manifest is followed** if a worker of the run signed it, it continues the chain, and it lists
-  no contribution twice. Before a usual round and half a grace are over it must list all of the last
-  round's members, but those with a farewell; then more than half of them; and after two usual
-  rounds and a grace, any. It must list all who contributed a usual round before it. All that it
-  lists must have been there before it and be readable, and its weights and scales must be those of
-  the contributions. Of each author, a round has two at most.
-- **No member weighs** more than the median one, and longer contributions are scaled down to the
-  median length. In a run of two members, one may weigh 16 times as much as the other, and be 4
-  times as long.
-- **The first manifest stands** of those that can be followed, unless the next round was built on
-  another one. One that cannot be followed is awaited for two thirds of the grace at most, from its
-  own time on; more of them cost no more. A peer that is left without most members goes over to a
-  later manifest.
-- **States.** The writer of every sixteenth manifest saves the state after it. A peer that saves a
-  state deletes what is older than the last one that it wrote or read itself: those of others may be
-  false. It is enough that the keys of one member can delete.
-- **A state moves nobody that can follow the rounds.** A peer loads one if it joins, if most members
-  went on from a manifest that it cannot follow, or if nobody closed its round by the deadline and
-  others are further. It loads the state on whose branch most members contributed, and more than
-  with itself; and another one if that does not load, or leads to other parameters than most members
-  have.
+- **A round closes** at once when no member of the last round is missing, but those that said farewell as they
+  left. With more than half of them it closes after a usual round, half a grace and this peer's patience with those
+  that are missing. With fewer it closes two usual rounds and a grace after the last manifest. The usual time is the
+  median of what the last round's contributors needed, with their uploads: 1 s to 6 h, not more than that round took,
+  but at least a quarter of the one before. The grace is a quarter of it, 6 s to 90 s.
+- **Patience is earned** (`colab_swarm.averaging.standing`). Each member has an account of one usual round and 1 % of
+  the time, as long as it contributes. A round that waits for it longer than usual is charged to it, and so is the
+  wait for a manifest that cannot be followed (`Waited`). A single wait may take half of what is left.
+- **A late round is announced.** Half the grace beyond the usual time, a peer that waits says for whom (`Notice`).
+- **The store's clock counts**, not a peer's. A peer asks the store for its time as it joins, and goes by that: its
+  membership would else begin in the future. It says by how much the clock of its machine is off. In a folder, where
+  a writer chooses the times of its files, an object's time lies between a peer's last look without it and its
+  first look with it.
+- **Exactly once.** A contribution counts in its own round or in one of the two following, in one manifest at
+  most, and a manifest lists a member once. A peer that is not listed follows the means meanwhile. After the third, it
+  drops its contribution (`BatchDropped`).
+- **A manifest is followed** if a worker of the run signed it, it continues the chain, and it lists no
+  contribution twice. Before a usual round and half a grace are over it must list all of the last round's members, but
+  those with a farewell; then more than half of them; and after two usual rounds and a grace, any. It must list all who
+  contributed a usual round before it. All that it lists must have been there before it and be readable, and its
+  weights and scales must be those of the contributions. Of each author, a round has two at most.
+- **No member weighs** more than the median one, and longer contributions are scaled down to the median length. In a
+  run of two members, one may weigh 16 times as much as the other, and be 4 times as long.
+- **The first manifest stands** of those that can be followed, unless the next round was built on another one. One
+  that cannot be followed is awaited for two thirds of the grace at most, from its own time on; more of them cost no
+  more. A peer that is left without most members goes over to a later manifest.
+- **States.** The writer of every sixteenth manifest saves the state after it. A peer that saves a state deletes
+  what is older than the last one that it wrote or read itself: those of others may be false. It is enough that
+  the keys of one member can delete.
+- **A state moves nobody that can follow the rounds.** A peer loads one if it joins, if most members went on from a
+  manifest that it cannot follow, or if nobody closed its round by the deadline and others are further. It loads the
+  state to whose round most members contributed, and more than with itself; and another one if that does not load,
+  or leads to other parameters than most members have. Of its chain only the digests count: their manifests say
+  the rest.
 
 ## Failures
 

@@ -3,11 +3,11 @@
 Rules, in this order:
 
 1. A manifest is a *candidate* of its round if it is sound (`RoundChain.fault_of`), and one of the first two of its
-   author.
+   author. Copies are none.
 2. A candidate *can be followed* if all contributions that it lists were written before it, and can be read. Its
    entries must be those of the contributions, or it is no candidate.
 3. Of these, the first one on which the next round was *built* closes the round: a candidate of the next round
-   can be followed, too.
+   can be followed, too. If there are several, it is the one on which most of its members built.
 4. If none was built on, the oldest one closes the round. It must list each member whose contribution could be read
    a usual round before it, or it is no candidate.
 
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeAlias
 
+from colab_swarm.errors import ProtocolError
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
     MOST_MEMBERS,
@@ -143,8 +144,14 @@ class Branches:
         """Return the candidates that can be followed, and on which the next round was built. Raises `Unsettled`."""
         if self.listing.latest <= chain.round:
             return []
-        followable = self.followable(chain)
-        return [candidate for candidate in followable if self.followable(candidate.after)]
+        built = []
+        for candidate in self.followable(chain):
+            later = self.followable(candidate.after)
+            if later:
+                members = candidate.after.members
+                builders = [len(_builders(closed).intersection(members)) for closed in later]
+                built.append((max(builders), candidate))
+        return [candidate for _, candidate in sorted(built, key=lambda pair: -pair[0])]
 
     def followable(self, chain: RoundChain) -> list[ClosedRound]:
         """Return the candidates of a round that can be followed, with their contributions. Raises `Unsettled`."""
@@ -166,10 +173,34 @@ class Branches:
             return False
         for candidate in self.candidates(chain):
             for later in self.followable(candidate.after):
-                members = {entry.member for entry in later.manifest.entries}
-                if chain.members and chain.is_quorum(members):
+                if chain.members and chain.is_quorum(_builders(later)):
                     return True
         return False
+
+    def retraced(self, chain: RoundChain, written_at: float) -> RoundChain | Step:
+        """Return a state's chain as the manifests make it that its digests name: the rest of it may be false.
+
+        Raises `ProtocolError` if a manifest is missing.
+        """
+        first = min(chain.digests)
+        retraced = RoundChain.begin(first, chain.digests[first], now=min(chain.closed_at, written_at))
+        while retraced.round < chain.round:
+            fork = self._fork(retraced)
+            try:
+                self.readings.require(fork.manifests)
+            except Unsettled as unsettled:
+                return unsettled.step
+            retraced = self._named(fork, chain.digests.get(retraced.round + 1))
+        return retraced
+
+    def _named(self, fork: Fork, digest: bytes | None) -> RoundChain:
+        """Return the chain after the manifest with this digest."""
+        for place in fork.manifests:
+            if place in self.readings.manifests:
+                manifest, named = self.readings.manifests[place]
+                if named == digest:
+                    return fork.chain.after(manifest, named, closed_at=place.modified_at)
+        raise ProtocolError("a manifest before it is missing")
 
     def gone(self, chain: RoundChain) -> dict[PeerId, float]:
         """Return when members of the last round said farewell: this one need not wait for them. Raises `Unsettled`."""
@@ -200,7 +231,9 @@ class Branches:
         fork = self._forks.get(key)
         if fork is None:
             manifests = self.listing.manifests.get(chain.folder, [])
-            fork = Fork(chain, sorted(manifests, key=lambda place: (place.modified_at, place.path)))
+            fork = Fork(
+                chain, sorted(manifests, key=lambda place: (place.modified_at, len(place.path), place.path))
+            )
             self._forks[key] = fork
         return fork
 
@@ -216,12 +249,17 @@ class Branches:
     def _first_of_each(self, fork: Fork) -> list[StoredObject]:
         """Return the manifests that may be candidates: the first ones of each author."""
         counts = Counter[PeerId]()
+        digests = set[bytes]()
         places = []
         for place in fork.manifests:
             read = self.readings.manifests.get(place)
             if read is None:
                 continue
-            manifest, _ = read
+            manifest, digest = read
+            # Anybody can write copies.
+            if digest in digests:
+                continue
+            digests.add(digest)
             counts[manifest.member] += 1
             if counts[manifest.member] <= CANDIDATES and place not in self.readings.faults:
                 places.append(place)
@@ -293,3 +331,9 @@ class Branches:
         if fault:
             self._drop(fork, candidate, fault)
         return replace(candidate, contributions=contributions)
+
+
+def _builders(closed: ClosedRound) -> set[PeerId]:
+    """Return the members that contributed after the manifest before: contributions to older rounds prove nothing."""
+    manifest = closed.manifest
+    return {entry.member for entry in manifest.entries if entry.round == manifest.round}

@@ -24,7 +24,6 @@ from colab_swarm.mailbox.rounds import (
     CARD,
     HEADER_BYTES,
     LEFT,
-    MOST_MEMBERS,
     MOST_PLACES,
     PLACE,
     STATE_PLACE,
@@ -40,6 +39,7 @@ from colab_swarm.mailbox.rounds import (
     StateHead,
     content_digest,
     elsewhere,
+    encoded_bytes,
     folder_of,
     mean_of,
     numbered,
@@ -91,6 +91,7 @@ class Journal:
         self._away = False
         self._faulty_states: dict[StoredObject, str] = {}  # that do not count, and why
         self._state_heads: dict[StoredObject, StateHead] = {}
+        self._refused: set[PeerId] = set()  # authors of states that cannot be read
         self._known_states: set[int] = set()  # rounds of states that this peer wrote or read
 
     def signed(self, kind: type[H], content: bytes | memoryview = b"", **fields: Any) -> bytes:
@@ -153,11 +154,15 @@ class Journal:
         for _ in range(MOST_PLACES):
             if await self.patiently(self.bucket.create, place, data):
                 return place, True
-            held = await self.patiently(self.bucket.read, place)
+            places = await self.patiently(self.bucket.list, path.rpartition("/")[0])
+            taken = RoundListing.of(places).at(place)
+            held = b""
+            if taken is not None and taken.size_bytes <= len(data) + HEADER_BYTES:
+                held = existing(await self._fetch(taken))
             if held == data:
                 return place, True
             with suppress(ProtocolError):
-                head, _ = unseal(held or b"", PseudoGradient)
+                head, _ = unseal(held, PseudoGradient)
                 if head.member == me and path.startswith(folder_of(head.round, head.base)):
                     return place, False
             place = elsewhere(path)
@@ -183,10 +188,13 @@ class Journal:
         It is the one on whose branch most members contributed, ``more_than`` so many. Of equal ones it is the newest,
         by a member that is not distrusted.
         """
+        places = await self._states()
         while True:
-            places = await self._states()
-            place = await self._best_of(places, after, more_than)
-            if place is None:
+            rounds = [round_of_state(place.path) for place in places]
+            first = max(min(rounds, default=0) - 1 - WINDOW, 0)
+            listing = RoundListing.of(await self.bucket.list("rounds", f"rounds/{first:08d}"))
+            best = await self._best_of(places, listing, after, more_than)
+            if best is None:
                 newest_fault = next(iter(self._faulty_states.values()), "")
                 require(
                     after >= 0 or not places,
@@ -194,25 +202,27 @@ class Journal:
                     StateError,
                 )
                 return None
+            place, head = best
             try:
-                state = await self._read_state_at(place)
+                branches = Branches(listing, self.reader.readings)
+                chain = await self.reader.answer(partial(branches.retraced, head.chain, place.modified_at))
+                snapshot = await self._read_state_at(place)
             except (PeerError, StateError, ValueError) as error:
-                self._refuse_state(place, str(error), self._state_heads[place].member)
+                self._refused.add(head.member)
+                self._refuse_state(place, str(error), head.member)
                 continue
             self._known_states.add(round_of_state(place.path))
-            return state
+            return chain, snapshot
 
     def _refuse_state(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
         remember(self._faulty_states, place, fault, MAX_REMEMBERED)
         self.reader.tell_fault(place, fault, author)
 
     async def _best_of(
-        self, places: Sequence[StoredObject], after: int, more_than: int
-    ) -> StoredObject | None:
-        rounds = [round_of_state(place.path) for place in places]
-        first = max(min(rounds, default=0) - 1, 0)
-        listing = RoundListing.of(await self.bucket.list("rounds", f"rounds/{first:08d}"))
-        best: StoredObject | None = None
+        self, places: Sequence[StoredObject], listing: RoundListing, after: int, more_than: int
+    ) -> tuple[StoredObject, StateHead] | None:
+        counts: dict[bytes, int] = {}
+        best: tuple[StoredObject, StateHead] | None = None
         best_rank = (0, False)
         for place in places:
             if round_of_state(place.path) <= after or place in self._faulty_states:
@@ -222,10 +232,14 @@ class Journal:
             except (PeerError, ValueError) as error:
                 self._refuse_state(place, str(error))
                 continue
-            members = len(await self._members_on(head.chain, listing))
-            rank = (members, not self._is_distrusted(head.member))
+            base = head.chain.base
+            if base not in counts:
+                counts[base] = len(await self._members_on(head.chain, listing))
+            members = counts[base]
+            is_trusted = head.member not in self._refused and not self._is_distrusted(head.member)
+            rank = (members, is_trusted)
             if members > more_than and (best is None or rank > best_rank):
-                best = place
+                best = place, head
                 best_rank = rank
         return best
 
@@ -246,25 +260,23 @@ class Journal:
         return head
 
     async def _members_on(self, chain: RoundChain, listing: RoundListing) -> set[PeerId]:
-        """Return the members that contributed to the round before a chain's, or to its first round."""
-        round = chain.round
-        if round - 1 in chain.digests:
-            round -= 1
-        places = listing.contributions.get(chain.folders[round], [])
+        """Return the members that contributed to a chain's round: they hold its last manifest."""
+        least_bytes = encoded_bytes(self.codec, self.numel)
         role_of = self._services.peers.role_by
         heads = await asyncio.gather(
             *[
                 read_statement(self.bucket, place, PseudoGradient, self._prefix, role_of)
-                for place in places[:MOST_MEMBERS]
+                for place in listing.contributions.get(chain.folder, [])
+                if place.size_bytes > least_bytes
             ]
         )
         members = set[PeerId]()
         for head in heads:
-            if head is not None and (head.round, head.base) == (round, chain.digests[round]):
+            if head is not None and (head.round, head.base) == (chain.round, chain.base):
                 members.add(head.member)
         return members
 
-    async def _read_state_at(self, place: StoredObject) -> tuple[RoundChain, Snapshot]:
+    async def _read_state_at(self, place: StoredObject) -> Snapshot:
         data = existing(await self.bucket.read(place.path))
         head, blob = self.reader.opened(data, StateHead, place.modified_at)
         manifest = Manifest.decode(head.manifest)
@@ -275,7 +287,7 @@ class Journal:
         require(fits, "its state is another", ProtocolError)
         follows = chain.round - 1 not in chain.digests or manifest.subject == chain.base[:LINEAGE_BYTES]
         require(follows, "it is not of the rounds before it", ProtocolError)
-        return chain, Snapshot(state.manifest, state.blob, (head.member,))
+        return Snapshot(state.manifest, state.blob, (head.member,))
 
     async def _states(self) -> list[StoredObject]:
         """Return the places of states, the newest round first; of a round the first place first."""

@@ -13,6 +13,7 @@ from colab_swarm.events import Fault, PeerRefused
 from colab_swarm.mailbox.branches import Read, Readings, Reject
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
+    CARD_PLACE,
     HEADER_BYTES,
     LEFT,
     MANIFEST,
@@ -43,6 +44,7 @@ from colab_swarm.tensors.codecs import Codec
 from colab_swarm.training.settings import PeerServices
 
 logger = logging.getLogger(__name__)
+ELSEWHERE = "it is another member's, or another round's"
 T = TypeVar("T")
 Placed = TypeVar("Placed", RoundManifest, PseudoGradient, Farewell)
 RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
@@ -152,6 +154,8 @@ class Reader:
     async def _read_manifest(self, place: StoredObject) -> None:
         data = await self._bounded(place, MANIFEST_BYTES)
         manifest, _ = self.opened(data, RoundManifest, place.modified_at)
+        # Whoever copied it here: its author has not.
+        require(place.folder == folder_of(manifest.round, manifest.base), ELSEWHERE, ProtocolError)
         self.readings.manifests[place] = manifest, content_digest(data)
 
     async def _read_farewell(self, place: StoredObject) -> None:
@@ -159,16 +163,17 @@ class Reader:
         farewell, _ = self.opened(data, Farewell, place.modified_at)
         folder = folder_of(round_of(place.path), farewell.base)
         named = place.path == f"{folder}/{farewell.member.hex()}{LEFT}"
-        with _signed_by(farewell.member):
-            require(named, "it is another member's, or another round's", ProtocolError)
+        require(named, ELSEWHERE, ProtocolError)
         self.readings.farewells.add(place)
 
     async def _read_contribution(self, place: StoredObject) -> None:
-        data = await self._bounded(place, HEADER_BYTES + encoded_bytes(self._codec, self._numel))
+        content_bytes = encoded_bytes(self._codec, self._numel)
+        require(place.size_bytes > content_bytes, "it is cut off", ProtocolError)
+        data = await self._bounded(place, HEADER_BYTES + content_bytes)
         head, content = self.opened(data, PseudoGradient, place.modified_at)
         named = (place.folder, place.member) == (folder_of(head.round, head.base), head.member)
+        require(named, ELSEWHERE, ProtocolError)
         with _signed_by(head.member):
-            require(named, "it is another member's, or another round's", ProtocolError)
             require(head.weight > 0, "it has no weight", ProtocolError)
             norm = await asyncio.to_thread(norm_of, self._codec, content, self._numel)
         self.readings.contributions[place] = ReadContribution(head, content, content_digest(data), norm)
@@ -186,8 +191,10 @@ async def first_card(
 
     Raises `ProtocolError` if another version of the package wrote it.
     """
-    places = sorted(await bucket.list("card"), key=lambda place: (len(place.path), place.path))
-    for place in places:
+    for place in sorted(await bucket.list("card"), key=lambda place: (len(place.path), place.path)):
+        # Shorter names would go before the first card.
+        if place.size_bytes == 0 or not CARD_PLACE.fullmatch(place.path):
+            continue
         data = await start_of(bucket, place, MANIFEST_BYTES)
         require_version(data)
         try:

@@ -48,9 +48,10 @@ HEADER_BYTES = 1 << 16  # at most
 MANIFEST_BYTES = 1 << 20
 PLACE: Final = re.compile(
     r"rounds/([0-9]{8})-[0-9a-f]{16}/"
-    r"(?:([0-9a-f]{64})(?:-[0-9a-f]{8})?|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
+    r"(?:([0-9a-f]{64})(?:-[0-9a-f]{8})?|manifest-(?:[0-9]{2}|[1-9][0-9]{2,5})|[0-9a-f]{64}-left)"
 )
 CARD = "card/first"
+CARD_PLACE: Final = re.compile(r"card/first(?:-[0-9]{1,2})?")
 _MARK: Final = b"colab_swarm"
 _HEAD: Final = len(_MARK) + 1 + 4  # bytes of an object before its statement
 LEFT = "-left"

@@ -152,9 +152,10 @@ class RoundView:
 
     @property
     def open_places(self) -> list[StoredObject]:
-        """The contributions that the round may list, of as many members as it may, the oldest first."""
+        """The contributions that the round may list, of as many members as it may: those of the last round first."""
         places = self.branches.open_places(self.chain)
-        members = list(dict.fromkeys(place.member for place in places))[:MOST_MEMBERS]
+        names = dict.fromkeys(place.member for place in places)
+        members = set(sorted(names, key=lambda member: member not in self.chain.members)[:MOST_MEMBERS])
         return [place for place in places if place.member in members]
 
     @property

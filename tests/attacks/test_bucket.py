@@ -21,6 +21,7 @@ from colab_swarm.events import BatchDropped, PeerRefused, StateReceived, Waited
 from colab_swarm.mailbox.branches import Branches, Step, Unsettled
 from colab_swarm.mailbox.reader import Reader
 from colab_swarm.mailbox.rounds import (
+    Card,
     ManifestEntry,
     PseudoGradient,
     ReadContribution,
@@ -30,6 +31,7 @@ from colab_swarm.mailbox.rounds import (
     content_digest,
     encode,
     entries_of,
+    folder_of,
     numbered,
     unseal,
 )
@@ -284,18 +286,18 @@ def test_manifests_that_nobody_can_follow_cost_two_rounds(attack: Attack) -> Non
     assert outcome.named(Waited)
 
 
-def forged(mallory: Mallory, round: int) -> Snapshot:
+def forged(mallory: Mallory, chain: RoundChain) -> Snapshot:
     """The state of this member with other parameters."""
     held = mallory.rounds.model.snapshot()
     state = unpack(held.manifest.layout, held.blob.copy())
-    state["step"] = round
+    state["step"] = chain.round
     state["parameters"] = [torch.full_like(one, 7.0) for one in state["parameters"]]
-    state["lineage"] = lineage = mallory.chain.base[:LINEAGE_BYTES]
-    return Snapshot.of(lineage, round, *pack(state))
+    state["lineage"] = lineage = chain.base[:LINEAGE_BYTES]
+    return Snapshot.of(lineage, chain.round, *pack(state))
 
 
 async def write_state(mallory: Mallory, chain: RoundChain, place: int = 0) -> None:
-    state = forged(mallory, chain.round)
+    state = forged(mallory, chain)
     blob = memoryview(state.blob.data)
     data = mallory.journal.signed(StateHead, blob, chain=chain, manifest=state.head)
     await mallory.write(numbered(f"states/{chain.round:08d}", place), data)
@@ -357,6 +359,8 @@ def test_a_state_moves_nobody_that_can_follow_the_rounds(attack: Attack) -> None
 
 
 async def garbage_for_states(mallory: Mallory) -> None:
+    await mallory.write("card/a", mallory.journal.signed(Card, schema=b"another", agreement=()))
+    await mallory.write("card/0", b"colab_swarm\x63 of another version")
     for round in range(0, 400, 16):
         for place in range(3):
             await mallory.write(numbered(f"states/{round:08d}", place), b"garbage")
@@ -367,6 +371,43 @@ async def garbage_for_states(mallory: Mallory) -> None:
 
 async def later_run(mallory: Mallory) -> None:
     await later_run_of_its_own(mallory)
+
+
+async def false_chains(mallory: Mallory) -> None:
+    """Each round states whose chain says something false."""
+    while True:
+        await mallory.look()
+        chain = mallory.chain
+        members = tuple(os.urandom(32) for _ in range(50))
+        listed = tuple(
+            (each, round) for each in chain.members for round in range(chain.round, chain.round + 200)
+        )
+        lies: tuple[dict[str, Any], ...] = (
+            {"digests": {**chain.digests, chain.round: os.urandom(32)}},
+            {"members": members, "pace_s": 6 * 3600.0},
+            {"listed": listed, "closed_at": 9e11},
+        )
+        for place, lie in enumerate(lies):
+            await write_state(mallory, msgspec.structs.replace(chain, **lie), place)
+        await mallory.wait_round()
+
+
+async def crowd(mallory: Mallory) -> None:
+    """Garbage of hundreds of names in the folder of each round, and a later run of its own."""
+    own = asyncio.create_task(later_run_of_its_own(mallory))
+    base = b""
+    try:
+        while True:
+            await asyncio.sleep(0.5)
+            chain = mallory.rounds._follower.chain if mallory.chain.round >= 9000 else mallory.chain
+            if chain.base == base:
+                continue
+            base = chain.base
+            for number in range(260):
+                name = number.to_bytes(4, "big") + base[:28]
+                await mallory.write(f"{chain.folder}/{name.hex()}", b"x")
+    finally:
+        own.cancel()
 
 
 @pytest.mark.slow
@@ -383,7 +424,15 @@ def test_a_late_joiner_that_got_a_false_state_of_the_true_rounds_finds_out(
     assert all(len(lineages) == 1 for lineages in outcome.lineages.values())
 
 
-@pytest.mark.parametrize("attack", [garbage_for_states, pytest.param(later_run, marks=pytest.mark.ordeal)])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        garbage_for_states,
+        false_chains,
+        pytest.param(later_run, marks=pytest.mark.ordeal),
+        pytest.param(crowd, marks=[pytest.mark.slow, pytest.mark.ordeal]),
+    ],
+)
 def test_a_late_joiner_finds_the_state_of_most_members(attack: Attack) -> None:
     outcome = run(attack, late="zoe")
     received = [event for event in outcome.events["zoe"] if isinstance(event, StateReceived)]
@@ -467,6 +516,48 @@ async def fast_pace(mallory: Mallory) -> None:
 @pytest.mark.parametrize("honest", [pytest.param(2, marks=pytest.mark.ordeal), 3])
 def test_a_member_has_one_vote_and_one_entry(attack: Attack, honest: int) -> None:
     assert_held(run(attack, honest), honest)
+
+
+async def copies_of_manifests(mallory: Mallory) -> None:
+    """Two old manifests of each member in the folder of each new round."""
+    bucket = mallory.journal.bucket
+    copies = dict[bytes, bytes]()
+    while True:
+        listing = (await mallory.look()).listing
+        chain = mallory.chain
+        for place in listing.manifests.get(folder_of(chain.round - 1, chain.digests[chain.round - 1]), ()):
+            data = await bucket.read(place.path)
+            head, _ = unseal(data, RoundManifest)
+            if head.round == chain.round - 1:
+                copies[head.member] = data
+        for number, data in enumerate(2 * list(copies.values())):
+            await mallory.write(f"{chain.folder}/manifest-{number:02d}", data)
+        await mallory.wait_round()
+
+
+async def copies_of_contributions(mallory: Mallory) -> None:
+    """Each contribution in each place of the others."""
+    while True:
+        await mallory.look()
+        await asyncio.sleep(0.7 * mallory.chain.pace_s)
+        listing = (await mallory.look()).listing
+        chain = mallory.chain
+        for place in listing.contributions.get(chain.folder, ())[:5]:
+            data = await mallory.journal.bucket.read(place.path)
+            for folder in chain.folders.values():
+                for member in chain.members:
+                    await mallory.write(f"{folder}/{member.hex()}-{os.urandom(4).hex()}", data)
+        await mallory.wait_round()
+
+
+@pytest.mark.parametrize(
+    "attack", [copies_of_manifests, pytest.param(copies_of_contributions, marks=pytest.mark.ordeal)]
+)
+def test_copies_of_what_others_wrote_are_not_theirs(attack: Attack) -> None:
+    outcome = run(attack)
+    assert_held(outcome)
+    every = [event for events in outcome.events.values() for event in events]
+    assert not any(isinstance(event, PeerRefused) for event in every)
 
 
 async def fewest_members(mallory: Mallory) -> None:

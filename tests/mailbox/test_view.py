@@ -138,6 +138,15 @@ def test_a_manifest_that_others_follow_is_never_replaced(board: Board, alice: Pe
     assert alice.decide(1e6, later_state=True) == view.LoadState()
 
 
+def test_who_contributed_before_another_manifest_has_not_followed_it(board: Board, alice: Peer) -> None:
+    board.now = alice.chain.deadline
+    contributions = [board.contribute(who, alice.chain) for who in MEMBERS]
+    ghost = board.close(alice.chain, contributions[:1], change=unknown)
+    board.now = ghost.after.deadline
+    board.close(ghost.after, contributions[1:])
+    assert isinstance(alice.decide(1e6), view.Close)
+
+
 def test_of_two_manifests_the_first_stands_unless_the_next_round_was_built_on_the_other(
     board: Board, alice: Peer
 ) -> None:
@@ -151,6 +160,10 @@ def test_of_two_manifests_the_first_stands_unless_the_next_round_was_built_on_th
     board.round(second.after, *contributed(second))
     action = alice.decide(100.0)
     assert isinstance(action, view.Follow) and action.closed.place == second.place
+    board.now = first.after.deadline
+    board.round(first.after, CAROL)
+    action = alice.decide(100.0)
+    assert isinstance(action, view.Follow) and action.closed.place == second.place, "most members built on it"
     alice.follow(first)
     assert alice.decide(100.0) == view.LoadState()
     alice.follow(second)
