@@ -63,8 +63,9 @@ about the same time. With ``overlap=True`` the waiting peer computes on.
   median of what the last round's contributors needed, with their uploads: 1 s to 6 h, not more than that round took,
   but at least a quarter of the one before. The grace is a quarter of it, 6 s to 90 s.
 - **Patience is earned** (`colab_swarm.averaging.standing`). Each member has an account of one usual round and 1 % of
-  the time, as long as it contributes. A round that waits for it longer than usual is charged to it, and so is the
-  wait for a manifest that cannot be followed (`Waited`). A single wait may take half of what is left.
+  the time, as long as it contributes; after its first round it has none. A round that waits for it longer than usual
+  is charged to it, and so is the wait for a manifest that cannot be followed (`Waited`). A single wait may take half
+  of what is left.
 - **A late round is announced.** Half the grace beyond the usual time, a peer that waits says for whom (`Notice`).
 - **The store's clock counts**, not a peer's. A peer asks the store for its time as it joins, and goes by that: its
   membership would else begin in the future. It says by how much the clock of its machine is off. In a folder, where

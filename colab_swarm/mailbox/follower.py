@@ -242,6 +242,11 @@ class ChainFollower:
         return action
 
     def _patience_s(self, member: PeerId) -> float:
+        chain = self.chain
+        assert chain is not None
+        # One invitation admits any number of members: each round another one would be absent.
+        if [each for each, _ in chain.listed].count(member) < 2:
+            return 0.0
         return self._standing.credit_s(member) / PART
 
     def _settle(self, view: RoundView, closed: ClosedRound) -> None:

@@ -33,9 +33,11 @@ from colab_swarm.mailbox.rounds import (
     entries_of,
     folder_of,
     numbered,
+    seal,
     unseal,
 )
 from colab_swarm.mailbox.view import RoundView
+from colab_swarm.net.identity import Identity
 from colab_swarm.swarm.simulation import NAMES, Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
@@ -374,7 +376,8 @@ async def later_run(mallory: Mallory) -> None:
 
 
 async def false_chains(mallory: Mallory) -> None:
-    """Each round states whose chain says something false."""
+    """Garbage, and each round states whose chain says something false."""
+    await garbage_for_states(mallory)
     while True:
         await mallory.look()
         chain = mallory.chain
@@ -387,7 +390,7 @@ async def false_chains(mallory: Mallory) -> None:
             {"members": members, "pace_s": 6 * 3600.0},
             {"listed": listed, "closed_at": 9e11},
         )
-        for place, lie in enumerate(lies):
+        for place, lie in enumerate(lies, 9):
             await write_state(mallory, msgspec.structs.replace(chain, **lie), place)
         await mallory.wait_round()
 
@@ -427,7 +430,6 @@ def test_a_late_joiner_that_got_a_false_state_of_the_true_rounds_finds_out(
 @pytest.mark.parametrize(
     "attack",
     [
-        garbage_for_states,
         false_chains,
         pytest.param(later_run, marks=pytest.mark.ordeal),
         pytest.param(crowd, marks=[pytest.mark.slow, pytest.mark.ordeal]),
@@ -606,6 +608,43 @@ async def late_each_time(mallory: Mallory) -> None:
         await mallory.look()
         for round in mallory.chain.folders:
             await mallory.contribute(round, 1e-3 * np.ones(mallory.journal.numel))
+
+
+async def another_member_each_round(mallory: Mallory) -> None:
+    """Contributes once under each of many identities."""
+    journal = mallory.journal
+    figures: dict[str, Any] = {
+        "weight": 4.0,
+        "samples": 4.0,
+        "samples_per_s": 1.0,
+        "seconds": 1.0,
+        "name": "new",
+    }
+    content = encode(journal.codec, HostVector(np.full(journal.numel, 1e-3, np.float32)))
+    while True:
+        await mallory.look()
+        chain = mallory.chain
+        member = Identity(os.urandom(32))
+        head = PseudoGradient(
+            prefix=journal._prefix,
+            key=member.public_key,
+            membership=journal._services.peers.membership,
+            content=content_digest(content),
+            round=chain.round,
+            base=chain.base,
+            **figures,
+        )
+        path = f"{chain.folder}/{member.id.hex()}"
+        await mallory.write(path, seal(head.signed(member.sign), content))
+        await mallory.wait_round()
+
+
+@pytest.mark.ordeal
+def test_members_that_come_for_one_round_are_not_awaited() -> None:
+    outcome = run(another_member_each_round)
+    assert_held(outcome)
+    waited = [event for events in outcome.events.values() for event in events if isinstance(event, Waited)]
+    assert {event.peer for event in waited} <= outcome.hostile
 
 
 async def each_second_round(mallory: Mallory) -> None:
