@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -71,23 +70,6 @@ def require_trainer(statement: H, prefix: str, role: Role) -> None:
     require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
 
 
-class _PeerFault(ProtocolError):
-    """An object does not count, and ``author`` signed it."""
-
-    def __init__(self, author: PeerId, text: str) -> None:
-        super().__init__(text)
-        self.author = author
-
-
-@contextmanager
-def _signed_by(author: PeerId) -> Iterator[None]:
-    """Within, what is wrong with an object is its author's fault."""
-    try:
-        yield
-    except (PeerError, ValueError) as error:
-        raise _PeerFault(author, str(error)) from error
-
-
 class Reader:
     """What this peer has read of a model's rounds; ``fetch`` returns the object at a path."""
 
@@ -146,8 +128,6 @@ class Reader:
                 await self._read_farewell(place)
             else:
                 await self._read_contribution(place)
-        except _PeerFault as error:
-            self._reject(Reject(place, str(error), error.author))
         except (PeerError, ValueError) as error:
             self._reject(Reject(place, str(error)))
 
@@ -173,9 +153,12 @@ class Reader:
         head, content = self.opened(data, PseudoGradient, place.modified_at)
         named = (place.folder, place.member) == (folder_of(head.round, head.base), head.member)
         require(named, ELSEWHERE, ProtocolError)
-        with _signed_by(head.member):
+        try:
             require(head.weight > 0, "it has no weight", ProtocolError)
             norm = await asyncio.to_thread(norm_of, self._codec, content, self._numel)
+        except (PeerError, ValueError) as error:
+            self._reject(Reject(place, str(error), head.member))
+            return
         self.readings.contributions[place] = ReadContribution(head, content, content_digest(data), norm)
 
     async def _bounded(self, place: StoredObject, most_bytes: int) -> bytes:
