@@ -158,7 +158,7 @@ class Journal:
             taken = RoundListing.of(places).at(place)
             held = b""
             if taken is not None and taken.size_bytes <= len(data) + HEADER_BYTES:
-                held = existing(await self._fetch(taken))
+                held = existing(await self._fetch(taken.path))
             if held == data:
                 return place, True
             with suppress(ProtocolError):
