@@ -383,12 +383,9 @@ class Search:
             return
         self._memory.forget(*group.terms.key)
         self._refused_minority = True
-        # What it took beyond the usual is charged already.
-        wasted_s = min(now - question.asked_at, question.usual_s)
+        # What it took beyond the usual is charged already. An honest organizer may not train yet, so no more is.
         if parted:
-            self.candidates.pass_over(question, now, max(IN_VAIN_S, wasted_s))
-        else:
-            self.candidates.charge(question, now, wasted_s)
+            self.candidates.pass_over(question, now)
         missing = len(alive) - len(here)
         raise RoundRefused("unreachable", f"{missing} of {len(alive)} trainers are not in the group")
 

@@ -209,13 +209,22 @@ class Election:
         return rates
 
     def sketches(self, own: StateSketch) -> tuple[dict[PeerId, StateSketch], dict[PeerId, float]]:
-        """Return the other trainers' sketches of the own one's step, and votes; the authority outvotes all others."""
+        """Return the other trainers' sketches of the own one's step, and the votes of all other trainers.
+
+        The authority outvotes all others.
+        """
         sketches: dict[PeerId, StateSketch] = {}
+        voters = self._trainers() - {self._known.me}
         for peer, record in self._known.others.items():
             sketch = record.sketch
             if sketch and sketch.is_of_step(own) and peer not in self._no_vote:
                 sketches[peer] = sketch
-        return sketches, self._weights(sketches)
+        return sketches, self._weights(sorted(voters | sketches.keys()))
+
+    def _trainers(self) -> set[PeerId]:
+        """Return the peers that compute on the branch."""
+        records = self._known.all
+        return {peer for peer in self.branch().peers if records[peer].computes}
 
     def _weights(self, voters: Iterable[PeerId]) -> dict[PeerId, float]:
         """Return the `_votes`, but those of the run's authority are more than all others."""
@@ -229,13 +238,13 @@ class Election:
     def senior(self, views: Mapping[PeerId, C], agree: Callable[[C, C], bool]) -> PeerId | None:
         """Return a peer whose view most votes share; None if not more than half of the trainers' votes are known.
 
-        Of equal votes, those of a peer win that changed nothing by its own account, then those of the first to join.
+        While some are not known, half of all must share it: a minority may be most of those that say something. Of
+        equal votes, those of a peer win that changed nothing by its own account, then those of the first to join.
         """
         records = self._known.all
-        branch = self.branch().peers
-        trainers = {peer for peer in branch if records[peer].computes}
-        votes = self._weights(sorted(trainers | views.keys()))
-        if 2 * sum(votes[peer] for peer in views) <= sum(votes.values()):
+        votes = self._weights(sorted(self._trainers() | views.keys()))
+        total = sum(votes.values())
+        if 2 * sum(votes[peer] for peer in views) <= total:
             return None
 
         # Most peers have equal views: each pair of different ones is compared once.
@@ -250,7 +259,11 @@ class Election:
             record = records[peer]
             return -round(shared[views[peer]], _VOTE_DIGITS), record.changed, record.joined_at, peer
 
-        return min(views, key=standing)
+        first = min(views, key=standing)
+        shares_half = round(2 * shared[views[first]], _VOTE_DIGITS) >= round(total, _VOTE_DIGITS)
+        if len(views) < len(votes) and not shares_half:
+            return None
+        return first
 
     def account_of(self, peer: PeerId) -> bytes:
         """Return the account that bears the waits for a peer: its own once it has a vote, else its voucher's."""

@@ -122,9 +122,11 @@ class StateCheck:
     ) -> Deviation | None:
         """Compare the own sketch with the others' of its step, and say if the state must be loaded again.
 
-        Two questions: a loaded state needs more than half of the others' votes to be confirmed or given up, as it
-        is no witness itself, and waits at a tie. Among confirmed states one must win, so `Election.senior` breaks ties.
+        Two questions: a loaded state is no witness itself, and waits at a tie. It needs more than half of the votes
+        that have a sketch to be confirmed, and more than half of all the others' to be given up. Among confirmed
+        states one must win, so `Election.senior` breaks ties.
 
+        ``votes``: of all other trainers, with a sketch or without.
         ``senior``: a peer whose sketch counts most, this peer's own included; None: too few have one.
         ``corrects``: also if it drifts by little.
         """
@@ -135,15 +137,13 @@ class StateCheck:
             self._compared = True
         if not self._donors:
             return self._deviation(own, sketches.get(senior) if senior else None, corrects=corrects)
-        total = sum(votes[peer] for peer in sketches)
-
-        def is_held_by_most(sketch: StateSketch) -> bool:
-            return 2 * self._votes_for(sketch, sketches, votes) > total
-
-        if is_held_by_most(own):
+        if 2 * self._votes_for(own, sketches, votes) > sum(votes[peer] for peer in sketches):
             self._donors = ()
             return None
-        others = [sketch for sketch in sketches.values() if is_held_by_most(sketch)]
+        total = sum(votes.values())
+        others = [
+            sketch for sketch in sketches.values() if 2 * self._votes_for(sketch, sketches, votes) > total
+        ]
         if now < self._reload_at or not others:
             return None
         deviation = Deviation(own.distance(others[0]), self._donors)

@@ -44,6 +44,7 @@ from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.records import LINEAGE_BYTES
+from colab_swarm.training.sketch import SKETCH_STEPS, StateSketch
 from tests.training.toy import join_training, loss_of, model
 
 CALM_S = 240.0  # of training before the attack
@@ -755,3 +756,21 @@ def test_wild_members_leave_the_others_most_of_their_rounds(honest: int, hostile
 def test_wild_members_of_any_kind_leave_the_others_most_of_their_rounds(seed: int) -> None:
     honest, hostile = ((2, 1), (3, 2))[seed % 2]
     assert kept(honest, hostile, seed) >= LEAST_WILD
+
+
+async def false_sketches(mallory: Mallory) -> None:
+    """Trains no more, and says each ten steps that its state is another."""
+    sketch: StateSketch | None = None
+    while True:
+        await mallory.look()
+        chain = mallory.chain
+        if chain.round % SKETCH_STEPS == 0:
+            sketch = StateSketch(chain.round, chain.base[:LINEAGE_BYTES], (9.0,) * 15)
+        await mallory.contribute(chain.round, 1e-3 * np.ones(mallory.journal.numel), sketch=sketch)
+        await mallory.wait_round()
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_a_minority_that_says_to_hold_another_state_moves_nobody() -> None:
+    assert_held(run(false_sketches, 3, 2))

@@ -130,7 +130,7 @@ def test_a_wild_member_leaves_the_others_most_of_their_steps(monkeypatch: pytest
     attack = wild([*MOODS], 0.3, random.Random(0), monkeypatch)
     after = attacked(3, [attack], 0, 60.0)
     assert after.fired.keys() == {*MOODS} and after.fired.total() >= 50
-    assert after.kept >= 0.7 and after.cost_s[True] > after.cost_s[False]
+    assert after.kept >= 0.7 and after.cost_s[True] > 0 and after.cost_s[False] <= BURST_S
 
 
 @pytest.mark.slow

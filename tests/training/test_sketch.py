@@ -40,9 +40,12 @@ def loaded_from(*donors: PeerId, own: StateSketch = FALSE) -> StateCheck:
     return check
 
 
-def judged(check: StateCheck, sketches: dict[PeerId, StateSketch], now: float = 0.0) -> tuple[PeerId, ...]:
-    """Return the donors whose state is given up."""
-    deviation = check.judge(sketches, VOTES, None, now)
+def judged(
+    check: StateCheck, sketches: dict[PeerId, StateSketch], now: float = 0.0, silent: tuple[PeerId, ...] = ()
+) -> tuple[PeerId, ...]:
+    """Return the donors whose state is given up; ``silent`` trainers have no sketch."""
+    votes = {peer: VOTES[peer] for peer in (*sketches, *silent)}
+    deviation = check.judge(sketches, votes, None, now)
     return () if deviation is None else deviation.donors
 
 
@@ -110,6 +113,12 @@ def test_a_state_that_left_the_swarms_twice_is_told_apart() -> None:
         check.on_sketch(TRUE)
         assert check.judge({BOB: TRUE}, VOTES, BOB, now=0.0) is None  # it has the swarm's now
         check.on_sketch(FALSE)
+
+
+def test_a_minority_moves_nobody_though_it_is_most_of_those_with_a_sketch() -> None:
+    check = loaded_from(ALICE)
+    assert judged(check, {BOB: TRUE, CAROL: TRUE}, silent=(ALICE, DAVE)) == ()
+    assert judged(check, {BOB: TRUE, CAROL: TRUE, DAVE: TRUE}, silent=(ALICE,)) == (ALICE,)
 
 
 def test_a_state_is_given_up_once_in_ten_minutes() -> None:
