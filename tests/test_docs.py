@@ -65,6 +65,20 @@ def test_modules_named_on_a_page_exist(package: Path) -> None:
         assert there or (inside.exists() and path.name in inside.read_text(encoding="utf-8")), named
 
 
+def test_the_tests_exist_that_the_page_on_members_names() -> None:
+    root = Path(cs.__file__).parent
+    text = (root / "trust/ONE_MEMBER.md").read_text()
+    tests = {
+        path.relative_to(root.parent): path.read_text() for path in (root.parent / "tests").rglob("test_*.py")
+    }
+    names = re.findall(r"`(test_\w+)`", text)
+    assert len(names) > 20
+    missing = [name for name in names if not any(f"def {name}(" in source for source in tests.values())]
+    files = re.findall(r"`(\w+/test_\w+\.py)`", text)
+    missing += [name for name in files if Path("tests", name) not in tests]
+    assert not missing
+
+
 def test_the_readme_stays_short() -> None:
     assert len(README.splitlines()) <= 190
 
