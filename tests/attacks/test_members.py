@@ -387,7 +387,12 @@ def honest_steps(ahead: int, seconds: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "seconds"), [(3, 200.0), pytest.param(5000, 400.0, marks=pytest.mark.ordeal)]
+    ("ahead", "seconds"),
+    [
+        (3, 120.0),
+        pytest.param(3, 200.0, marks=pytest.mark.ordeal),
+        pytest.param(5000, 400.0, marks=pytest.mark.ordeal),
+    ],
 )
 def test_four_members_that_trained_and_then_claim_a_later_step_stop_nobody_for_long(
     ahead: int, seconds: float

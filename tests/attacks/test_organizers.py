@@ -153,6 +153,7 @@ def test_an_organizer_that_sends_all_round_in_circles_is_soon_not_asked() -> Non
     honest.assert_held(least_shared=20)
 
 
+@pytest.mark.ordeal
 def test_a_promise_that_is_broken_costs_one_credit() -> None:
     unlisted = cs.NetworkOptions(lan=False, listen=False)  # so it cannot organize
     with town() as honest:
