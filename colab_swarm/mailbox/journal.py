@@ -285,7 +285,10 @@ class Journal:
         chain = head.chain
         fits = state.head == head.manifest and manifest.step == chain.round
         require(fits, "its state is another", ProtocolError)
-        follows = chain.round - 1 not in chain.digests or manifest.subject == chain.base[:LINEAGE_BYTES]
+        follows = manifest.subject == chain.base[:LINEAGE_BYTES]
+        is_first = chain.round - 1 not in chain.digests
+        if is_first:
+            follows = state.root == chain.base
         require(follows, "it is not of the rounds before it", ProtocolError)
         return Snapshot(state.manifest, state.blob, (head.member,))
 

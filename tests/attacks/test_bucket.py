@@ -396,6 +396,16 @@ async def false_chains(mallory: Mallory) -> None:
         await mallory.wait_round()
 
 
+async def first_states_amid_the_rounds(mallory: Mallory) -> None:
+    """States of true rounds, which say that nothing was before them: with them, any lineage would do."""
+    while True:
+        await mallory.look()
+        chain = mallory.chain
+        await write_state(mallory, msgspec.structs.replace(chain, digests={chain.round: chain.base}), 9)
+        await mallory.contribute(chain.round, 1e-3 * np.ones(mallory.journal.numel))
+        await mallory.wait_round()
+
+
 async def crowd(mallory: Mallory) -> None:
     """Garbage of hundreds of names in the folder of each round, and a later run of its own."""
     own = asyncio.create_task(later_run_of_its_own(mallory))
@@ -434,6 +444,7 @@ def test_a_late_joiner_that_got_a_false_state_of_the_true_rounds_finds_out(
         false_chains,
         pytest.param(later_run, marks=pytest.mark.ordeal),
         pytest.param(crowd, marks=[pytest.mark.slow, pytest.mark.ordeal]),
+        pytest.param(first_states_amid_the_rounds, marks=[pytest.mark.slow, pytest.mark.ordeal]),
     ],
 )
 def test_a_late_joiner_finds_the_state_of_most_members(attack: Attack) -> None:
