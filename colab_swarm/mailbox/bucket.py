@@ -9,6 +9,7 @@ import asyncio
 import math
 import os
 import re
+import stat
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -186,8 +187,14 @@ class FolderStore(ObjectStore):
         place = self._folder
         for name in Path(path).parts:
             place /= name
-            expected = place.is_file() if place == self._folder / path else place.is_dir()
-            if os.path.lexists(place) and (place.is_symlink() or not expected):
+            # One look: another peer may write the object meanwhile, which must stay.
+            try:
+                mode = place.lstat().st_mode
+            except FileNotFoundError:
+                return
+            is_whole = place == self._folder / path
+            fits = stat.S_ISREG(mode) if is_whole else stat.S_ISDIR(mode)
+            if not fits:
                 place.rename(f"{place}#{os.urandom(8).hex()}")
 
     async def create(self, path: str, data: Buffer) -> bool:

@@ -303,11 +303,12 @@ class Journal:
     async def write_state(self, chain: RoundChain, snapshot: Snapshot) -> bool:
         """Write a state; False if it would be the first one, and another peer was first."""
         path = f"states/{chain.round:08d}"
-        taken = [place for place in await self._states() if place.path.startswith(path)]
         is_first = chain.round - 1 not in chain.digests
         if is_first:
-            path = numbered(path, len(taken))
-        elif taken:
+            # Only behind garbage: what another peer has written since is the first one.
+            garbage = [place for place in self._faulty_states if place.path.startswith(path)]
+            path = numbered(path, len(garbage))
+        elif any(place.path == path for place in await self._states()):
             path = elsewhere(path)
         blob = memoryview(snapshot.blob.data)
         data = await asyncio.to_thread(self.signed, StateHead, blob, chain=chain, manifest=snapshot.head)

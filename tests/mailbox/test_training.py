@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import operator
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -320,3 +321,27 @@ def test_a_plateau_goes_by_the_losses_of_a_rounds_contributions(overlap: bool) -
     assert results["alice"] == results["bob"] == results["carol"]
     _, state, rate = results["carol"]
     assert 1.0 < state["best"] < 3.0 and state["last_epoch"] >= 5 and rate < 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_peers_that_start_at_once_have_one_first_state(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def life(swarm: Swarm) -> bytes:
+        optimizer = join_training(swarm, net := model(), **SETTINGS)
+        take(optimizer, net, 0, slice(0, 4))
+        return optimizer.lineage
+
+    with cs.simulate(4, mailbox=True) as sim:
+        listed = sim.bucket.list
+
+        async def slowly(prefix: str, after: str) -> Any:
+            await asyncio.sleep(rng.uniform(0.0, 2.0))
+            found = await listed(prefix, after)
+            await asyncio.sleep(rng.uniform(0.0, 2.0))
+            return found
+
+        sim.bucket.list = slowly  # type: ignore[method-assign]
+        results = sim.run(life, seconds=300)
+        states = [path for path in sim.bucket.objects if "/states/" in path]
+    assert len(results) == 4 and len(set(results.values())) == 1 and len(states) == 1
