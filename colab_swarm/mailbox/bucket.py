@@ -159,8 +159,8 @@ class ObjectStore:
             return None
 
     async def list(self, prefix: str, after: str) -> list[StoredObject]:
-        found = self._obstore.list(self._store_by(STALL_S), prefix, offset=after or None)
-        rows = await asyncio.to_thread(found.collect)
+        listing = self._obstore.list(self._store_by(STALL_S), prefix, offset=after or None)
+        rows = await asyncio.to_thread(listing.collect)
         places = [StoredObject(row["path"], row["size"], row["last_modified"].timestamp()) for row in rows]
         return sorted(places, key=lambda place: place.path)
 
@@ -418,11 +418,11 @@ class Bucket:
         written_at = loop_now()
         second = await self.create(path, b"second")
         # raw times: an own object has that of the store's clock, also in a folder
-        found = await self._do(self._store.list, f"{self._root}checks/", self._root + path[:-1])
+        places = await self._do(self._store.list, f"{self._root}checks/", self._root + path[:-1])
         kept = await self.read(path)
         with suppress(BucketError):  # this peer's keys may not delete
             await self.delete([path])
-        mine = [place for place in found if place.path == self._root + path]
+        mine = [place for place in places if place.path == self._root + path]
         require(
             first and not second and kept == b"first" and mine,
             f"{self.address} overwrites objects that exist: a run needs a store with conditional writes, such as S3, "

@@ -245,7 +245,8 @@ class ChainFollower:
         chain = self.chain
         assert chain is not None
         # One invitation admits any number of members: each round another one would be absent.
-        if [each for each, _ in chain.listed].count(member) < 2:
+        rounds = [round for other, round in chain.listed if other == member]
+        if len(rounds) < 2:
             return 0.0
         return self._standing.credit_s(member) / PART
 

@@ -305,9 +305,10 @@ class Journal:
         path = f"states/{chain.round:08d}"
         is_first = chain.round - 1 not in chain.digests
         if is_first:
-            # Only behind garbage: what another peer has written since is the first one.
-            garbage = [place for place in self._faulty_states if place.path.startswith(path)]
-            path = numbered(path, len(garbage))
+            # Only behind garbage: a state that another peer has written since is the first.
+            garbage = {place.path for place in self._faulty_states}
+            paths = [numbered(path, attempt) for attempt in range(MOST_PLACES)]
+            path = next((place for place in paths if place not in garbage), paths[-1])
         elif any(place.path == path for place in await self._states()):
             path = elsewhere(path)
         blob = memoryview(snapshot.blob.data)

@@ -16,8 +16,8 @@ NAME = "my run-0/a model"
 
 
 def shared(tmp_path: Path) -> Bucket:
-    prepare(f"file://{tmp_path}/shared")
-    return Bucket(f"file://{tmp_path}/shared", NAME)
+    prepare(f"file://{tmp_path}/folder")
+    return Bucket(f"file://{tmp_path}/folder", NAME)
 
 
 def put_link(place: Path, outside: Path) -> None:
@@ -52,7 +52,7 @@ async def test_what_is_no_file_in_place_of_an_object_is_not_read_and_makes_way(
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("of this machine")
-    rounds = tmp_path / "shared/runs" / NAME / "rounds"
+    rounds = tmp_path / "folder/runs" / NAME / "rounds"
     rounds.mkdir(parents=True)
     put(rounds / "alice", outside)
     assert os.path.lexists(rounds / "alice"), "the attack fired"
@@ -73,7 +73,7 @@ async def test_what_is_no_folder_in_place_of_one_leads_nowhere_and_makes_way(
     below.mkdir(parents=True)
     for folder in (outside, below):
         (folder / "secret").write_text("of this machine")
-    place = {"runs": tmp_path / "shared/runs", "rounds": tmp_path / "shared/runs" / NAME / "rounds"}[
+    place = {"runs": tmp_path / "folder/runs", "rounds": tmp_path / "folder/runs" / NAME / "rounds"}[
         at_folder
     ]
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +87,8 @@ async def test_what_is_no_folder_in_place_of_one_leads_nowhere_and_makes_way(
 async def test_a_link_to_the_whole_disk_is_not_walked(tmp_path: Path) -> None:
     bucket = shared(tmp_path)
     await bucket.create("rounds/1/alice", b"hers")
-    (tmp_path / "shared/runs" / NAME / "rounds/2").symlink_to("/")
-    (tmp_path / "shared/runs" / NAME / "rounds/3").symlink_to("..")
+    (tmp_path / "folder/runs" / NAME / "rounds/2").symlink_to("/")
+    (tmp_path / "folder/runs" / NAME / "rounds/3").symlink_to("..")
     assert [place.path for place in await bucket.list("rounds")] == ["rounds/1/alice"]
 
 
@@ -106,8 +106,8 @@ async def test_a_look_from_a_path_on_sees_all_that_sorts_after_it(tmp_path: Path
 
 async def test_the_folder_of_a_run_may_itself_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    (tmp_path / "shared").symlink_to(tmp_path / "disk")
-    bucket = Bucket(f"file://{tmp_path}/shared", NAME)
+    (tmp_path / "folder").symlink_to(tmp_path / "disk")
+    bucket = Bucket(f"file://{tmp_path}/folder", NAME)
     assert await bucket.create("x/1", b"x") and len(await bucket.list("x")) == 1
 
 
@@ -118,13 +118,13 @@ async def test_no_path_leads_above_the_folder(tmp_path: Path) -> None:
     assert await bucket.read(path) is None and await bucket.list("../../../..") == []
     with pytest.raises(ValueError, match="below its folder"):
         await bucket.create("../../../../other", b"")
-    assert sorted(os.listdir(tmp_path)) == ["secret", "shared"]
+    assert sorted(os.listdir(tmp_path)) == ["folder", "secret"]
 
 
 async def test_a_file_of_a_folder_has_the_time_when_it_was_seen_not_the_one_it_claims(tmp_path: Path) -> None:
     bucket = shared(tmp_path)
     mallory = shared(tmp_path)
-    rounds = tmp_path / "shared/runs" / NAME / "rounds"
+    rounds = tmp_path / "folder/runs" / NAME / "rounds"
     await mallory.create("rounds/alice", b"")
     os.utime(rounds / "alice", (1e9, 1e9))
     (first,) = await bucket.list("rounds")
@@ -162,7 +162,7 @@ async def test_a_machine_that_slept_sees_times_as_they_are_and_keeps_its_clock(
     later = time.time() + 8 * 3600.0
     monkeypatch.setattr(module.time, "time", lambda: later)
     monkeypatch.setattr(module, "loop_now", lambda: stopped_at)
-    file = tmp_path / "shared/runs" / NAME / "rounds/alice"
+    file = tmp_path / "folder/runs" / NAME / "rounds/alice"
     await shared(tmp_path).create("rounds/alice", b"")
     os.utime(file, (later, later))
     (place,) = await bucket.list("rounds")
@@ -174,7 +174,7 @@ async def test_a_peer_sets_its_clock_by_its_own_file(tmp_path: Path) -> None:
     bucket = shared(tmp_path)
     await bucket.list("rounds")
     await bucket.create("rounds/alice", b"")
-    os.utime(tmp_path / "shared/runs" / NAME / "rounds/alice", (1e9, 1e9))  # by the clock of the server
+    os.utime(tmp_path / "folder/runs" / NAME / "rounds/alice", (1e9, 1e9))  # by the clock of the server
     (place,) = await bucket.list("rounds")
     bucket.on_time(place.modified_at, module.loop_now())
     assert bucket.now() == pytest.approx(1e9, abs=5)
