@@ -37,8 +37,11 @@ class Lateness:
         return member not in self._own.streaming or self._line_silence_s(member, now) > 0
 
     def left_s(self, member: int, now: float) -> float:
-        """Return how long the round still waits for a member's contribution."""
-        return self._patience_s(member, now) - self._beyond_s(member, now, self._since)
+        """Return how long the round still waits for a member's contribution: not at all if it is gone."""
+        late_s = self._beyond_s(member, now, self._since)
+        if self._is_gone(member, now):
+            return 0.0
+        return _left_s(self._patience_s(member, now), late_s)
 
     def reducer_left_s(self, reducer: int, averaged_at: float, now: float) -> float:
         """Return how long the round still waits for a reducer's means.
@@ -49,9 +52,7 @@ class Lateness:
         late_s = 0.0
         if averaged_at <= now:
             late_s = self._beyond_s(reducer, now, averaged_at)
-        if not late_s:
-            return max(patience_s, SHORTEST_S)
-        return patience_s - late_s
+        return _left_s(patience_s, late_s)
 
     def recovery_s(self, member: int, now: float) -> float:
         """Return how long to wait for what a member gives in a recovery: once in a round beyond the usual."""
@@ -60,14 +61,15 @@ class Lateness:
         left_s = max(0.0, self._patience_s(member, now) - self.late_s.get(member, 0.0))
         return usual_s + slow_s + CHAINED * left_s
 
-    def _patience_s(self, member: int, now: float) -> float:
-        """Return how long to wait for a member beyond the usual: not at all if it is gone."""
+    def _is_gone(self, member: int, now: float) -> bool:
         own = self._own
         peer = own.member(member).id
         is_lost = member in own.lost and member not in own.streaming
-        if is_lost and peer not in own.peers.linked():
-            return 0.0
-        return own.usual.standing.patience_s(peer, now)
+        return (is_lost and peer not in own.peers.linked()) or own.usual.standing.suspected(peer, now)
+
+    def _patience_s(self, member: int, now: float) -> float:
+        """Return how long to wait for a member beyond the usual."""
+        return self._own.usual.standing.patience_s(self._own.member(member).id, now)
 
     def _beyond_s(self, member: int, now: float, since: float) -> float:
         """Return, and note, for how long the round has waited for a member beyond the usual."""
@@ -90,3 +92,10 @@ class Lateness:
         slow_s = max(allowance_s(own.peers, own.member(index).id) for index in on_the_way)
         read_at = own.peers.read_at(own.member(member).id)
         return now - max(self._own.heard_at[member], read_at) - (own.settings.silence_s + slow_s)
+
+
+def _left_s(patience_s: float, late_s: float) -> float:
+    """Return what is left of the patience; somebody without any still has the usual time."""
+    if late_s:
+        return patience_s - late_s
+    return max(patience_s, SHORTEST_S)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from colab_swarm.averaging.lateness import TICK_S
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.span_server import SpanServer
@@ -15,7 +16,7 @@ from colab_swarm.averaging.standing import BURST_S, SHARE
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.events import EventLog, Waited
 from colab_swarm.runtime import loop_now
-from colab_swarm.sim import LAN, SimNetwork, run_virtual
+from colab_swarm.sim import HOME, LAN, SimNetwork, run_virtual
 from colab_swarm.tensors.vector import HostVector
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
 
@@ -126,3 +127,27 @@ def test_silence_within_rounds_costs_a_burst_in_all(kind: str, monkeypatch: pyte
     assert len(fired) >= ROUNDS - HONEST_ROUNDS
     # The liar's chunks are late for one reducer after another, so each of the three loses a burst.
     assert sum(waits) < 3 * (BURST_S + SHARE * ROUNDS) + USUAL_S * ROUNDS and max(waits[10:]) < 2 * USUAL_S
+
+
+def test_a_member_without_credit_still_has_the_usual_time() -> None:
+    async def main() -> None:
+        network = SimNetwork(HOME, seed=3)
+        peers = [network.peer(name) for name in NAMES[:4]]
+        network.introduce()
+        averagers = [Averager(peer, SETTINGS) for peer in peers]
+        everyone = [peer.id for peer in peers]
+        for number in range(6):
+            group = make_group(peers, [1, 1, 1, 1], NUMEL, round_id=number)
+            if number == 4:
+                for averager in averagers[:3]:
+                    standing = averager.standings[""]
+                    standing.settle("its part of a round", {everyone[3]: 60.0}, everyone, loop_now())
+                    assert standing.credit_s(everyone[3]) == 0.0
+            began = loop_now()
+            results = await asyncio.gather(
+                *(averager.average(group, HostVector(vector(number, NUMEL))) for averager in averagers)
+            )
+            assert loop_now() - began > 2 * TICK_S, "late members are looked for"
+            assert all(len(result.contributors) == 4 for result in results)
+
+    run_virtual(main())
