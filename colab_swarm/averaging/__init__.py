@@ -24,7 +24,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 |---|---|---|
 | `RoundTerms` | organizer to candidate | an invitation to a round on these terms |
 | `JoinEta(ready_in_s, group, waits_for)` | back | a time in seconds, a refusal, or the group |
-| `JoinRound(ticket, contact)` | member to organizer | joins with this weight, step, lineage, bandwidth and codec |
+| `JoinRound(ticket, contact, patience_s)` | member to organizer | joins with this weight, step, lineage and bandwidth |
 | `Joined(group, organizer, reason)` | back | a group, another organizer, a refusal, or a heartbeat |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
@@ -47,7 +47,8 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
   down. A peer itself asks only those that have half of the median credit with it, but goes where one of
   these sends it, or has gone: credits differ from peer to peer, and they would part.
 - **Closing a group.** A group closes when all peers that accepted have joined, or have cost as much
-  time as they have earned (Times). Every member passes the group on, so it survives its organizer. One
+  time as they have earned (Times). Once more than half are there and the usual time is over, it closes before the
+  first of them leaves (``patience_s``). Every member passes the group on, so it survives its organizer. One
   without most of the live peers is refused once, and one that holds a peer alone each time.
 - **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of
   the vector, and codecs.

@@ -31,12 +31,22 @@ class GroupFormation:
         blamed: the peer for which a candidate waits itself, by its answer to the call. The organizer writes it.
         answers_s: how long linked candidates took to answer a call; the organizer adds to it.
         after_s: how long after their promise candidates have joined; `on_join` adds to it.
+
+    ``usual_s``: how long it usually takes until a group is formed.
     """
 
-    def __init__(self, terms: RoundTerms, *, now: float, settings: GroupFormationSettings) -> None:
+    def __init__(
+        self,
+        terms: RoundTerms,
+        *,
+        now: float,
+        settings: GroupFormationSettings,
+        usual_s: float = math.inf,
+    ) -> None:
         self.terms = terms
         self.settings = settings
         self.opened_at = now
+        self.usual_s = usual_s
         self.elsewhere: Group | Contact | None = None
         self.candidates: Sequence[PeerId] = ()
         self.blamed: dict[PeerId, PeerId | None] = {}
@@ -50,6 +60,8 @@ class GroupFormation:
         self._promised: dict[PeerId, float] = {}
         # Who has joined. `on_join` adds, `on_gave_up` removes.
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
+        # When each peer that has joined waits no longer; `on_join` writes it.
+        self._leaves_at: dict[PeerId, float] = {}
         self._last_joined_at = now
         # How long each peer that joined was awaited alone, beyond its usual time; `on_join` writes it.
         self._late_s: dict[PeerId, float] = {}
@@ -80,8 +92,10 @@ class GroupFormation:
             self._awaited.pop(peer, None)
             self._joined.pop(peer, None)
 
-    def on_join(self, ticket: Ticket, contact: Contact, *, now: float) -> Joined | None:
-        """Add a peer; return the answer if it is refused."""
+    def on_join(
+        self, ticket: Ticket, contact: Contact, *, patience_s: float = math.inf, now: float
+    ) -> Joined | None:
+        """Add a peer, which waits for ``patience_s``; return the answer if it is refused."""
         refusal = self._refusal(ticket)
         if refusal is not None:
             return refusal
@@ -94,6 +108,7 @@ class GroupFormation:
             self._late_s[peer] = now - awaited_alone_since
             self._last_joined_at = now
         self._joined[peer] = (ticket, contact)
+        self._leaves_at[peer] = now + patience_s
         return None
 
     def _refusal(self, ticket: Ticket) -> Joined | None:
@@ -120,7 +135,17 @@ class GroupFormation:
         if self.elsewhere is not None:
             return -math.inf
         latest = max(self._awaited.values(), default=-math.inf)
-        return min(latest, self.opened_at + self.settings.max_window_s)
+        return min(latest, self._quorum_leaves_at(), self.opened_at + self.settings.max_window_s)
+
+    def _quorum_leaves_at(self) -> float:
+        """Return when the first peer of a quorum leaves, but not before the usual time; infinite without a quorum.
+
+        Later ones may have more patience from the organizer than that has from the peers that wait for it.
+        """
+        if 2 * len(self._joined) <= len(self.candidates) + 1:
+            return math.inf
+        leaves_at = min(self._leaves_at[peer] for peer in self._joined)
+        return max(leaves_at, self.opened_at + self.usual_s)
 
     def form(self, seed: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.

@@ -237,10 +237,11 @@ class Group(Message, frozen=True):
 
 
 class JoinRound(Message, frozen=True):
-    """A peer joins at the organizer, which answers when the group is formed."""
+    """A peer joins at the organizer, which answers when the group is formed; it leaves after ``patience_s``."""
 
     ticket: Ticket
     contact: Contact
+    patience_s: Annotated[float, msgspec.Meta(ge=0.0)] = math.inf
 
     @property
     def prefix(self) -> str:

@@ -172,7 +172,6 @@ class Matchmaker:
         organizer = question.organizer
         if question.contact is not None:
             self._peers.learn(question.contact)
-        message = JoinRound(ticket, self._peers.contact)
         if organizer not in self._peers.linked():
             call = self._spawn(self._call(organizer, ticket.terms))
             await asyncio.wait([call], timeout=question.patience_s)
@@ -183,6 +182,8 @@ class Matchmaker:
                 return Joined(answer.group)
         slow_s = allowance_s(self._peers, organizer)
         timeout_s = self._settings.call_timeout_s
+        patience_s = max(0.0, question.left_s(loop_now()) - slow_s)
+        message = JoinRound(ticket, self._peers.contact, patience_s)
         async with await self._peers.stream(organizer, message, timeout_s=timeout_s) as stream:
             require(self._peers.role_of(organizer) >= Role.REDUCER, "its role does not let it organize")
             return await self._converse(stream, question, ticket.terms.key, slow_s)

@@ -138,7 +138,7 @@ class Organizer:
                     return other_lineage(ticket.terms.step)
                 return Joined(reason="unreachable", text="not at this step")
             formation = self._open(ticket.terms, ready_in_s, now)
-        refusal = formation.on_join(ticket, message.contact, now=now)
+        refusal = formation.on_join(ticket, message.contact, patience_s=message.patience_s, now=now)
         if refusal is not None:
             formation.on_declined(peer)
         return refusal
@@ -147,7 +147,7 @@ class Organizer:
         # Another peer may come first, with another model: its terms do not count.
         own = self._swarm.terms(*terms.key) or terms
         settings = replace(self._settings, slack_s=self._memory.lateness.seconds)
-        formation = GroupFormation(own, now=now, settings=settings)
+        formation = GroupFormation(own, now=now, settings=settings, usual_s=self._memory.forming.seconds)
         # A group without its organizer is of no use.
         wait_s = ready_in_s + settings.slack_s + BURST_S / PART
         formation.expect(self._peers.id, due=math.inf, until=now + wait_s)

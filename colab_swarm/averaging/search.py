@@ -41,6 +41,8 @@ IN_VAIN_S = 0.25
 # An honest refusal of one step ends with the round that runs without this peer.
 PASSED_S = 10.0
 _RETRY_S = 0.25
+# What an answer takes at least until it is here.
+_ON_THE_WAY_S = 0.1
 
 
 @dataclass
@@ -65,6 +67,14 @@ class Question:
     def limit_s(self) -> float:
         """How long to wait for the group, heartbeats or not: the organizer may wait for another peer itself."""
         return self.usual_s + CHAINED * self.patience_s
+
+    def left_s(self, now: float) -> float:
+        """Return how long this peer still waits, less a moment for the answer's way."""
+        return self.asked_at + self.limit_s - now - _ON_THE_WAY_S
+
+    def slept(self, now: float) -> bool:
+        """Return whether this peer's own timer was late: it slept itself."""
+        return now >= self.asked_at + self.limit_s + AWAKE_S
 
     def expect_heartbeat(self, slow_s: float, callers: Collection[PeerId], now: float) -> float:
         """Return when to give up an organizer that stays silent.
@@ -287,7 +297,8 @@ class Search:
             except ValueError as error:
                 self.candidates.leave_out(organizer, error, now)
                 return None
-            self._memory.forming.learn(now - question.asked_at)
+            if organizer == self._peers.id or not question.slept(now):
+                self._memory.forming.learn(now - question.asked_at)
         usual_s = question.usual_s
         if group is None and joined.organizer is None:
             # Nothing came of the wait, which should have ended at once.
@@ -297,6 +308,8 @@ class Search:
             attempt.answered_at = now
         refusal = self._refusal(joined, attempt.ticket)
         if refusal is not None:
+            # This peer takes no part, so it passes the group on to no other either.
+            self._memory.forget(*attempt.ticket.terms.key)
             if organizer in self._refusers:
                 self.candidates.pass_over(question, now)
             self._refusers.add(organizer)
@@ -313,8 +326,7 @@ class Search:
         step = self._current().ticket.terms.step
         logger.info("%s organizes step %d and is silent", short(question.organizer), step)
         cost_s = now - question.asked_at
-        if cost_s >= question.limit_s + AWAKE_S:
-            # This peer's own timer was late: it slept itself.
+        if question.slept(now):
             cost_s = 0.0
         self.candidates.pass_over(question, now, cost_s)
 
@@ -374,8 +386,10 @@ class Search:
         The second time the others may have stopped training, and not said so yet.
         """
         me = self._peers.id
-        alive = {me, *self._current().awaited} - self._memory.standing.suspects(now)
-        here = alive & {member.id for member in group.members}
+        trainers = {member.id for member in group.members if not member.assists}
+        # The records of some that came may be late. Strangers do not count: one organizer may name many.
+        here = {me, *(trainers & {*self.candidates.peers, *self._current().awaited})}
+        alive = here | (set(self._current().awaited) - self._memory.standing.suspects(now))
         if 2 * len(here) > len(alive):
             return
         parted = len(here) == 1 and question.organizer != me

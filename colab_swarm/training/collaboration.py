@@ -266,7 +266,7 @@ class Collaboration:
         self._private_steps += 1
         if result.samples.keys() - {known.me}:
             self._private_steps = 0
-        self.progress.on_round(result.announced, step, taken.lineage, samples=result.samples, now=now)
+        self.progress.on_round(result.samples, step, taken.lineage, now=now)
         self._services.events.emit(StepFinished(now, step, sum(result.samples.values()), known.own.loss))
         await self.rounds.on_applied(outcome, taken)
 

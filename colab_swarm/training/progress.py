@@ -51,18 +51,16 @@ class Progress:
 
     def on_round(
         self,
-        members: Iterable[PeerId],
+        samples: Mapping[PeerId, float],
         step: int,
         lineage: bytes,
         *,
-        samples: Mapping[PeerId, float] | None = None,
         now: float,
     ) -> None:
-        """Take the result of a round: its ``members`` have applied the mean of those with ``samples``."""
-        samples = samples or {}
+        """Take the result of a round: the ``samples`` in its mean, by contributor; these have applied it, too."""
         self.forecast.on_round(samples, step, now=now)
         self.election.on_round(samples, now=now)
-        self.known.on_round(members, step, lineage, now=now)
+        self.known.on_round(samples, step, lineage, now=now)
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
         """Move this peer to a state that it has loaded or, ``syncing``, still needs."""

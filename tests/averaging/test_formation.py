@@ -40,6 +40,19 @@ def test_a_group_does_not_wait_for_declined_peers_and_gives_silent_ones_the_wind
     assert g.closes_at() == 102.0
 
 
+def test_a_quorum_gets_its_group_before_one_of_it_leaves_but_not_before_the_usual_time() -> None:
+    for usual_s, patience_s, closes_at in ((0.5, 2.0, 103.0), (4.0, 2.0, 104.0), (math.inf, 2.0, 120.0)):
+        g = GroupFormation(TERMS, now=100.0, settings=SETTINGS, usual_s=usual_s)
+        g.candidates = [BOB, CAROL]
+        g.expect(CAROL, due=101.0, until=120.0)
+        g.on_join(TICKET, contact(ALICE), now=101.0)
+        assert g.closes_at() == 120.0, "one of three is no quorum"
+        g.on_join(TICKET, contact(BOB), patience_s=patience_s, now=101.0)
+        assert g.closes_at() == closes_at
+        g.on_gave_up(BOB, TICKET)
+        assert g.closes_at() == 120.0
+
+
 @pytest.mark.parametrize(
     ("ready_in_s", "closes_at"), [(1e9, 130.0), (math.inf, 130.0), (-5.0, 101.0), (math.nan, 101.0)]
 )

@@ -1,5 +1,7 @@
 """A search by itself: whatever organizers answer, it ends, asks no peer that it passes over, and goes up the rank."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,6 +156,51 @@ def test_a_silence_in_which_this_peer_slept_itself_costs_the_organizer_nothing()
         full_s = memory.standing.credit_s(question.organizer)
         search.on_timeout(BEGAN + question.limit_s + beyond_s)
         assert (memory.standing.credit_s(question.organizer) < full_s) is costs
+
+
+def test_an_answer_before_which_this_peer_slept_does_not_say_what_is_usual() -> None:
+    for took_s, learns in ((1.0, True), (60.0, False)):
+        memory = memory_of(ALICE)
+        search = Search(Book(ALICE), Owner(), memory, SETTINGS, TERMS.key)
+        search.begin(TICKET, PEERS, PEERS, BEGAN)
+        question_of(search)
+        search.on_answer(ANSWERS["all"], BEGAN + took_s)
+        assert (memory.forming.seconds < math.inf) is learns
+
+
+def test_a_group_counts_by_the_candidates_that_are_in_it_and_not_by_strangers() -> None:
+    bob, carol, dave, erin = (peer for peer in PEERS if peer != ALICE)
+    strangers = [PeerId(bytes([number]) * 32) for number in range(10, 20)]
+    # The records of bob and carol are late: by these only dave and erin are at the step.
+    for members, awaited, stands in (
+        ([bob, carol], [dave, erin], True),
+        ([bob, carol], PEERS, True),
+        ([bob], [dave, erin], False),
+        (strangers, PEERS, False),
+    ):
+        search = search_of()
+        search.begin(TICKET, PEERS, awaited, BEGAN)
+        question_of(search)
+        joined = Joined(group_of(ALICE, *members))
+        if stands:
+            assert search.on_answer(joined, BEGAN) == joined.group
+            continue
+        with pytest.raises(RoundRefused, match="are not in the group"):
+            search.on_answer(joined, BEGAN)
+
+
+def test_a_peer_passes_no_group_on_that_it_has_refused() -> None:
+    for name in ("alone", "without her"):
+        memory = memory_of(ALICE)
+        search = Search(Book(ALICE), Owner(), memory, SETTINGS, TERMS.key)
+        search.begin(TICKET, PEERS, PEERS, BEGAN)
+        question_of(search)
+        joined = ANSWERS[name]
+        assert joined.group is not None
+        memory.keep(joined.group, BEGAN)
+        with pytest.raises(RoundRefused):
+            search.on_answer(joined, BEGAN)
+        assert memory.group_of(*TERMS.key, BEGAN) is None
 
 
 @pytest.mark.parametrize("reason", ["late", "resync", "invalid"])

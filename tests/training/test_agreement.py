@@ -168,7 +168,7 @@ def test_a_peer_that_has_averaged_with_others_is_told_nothing_by_strangers() -> 
     assert progress.election.disagreement() == ""
     progress.known.own = record("512", syncing=True)
     assert progress.election.disagreement() == "target_batch_size: 8 there, 512 here"
-    progress.on_round([ME, BOB], 1, b"new", samples={ME: 4.0, BOB: 4.0}, now=1.0)
+    progress.on_round({ME: 4.0, BOB: 4.0}, 1, b"new", now=1.0)
     assert progress.election.disagreement() == ""
 
 

@@ -66,7 +66,7 @@ def test_the_old_records_of_a_founder_and_another_call_no_class_back_that_shares
     everyone = dict.fromkeys((ALICE, BOB, CAROL, DAVE, erin), 1.0)
     for step in range(1, 9):
         swarm.known.advance(b"new")
-        swarm.on_round(everyone, step, b"new", samples=everyone, now=0.0)
+        swarm.on_round(everyone, step, b"new", now=0.0)
     new, killed = record(8, b"new"), {DAVE: record(1, b"old"), erin: record(5, b"old")}
     for _ in range(10):  # the rounds' results outweigh records for a few reads
         swarm.on_records({BOB: new, CAROL: new, **killed}, now=0.0)
@@ -78,7 +78,7 @@ def test_a_group_stands_during_its_round_and_if_the_swarm_followed() -> None:
     assert swarm.election.stands(5, b"same")  # this peer may be in the round
     swarm.known.advance(b"alone")
     assert not swarm.election.stands(5, b"same")
-    swarm.on_round([BOB], 6, b"alone", now=0.0)
+    swarm.on_round({BOB: 1.0}, 6, b"alone", now=0.0)
     assert swarm.election.stands(5, b"same")  # half of them took the step
 
 
@@ -108,7 +108,7 @@ def test_one_step_ahead_on_the_same_path_waits_for_the_branch_and_two_are_behind
 
 def average(swarm: Progress, *peers: PeerId, now: float = 0.0) -> None:
     for step in range(1, 4):
-        swarm.on_round(peers, step, b"same", samples=dict.fromkeys(peers, 1.0), now=now)
+        swarm.on_round(dict.fromkeys(peers, 1.0), step, b"same", now=now)
 
 
 def test_rounds_of_a_minority_give_no_votes_until_the_others_have_left() -> None:
@@ -153,13 +153,13 @@ def test_samples_of_another_step_or_of_a_syncing_peer_do_not_count() -> None:
 def test_news_from_a_round_outweighs_an_older_record_for_a_few_reads_only() -> None:
     old = {BOB: record(0, samples=50), CAROL: record(1, b"new", samples=7)}
     swarm = progress(record(1, b"new"), old)
-    swarm.on_round([ALICE, BOB, CAROL], 1, b"new", now=0.0)
+    swarm.on_round(dict.fromkeys([ALICE, BOB, CAROL], 100.0), 1, b"new", now=0.0)
     swarm.on_records(old, now=0.0)
     assert swarm.known.all[BOB].step == 1 and swarm.forecast.samples(0.0) == 7
     for _ in range(10):
         swarm.on_records(old, now=0.0)
     assert swarm.known.all[BOB].step == 0
-    swarm.on_round([BOB], 1, b"new", now=0.0)
+    swarm.on_round({BOB: 100.0}, 1, b"new", now=0.0)
     swarm.on_records({BOB: record(1, b"new", samples=5)}, now=5.0)
     assert swarm.forecast.samples(5.0) == 5
 
@@ -221,16 +221,16 @@ def test_a_boast_of_speed_does_not_let_the_others_await_the_step_all_the_time() 
 def test_a_call_is_early_while_all_together_cannot_have_computed_the_batch() -> None:
     others = {BOB: record(batch_s=2.0), CAROL: record(batch_s=2.0, samples_per_s=1e9)}
     swarm = progress(record(batch_s=2.0, samples=10), others)
-    swarm.on_round([ALICE, BOB, CAROL], 1, b"next", now=10.0)
+    swarm.on_round(dict.fromkeys([ALICE, BOB, CAROL], 1.0), 1, b"next", now=10.0)
     swarm.known.advance(b"next", samples=10)
     computable = (1 + PLAUSIBLE) * (5 + 2 * 2.0)
     early_s = (100 - 10 - computable) / (2 + PLAUSIBLE)
     assert swarm.forecast.early_s(15.0) == pytest.approx(early_s + 2.0)  # and a micro-batch
     assert swarm.forecast.early_s(16.0) == 0.0  # 10 + 9 * 10
-    swarm.on_round([], 2, b"full", samples={ALICE: 100.0}, now=20.0)
+    swarm.on_round({ALICE: 100.0}, 2, b"full", now=20.0)
     assert swarm.forecast.early_s(15.0) > 0.0  # for ten rounds
     for step in range(3, 12):
-        swarm.on_round([], step, b"full", samples={ALICE: 100.0}, now=20.0)
+        swarm.on_round({ALICE: 100.0}, step, b"full", now=20.0)
     assert swarm.forecast.early_s(15.0) == 0.0  # records are late, and rounds are not short any more
 
 
