@@ -4,9 +4,10 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from colab_swarm.averaging.standing import PART, Standing
-from colab_swarm.mailbox.branches import Branches, Step
+from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.journal import Journal
 from colab_swarm.mailbox.rounds import WINDOW, ClosedRound, PseudoGradient, RoundChain, encode, pieces
@@ -226,15 +227,16 @@ class ChainFollower:
         own = self._own_place(branches)
         view = RoundView(chain, branches, self._last, own, self.min_peers, self._patience_s)
 
-        def ask() -> Decision | Step:
-            return view.next_action(journal.bucket.now(), close_at)
+        def ask(*, may_leave: bool = True) -> Decision:
+            return view.next_action(journal.bucket.now(), close_at, may_leave=may_leave)
 
-        action: Decision = await journal.reader.answer(ask)
+        action = await journal.reader.answer(ask)
         if isinstance(action, SeekState):
             companions = len(action.companions)
             self.later = await journal.patiently(journal.state_of_most, chain.round, companions)
-            view.later_state = self.later is not None
-            action = await journal.reader.answer(ask)
+            if self.later is not None:
+                return LoadState()
+            action = await journal.reader.answer(partial(ask, may_leave=False))
         if self._own is not None:
             self._own.spoilt = view.spoilt
         if isinstance(action, Follow):

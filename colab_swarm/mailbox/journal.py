@@ -324,7 +324,7 @@ class Journal:
         while went_on:
             went_on = False
             branches = await self.look(chain)
-            while (closed := await self.reader.answer(partial(branches.after, chain))) is not None:
+            while (closed := await self.reader.answer(partial(branches.closed, chain))) is not None:
                 yield closed
                 chain = closed.after
                 went_on = True

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
 from colab_swarm.events import Fault, PeerRefused
-from colab_swarm.mailbox.branches import Read, Readings, Reject
+from colab_swarm.mailbox.branches import Readings, ObjectRejected, ObjectsUnread
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
     CARD_PLACE,
@@ -88,16 +88,15 @@ class Reader:
         self._codec = codec
         self._numel = numel
 
-    async def answer(self, question: Callable[[], T | Read | Reject]) -> T:
-        """Ask until the answer is no step, and do each step. Raises `BucketError`."""
+    async def answer(self, question: Callable[[], T]) -> T:
+        """Ask until the answer is settled, and do each step that it needs first. Raises `BucketError`."""
         while True:
-            answer = question()
-            if isinstance(answer, Read):
-                await asyncio.gather(*map(self._read, answer.places))
-            elif isinstance(answer, Reject):
-                self._reject(answer)
-            else:
-                return answer
+            try:
+                return question()
+            except ObjectsUnread as step:
+                await asyncio.gather(*map(self._read, step.places))
+            except ObjectRejected as step:
+                self._reject(step.place, step.fault, step.author)
 
     def opened(self, data: bytes, kind: type[H], written_at: float) -> tuple[H, memoryview]:
         """Return a member's statement about this model, and its content; raises `ProtocolError` if it is none."""
@@ -115,9 +114,9 @@ class Reader:
         else:
             self._services.events.emit(PeerRefused(loop_now(), author.hex(), place.path, fault))
 
-    def _reject(self, step: Reject) -> None:
-        self.readings.faults[step.place] = step.fault
-        self.tell_fault(step.place, step.fault, step.author)
+    def _reject(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
+        self.readings.faults[place] = fault
+        self.tell_fault(place, fault, author)
 
     async def _read(self, place: StoredObject) -> None:
         name = place.path.rpartition("/")[2]
@@ -129,7 +128,7 @@ class Reader:
             else:
                 await self._read_contribution(place)
         except (PeerError, ValueError) as error:
-            self._reject(Reject(place, str(error)))
+            self._reject(place, str(error))
 
     async def _read_manifest(self, place: StoredObject) -> None:
         data = await self._bounded(place, MANIFEST_BYTES)
@@ -144,7 +143,7 @@ class Reader:
         folder = folder_of(round_of(place.path), farewell.base)
         named = place.path == f"{folder}/{farewell.member.hex()}{LEFT}"
         require(named, ELSEWHERE, ProtocolError)
-        self.readings.farewells.add(place)
+        self.readings.farewells[place] = farewell
 
     async def _read_contribution(self, place: StoredObject) -> None:
         content_bytes = encoded_bytes(self._codec, self._numel)
@@ -157,7 +156,7 @@ class Reader:
             require(head.weight > 0, "it has no weight", ProtocolError)
             norm = await asyncio.to_thread(norm_of, self._codec, content, self._numel)
         except (PeerError, ValueError) as error:
-            self._reject(Reject(place, str(error), head.member))
+            self._reject(place, str(error), head.member)
             return
         self.readings.contributions[place] = ReadContribution(head, content, content_digest(data), norm)
 

@@ -302,7 +302,7 @@ class RoundListing:
     """The objects of the last rounds."""
 
     contributions: dict[str, list[StoredObject]]  # by folder
-    manifests: dict[str, list[StoredObject]]  # by folder
+    manifests: dict[str, list[StoredObject]]  # by folder, the oldest first
     farewells: dict[str, StoredObject]  # by path
     latest: int  # round that has a manifest, on whatever branch; -1 if none has
 
@@ -323,6 +323,8 @@ class RoundListing:
             else:
                 manifests.setdefault(place.folder, []).append(place)
                 latest = max(latest, round_of(place.path))
+        for places in manifests.values():
+            places.sort(key=lambda place: (place.modified_at, len(place.path), place.path))
         return cls(contributions, manifests, farewells, latest)
 
     def at(self, path: str) -> StoredObject | None:

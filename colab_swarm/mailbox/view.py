@@ -3,18 +3,20 @@
 `RoundView.next_action` goes by these rules, in this order:
 
 1. The peer reads its own contribution: another member may have overwritten it.
-2. If the next round was built on another manifest of the last one, the peer *loads a state*, to catch up. So
-   it does if it would build that round without most members, and a later manifest is there that they may follow.
+2. If the next round was built on another manifest of the last one, the peer *loads a state*, to
+   catch up. So it does if it would build that round without most members, and a later manifest is
+   there that they may follow.
 3. If a manifest closes the round, the peer *follows* it.
-4. If most members follow a manifest that this peer cannot follow, it *seeks a state*, and loads it. So it does if
-   nobody closed the round by its deadline, and a later one has a manifest: the peer may have slept. A state moves
-   no peer that can follow the rounds, whatever it says.
+4. If most members follow a manifest that this peer cannot follow, it *seeks a state*, and loads it.
+   So it does if nobody closed the round by its deadline, and a later one has a manifest: the peer
+   may have slept. A state moves no peer that can follow the rounds, whatever it says.
 5. If the run begins with more peers than contribute, the peer *waits* for them.
-6. If the round is due, the peer *closes* it with a manifest of all contributions that can be read. But not if
-   there is one that it cannot follow yet: it is awaited as long as the peer has patience with its author.
+6. If the round is due, the peer *closes* it with a manifest of all contributions that can be read.
+   But not if there is one that it cannot follow yet: it is awaited as long as the peer has patience
+   with its author.
 7. Else it *waits*.
 
-An action `Read` or `Reject` is a step: do it, and ask the same view again.
+Each of these questions raises `Unsettled` where it needs a step first, as those of `Branches` do.
 """
 
 import math
@@ -22,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from colab_swarm.mailbox.branches import Branches, Reject, Step, Unsettled
+from colab_swarm.mailbox.branches import Branches, ObjectRejected
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
     MOST_MEMBERS,
@@ -54,7 +56,7 @@ class LoadState:
 
 @dataclass(frozen=True)
 class SeekState:
-    """Look for a state later than the chain, then ask again with the answer.
+    """Load a state later than the chain. Where there is none, ask again with ``may_leave=False``.
 
     Attributes:
         companions: other members that contributed to the open round. The state must stand for no fewer, or they and
@@ -104,16 +106,9 @@ class RoundView:
     own: StoredObject | None = None  # the peer's contribution that no manifest lists yet
     min_peers: int = 1  # contributors without whom this peer closes no round
     patience_s: Callable[[PeerId], float] = lambda member: math.inf
-    later_state: bool | None = None  # whether there is a state later than the chain; None: not sought yet
 
-    def next_action(self, now: float, close_at: float = -math.inf) -> Decision | Step:
+    def next_action(self, now: float, close_at: float = -math.inf, *, may_leave: bool = True) -> Decision:
         """Return what to do; before ``close_at``, this peer writes no manifest."""
-        try:
-            return self._decide(now, close_at)
-        except Unsettled as unsettled:
-            return unsettled.step
-
-    def _decide(self, now: float, close_at: float) -> Decision:
         if self.own is not None:
             self.branches.readings.require([self.own])
         if self.is_replaced(now):
@@ -121,11 +116,8 @@ class RoundView:
         closed = self.branches.closed(self.chain)
         if closed is not None:
             return Follow(closed)
-        is_left = self.is_left(now)
-        if is_left and self.later_state is None:
+        if may_leave and self.is_left(now):
             return SeekState(self._companions)
-        if is_left and self.later_state:
-            return LoadState()
         if self.min_peers > 1 and len(self._present) < self.min_peers:
             return Wait(min(self._pause_s(now, math.inf), _BEGIN_PAUSE_S))
         due_at = max(self.due_at, self.reopens_at)
@@ -141,7 +133,7 @@ class RoundView:
 
     @property
     def contributions(self) -> list[ReadContribution]:
-        """What the round may list, whole: the oldest of each member. Raises `Unsettled`."""
+        """Whole contributions that the round may list: the oldest of each member."""
         places = self.open_places
         readings = self.branches.readings
         readings.require(places)
@@ -160,12 +152,12 @@ class RoundView:
 
     @property
     def due_at(self) -> float:
-        """When the round may close, by the members that contributed or said farewell. Raises `Unsettled`."""
+        """When the round may close, by the members that contributed or said farewell."""
         return self.chain.due_at(self._present, self.branches.gone(self.chain), self.patience_s)
 
     @property
     def reopens_at(self) -> float:
-        """When another manifest may be written than those that cannot be followed. Raises `Unsettled`."""
+        """When another manifest may be written than those that cannot be followed."""
         candidates = self.branches.candidates(self.chain)
         if not candidates:
             return -math.inf
@@ -176,13 +168,13 @@ class RoundView:
         return first.place.modified_at + min(self.chain.missing_s, self.patience_s(first.manifest.member))
 
     def is_left(self, now: float) -> bool:
-        """Return whether others went on without this peer, which cannot follow them. Raises `Unsettled`."""
+        """Return whether others went on without this peer, which cannot follow them."""
         if self.branches.has_majority_elsewhere(self.chain):
             return True
         return self.branches.listing.latest > self.chain.round and now >= self.chain.deadline
 
     def is_replaced(self, now: float) -> bool:
-        """Return whether others follow another manifest of the last round than this peer. Raises `Unsettled`."""
+        """Return whether others follow another manifest of the last round than this peer."""
         last = self.last
         if last is None or len(self.branches.listing.manifests.get(last.before.folder, ())) < 2:
             return False
@@ -196,14 +188,11 @@ class RoundView:
         if last.place in self.branches.readings.faults:
             return bool(later)
         if later and self._is_alone(now):
-            raise Unsettled(Reject(last.place, "most members went on from a later manifest"))
+            raise ObjectRejected(last.place, "most members went on from a later manifest")
         return False
 
     def late_s(self, closed: ClosedRound) -> dict[PeerId, float]:
-        """Return how long a round waited for each late member, beyond the usual and since this peer contributed.
-
-        Raises `Unsettled`.
-        """
+        """Return how long a round waited for each late member, beyond the usual and since this peer contributed."""
         chain = self.chain
         usual_at = chain.late_at
         if self.own is not None:
@@ -219,7 +208,7 @@ class RoundView:
         return late_s
 
     def unread_s(self, closed: ClosedRound) -> dict[PeerId, float]:
-        """Return how long a round waited for a manifest that cannot be followed, by its author. Raises `Unsettled`."""
+        """Return how long a round waited for a manifest that cannot be followed, by its author."""
         first = self.branches.candidates(self.chain)[0]
         followable = {candidate.place for candidate in self.branches.followable(self.chain)}
         if first.place in followable:

@@ -16,7 +16,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.errors import PeerError, SwarmError
 from colab_swarm.events import StateReceived
-from colab_swarm.mailbox.branches import Branches, Step, Unsettled
+from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.reader import Reader
 from colab_swarm.mailbox.rounds import (
     ManifestEntry,
@@ -65,7 +65,7 @@ class Mallory:
         """Return what the open round may list."""
         view = RoundView(self.chain, await self.look())
         reader: Reader = self.journal.reader
-        return await reader.answer(lambda: _contributions(view))
+        return await reader.answer(lambda: view.contributions)
 
     async def write(self, path: str, data: bytes) -> None:
         self.fired += await self.journal.bucket.create(path, data)
@@ -94,13 +94,6 @@ class Mallory:
         while self.chain.base == base:
             await asyncio.sleep(0.5)
             await self.look()
-
-
-def _contributions(view: RoundView) -> list[ReadContribution] | Step:
-    try:
-        return view.contributions
-    except Unsettled as unsettled:
-        return unsettled.step
 
 
 Attack = Callable[[Mallory], Coroutine[Any, Any, None]]

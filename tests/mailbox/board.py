@@ -6,13 +6,14 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from colab_swarm.mailbox.branches import Branches, Read, Readings, Reject
+from colab_swarm.mailbox.branches import Branches, Readings, ObjectRejected, ObjectsUnread
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
     LEFT,
     MANIFEST,
     WINDOW,
     ClosedRound,
+    Farewell,
     ManifestEntry,
     PseudoGradient,
     ReadContribution,
@@ -23,7 +24,7 @@ from colab_swarm.mailbox.rounds import (
     entries_of,
     numbered,
 )
-from colab_swarm.mailbox.view import Decision, RoundView, SeekState
+from colab_swarm.mailbox.view import Decision, LoadState, RoundView, SeekState
 from colab_swarm.net.identity import Identity
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ Entries: TypeAlias = tuple[ManifestEntry, ...]
 Content: TypeAlias = ReadContribution | RoundManifest | str | None
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32) for number in range(1, 4))
 MEMBERS = [ALICE, BOB, CAROL]
+FAREWELL = Farewell(prefix="model", key=ALICE.public_key, membership=b"", base=bytes(32))
 PACE_S = 10.0
 PATIENCE_S = 5.0  # of a peer with each member beyond the usual
 MISSING_S = RoundChain.begin(0, bytes(32), now=0.0).missing_s  # of short rounds
@@ -157,18 +159,17 @@ class Peer:
         seen = [place for place in places if place.path > f"rounds/{first:08d}"]
         return Branches(RoundListing.of(seen), self.readings)
 
-    def answer(self, question: Callable[[], T | Read | Reject]) -> T:
+    def answer(self, question: Callable[[], T]) -> T:
         while True:
-            answer = question()
-            if isinstance(answer, Read):
-                for place in answer.places:
-                    self._read(place)
-            elif isinstance(answer, Reject):
-                assert answer.place not in self.readings.faults
-                self.readings.faults[answer.place] = answer.fault
-            else:
-                return answer
             self.steps += 1
+            try:
+                return question()
+            except ObjectsUnread as step:
+                for place in step.places:
+                    self._read(place)
+            except ObjectRejected as step:
+                assert step.place not in self.readings.faults
+                self.readings.faults[step.place] = step.fault
 
     def _read(self, place: StoredObject) -> None:
         self.read.append(place)
@@ -180,19 +181,14 @@ class Peer:
         elif isinstance(content, ReadContribution):
             self.readings.contributions[place] = content
         else:
-            self.readings.farewells.add(place)
+            self.readings.farewells[place] = FAREWELL
 
     def decide(self, now: float, *, own: StoredObject | None = None, later_state: bool = False) -> Decision:
         view = RoundView(self.chain, self.look(), self.last, own, patience_s=lambda member: PATIENCE_S)
-
-        def ask() -> Decision | Read | Reject:
-            return view.next_action(now)
-
-        decision: Decision = self.answer(ask)
-        if isinstance(decision, SeekState):
-            view.later_state = later_state
-            decision = self.answer(ask)
-        return decision
+        decision = self.answer(lambda: view.next_action(now))
+        if not isinstance(decision, SeekState):
+            return decision
+        return LoadState() if later_state else self.answer(lambda: view.next_action(now, may_leave=False))
 
     def follow(self, closed: ClosedRound) -> None:
         self.chain = closed.after
@@ -205,7 +201,7 @@ class Peer:
         rounds: list[ClosedRound] = []
         while True:
             chain = self.chain
-            closed: ClosedRound | None = self.answer(lambda: branches.after(chain))  # noqa: B023
+            closed = self.answer(lambda: branches.closed(chain))  # noqa: B023
             if closed is None:
                 return rounds
             rounds.append(replace(closed, contributions={}))

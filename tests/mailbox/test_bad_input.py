@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,14 +13,12 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import StateReceived
-from colab_swarm.mailbox.branches import Step, Unsettled
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.reader import Spectator
 from colab_swarm.mailbox.rounds import (
     MANIFEST_BYTES,
     ManifestEntry,
     PseudoGradient,
-    ReadContribution,
     RoundManifest,
     content_digest,
     entries_of,
@@ -171,14 +168,6 @@ def test_huge_contributions_are_bounded(lie: Any) -> None:
 Entries = tuple[ManifestEntry, ...]
 
 
-def read(view: RoundView) -> list[ReadContribution] | Step:
-    """Return what the round may list, or the step that comes first."""
-    try:
-        return view.contributions
-    except Unsettled as unsettled:
-        return unsettled.step
-
-
 def with_nothing(entries: Entries, me: PeerId) -> Entries:
     ghost = msgspec.structs.replace(entries[0], member=PeerId(bytes(32)))
     return ghost, *entries
@@ -212,9 +201,8 @@ def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
         written = await create(path, data)
         journal, chain = part._journal, part._follower.chain
         view = RoundView(chain, await journal.look(chain))
-        entries = lie(
-            entries_of(chain, await journal.reader.answer(partial(read, view))), part.services.peers.id
-        )
+        contributions = await journal.reader.answer(lambda: view.contributions)
+        entries = lie(entries_of(chain, contributions), part.services.peers.id)
         told = journal.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
         if chain.round and await create(f"{chain.folder}/manifest-00", told):
             lied.append(chain.folder)

@@ -205,11 +205,8 @@ def test_an_author_has_two_candidates_at_most(board: Board) -> None:
         board.now = at
         places.append(board.close(peer.chain, contributions, attempt).place)
 
-    def candidates() -> list[StoredObject] | branches.Step:
-        try:
-            return [candidate.place for candidate in look.candidates(peer.chain)]
-        except branches.Unsettled as unsettled:
-            return unsettled.step
+    def candidates() -> list[StoredObject]:
+        return [candidate.place for candidate in look.candidates(peer.chain)]
 
     look = peer.look()
     assert peer.answer(candidates) == [places[4], places[3]]
