@@ -180,7 +180,7 @@ from colab_swarm.errors import require
 from colab_swarm.events import Notice
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.bucket_rounds import BucketRounds
-from colab_swarm.mailbox.reader import first_card
+from colab_swarm.mailbox.reader import Statements
 from colab_swarm.runtime import Runner
 from colab_swarm.training.communication import Communication, elected_agreement, options_by
 from colab_swarm.training.link_rounds import LinkRounds
@@ -209,8 +209,8 @@ def options_for(
     how = "pass 'auto', or swarm.plan(model, step_s=…)"
     require(communication == "auto", f"communication={communication!r:.40}: {how}")
     if services.mailbox:
-        bucket = Bucket(services.mailbox, prefix)
-        card = runtime.call(first_card(bucket, prefix, services.peers.role_by, lambda place, fault: None))
+        statements = Statements(Bucket(services.mailbox, prefix), prefix, services.peers.role_by)
+        card = runtime.call(statements.first_card(lambda place, fault: None))
         agreement = () if card is None else card.agreement
     else:
         trainers, *_ = runtime.call(read_participants(services.dht, prefix))

@@ -13,7 +13,7 @@ from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateErro
 from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.follower import ChainFollower, Counted
-from colab_swarm.mailbox.journal import Journal
+from colab_swarm.mailbox.journal import Journal, States
 from colab_swarm.mailbox.members import LastMembers
 from colab_swarm.mailbox.rounds import (
     STATE_ROUNDS,
@@ -51,19 +51,13 @@ class BucketRounds(Rounds):
         super().__init__(services, settings, own, model)
         _check_settings(settings)
         election = self.progress.election
-        self._journal = Journal(
-            bucket,
-            services,
-            settings,
-            model.numel,
-            lambda: self.until,
-            lambda member: election.distrusts(member, loop_now()),
-        )
+        self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
+        self._states = States(self._journal, lambda member: election.distrusts(member, loop_now()))
         self._members = LastMembers(self.progress.known)
         # An account may cost this peer one usual round, and then its share of the time.
         standing = Standing(services.peers.id, events=services.events, longest_s=lambda: self._usual_s)
         self._follower = ChainFollower(
-            services.peers.id, self._journal, standing, lambda: self.until, self._tell_late
+            self._journal, self._states, standing, services.peers.id, lambda: self.until, self._tell_late
         )
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
@@ -121,7 +115,7 @@ class BucketRounds(Rounds):
         later: tuple[RoundChain, Snapshot | None] | None = self._follower.later
         while True:
             if later is None:
-                later = await journal.patiently(journal.read_state, self.model.snapshot)
+                later = await journal.patiently(self._states.first_or_best, self.model.snapshot)
             chain, snapshot = later
             later = None
             rounds = [closed async for closed in journal.follow(chain)]
@@ -220,9 +214,9 @@ class BucketRounds(Rounds):
         """Write the state, if there is one, and delete what nobody needs any more."""
         with suppress(BucketError):  # the next writer saves the next one
             if snapshot is not None:
-                await self._journal.write_state(chain, snapshot)
+                await self._states.write(chain, snapshot)
         with suppress(BucketError):  # the keys of most members may not delete
-            await self._journal.trim(chain.round)
+            await self._states.trim(chain.round)
 
     def _learn(self, closed: ClosedRound) -> None:
         """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""

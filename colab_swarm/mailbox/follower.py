@@ -9,7 +9,7 @@ from functools import partial
 from colab_swarm.averaging.standing import PART, Standing
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import StoredObject
-from colab_swarm.mailbox.journal import Journal
+from colab_swarm.mailbox.journal import Journal, States
 from colab_swarm.mailbox.rounds import WINDOW, ClosedRound, PseudoGradient, RoundChain, encode, pieces
 from colab_swarm.mailbox.view import (
     LEAST_PAUSE_S,
@@ -77,9 +77,10 @@ class ChainFollower:
 
     def __init__(
         self,
-        me: PeerId,
         journal: Journal,
+        states: States,
         standing: Standing,
+        me: PeerId,
         until: Callable[[], float],
         on_late: Callable[[RoundChain, Wait, float], None],
     ) -> None:
@@ -87,8 +88,9 @@ class ChainFollower:
         self.chain: RoundChain | None = None
         self.later: tuple[RoundChain, Snapshot] | None = None
         self.min_peers = 1
-        self._me = me
         self._journal = journal
+        self._states = states
+        self._me = me
         self._standing = standing
         self._until = until
         self._on_late = on_late
@@ -233,7 +235,7 @@ class ChainFollower:
         action = await journal.reader.answer(ask)
         if isinstance(action, SeekState):
             companions = len(action.companions)
-            self.later = await journal.patiently(journal.state_of_most, chain.round, companions)
+            self.later = await journal.patiently(self._states.best, chain.round, companions)
             if self.later is not None:
                 return LoadState()
             action = await journal.reader.answer(partial(ask, may_leave=False))

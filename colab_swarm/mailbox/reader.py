@@ -1,14 +1,14 @@
-"""Reads the objects of a run's rounds, each once, and checks what members wrote. Each fault is reported once."""
+"""Reads what members wrote in a bucket, and checks it: objects of the rounds, or the starts of any."""
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
-from colab_swarm.events import Fault, PeerRefused
+from colab_swarm.events import EventLog, Fault, PeerRefused
 from colab_swarm.mailbox.branches import Readings, ObjectRejected, ObjectsUnread
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
@@ -16,7 +16,6 @@ from colab_swarm.mailbox.rounds import (
     HEADER_BYTES,
     LEFT,
     MANIFEST,
-    MANIFEST_BYTES,
     STATE_PLACE,
     STATE_ROUNDS,
     Card,
@@ -28,10 +27,9 @@ from colab_swarm.mailbox.rounds import (
     RoundManifest,
     content_digest,
     encoded_bytes,
-    folder_of,
     norm_of,
     require_version,
-    round_of,
+    start_bytes,
     unseal,
     unseal_start,
 )
@@ -40,51 +38,98 @@ from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.snapshot import PeerRow
 from colab_swarm.tensors.codecs import Codec
-from colab_swarm.training.settings import PeerServices
 
 logger = logging.getLogger(__name__)
-ELSEWHERE = "it is another member's, or another round's"
 T = TypeVar("T")
-Placed = TypeVar("Placed", RoundManifest, PseudoGradient, Farewell)
 RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
 """``role_of(key, membership, at)``: the role of a member at a time; raises `PeerError` if it is none."""
 
 
-def existing(data: bytes | None) -> bytes:
-    """Return an object; raises `ProtocolError` if there is none."""
-    if data is None:
-        raise ProtocolError("it is not there")
-    return data
+class Statements:
+    """What members that train wrote in a ``bucket`` about the model of ``prefix``."""
 
+    def __init__(self, bucket: Bucket, prefix: str, role_of: RoleOf) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._role_of = role_of
 
-async def start_of(bucket: Bucket, place: StoredObject, most_bytes: int) -> bytes:
-    """Return an object, or its first ``most_bytes``; raises `ProtocolError` if there is none."""
-    if place.size_bytes <= most_bytes:
-        return existing(await bucket.read(place.path))
-    return existing(await bucket.read(place.path, most_bytes))
+    def opened(self, place: StoredObject, data: bytes | None, kind: type[H]) -> tuple[H, memoryview]:
+        """Return the statement of a whole object, and its content. Raises `PeerError` or ValueError."""
+        require(data is not None, "it is not there", ProtocolError)
+        statement, content = unseal(data or b"", kind)
+        self._require_author(place, statement)
+        return statement, content
 
+    async def head(self, place: StoredObject, kind: type[H]) -> H:
+        """Return the statement of an object by its start. Raises `PeerError` or ValueError."""
+        data = await self._start(place, HEADER_BYTES)
+        end = start_bytes(data)
+        if len(data) < end <= min(place.size_bytes, kind.most_bytes):
+            data = await self._start(place, end)
+        statement, _ = unseal_start(data, kind)
+        self._require_author(place, statement)
+        return statement
 
-def require_trainer(statement: H, prefix: str, role: Role) -> None:
-    """Raise `ProtocolError` unless a member that trains wrote this about the model of ``prefix``; ``role`` is its."""
-    require(statement.prefix == prefix, "it is of another model", ProtocolError)
-    require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
+    async def readable_head(self, place: StoredObject, kind: type[H]) -> H | None:
+        """Return the statement of an object by its start; None if it is something else."""
+        try:
+            return await self.head(place, kind)
+        except (PeerError, ValueError):
+            return None
+
+    async def first_card(self, on_fault: Callable[[StoredObject, str], None]) -> Card | None:
+        """Return what the peers of the model have agreed on, if they have; ``on_fault`` hears of garbage.
+
+        Raises `ProtocolError` if another version of the package wrote it.
+        """
+        for place in sorted(await self._bucket.list("card"), key=lambda place: (len(place.path), place.path)):
+            # Shorter names would go before the first card.
+            if not CARD_PLACE.fullmatch(place.path):
+                continue
+            data = await self._start(place, Card.most_bytes)
+            require_version(data)
+            try:
+                card, _ = self.opened(place, data, Card)
+            except (PeerError, ValueError) as error:
+                on_fault(place, str(error))
+                continue
+            return card
+        return None
+
+    async def _start(self, place: StoredObject, most_bytes: int) -> bytes:
+        if place.size_bytes <= most_bytes:
+            data = await self._bucket.read(place.path)
+        else:
+            data = await self._bucket.read(place.path, most_bytes)
+        return data or b""
+
+    def _require_author(self, place: StoredObject, statement: H) -> None:
+        role = self._role_of(statement.key, statement.membership, place.modified_at)
+        require(statement.prefix == self._prefix, "it is of another model", ProtocolError)
+        require(role >= Role.WORKER, "its writer is no member that trains", ProtocolError)
+        # Anybody can write a copy.
+        is_own = statement.path_part in place.path
+        require(is_own, "it is another member's, or another round's", ProtocolError)
 
 
 class Reader:
-    """What this peer has read of a model's rounds; ``fetch`` returns the object at a path."""
+    """What this peer has read of a model's rounds: each object once, and each fault is reported once.
+
+    ``fetch`` returns the object at a path.
+    """
 
     def __init__(
         self,
-        fetch: Callable[[str], Coroutine[Any, Any, bytes | None]],
-        services: PeerServices,
-        prefix: str,
+        fetch: Callable[[str], Coroutine[None, None, bytes | None]],
+        statements: Statements,
+        events: EventLog,
         codec: Codec,
         numel: int,
     ) -> None:
         self.readings = Readings()
         self._fetch = fetch
-        self._services = services
-        self._prefix = prefix
+        self._statements = statements
+        self._events = events
         self._codec = codec
         self._numel = numel
 
@@ -98,21 +143,24 @@ class Reader:
             except ObjectRejected as step:
                 self._reject(step.place, step.fault, step.author)
 
-    def opened(self, data: bytes, kind: type[H], written_at: float) -> tuple[H, memoryview]:
-        """Return a member's statement about this model, and its content; raises `ProtocolError` if it is none."""
-        statement, content = unseal(data, kind)
-        role = self._services.peers.role_by(statement.key, statement.membership, written_at)
-        require_trainer(statement, self._prefix, role)
-        return statement, content
-
     def tell_fault(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
         """Report an object that does not count; ``author`` signed it, where that is known."""
         text = f"{place.path} does not count: {fault}"
         logger.info("%s", text)
         if author is None:
-            self._services.events.emit(Fault(loop_now(), "the bucket", text))
+            self._events.emit(Fault(loop_now(), "the bucket", text))
         else:
-            self._services.events.emit(PeerRefused(loop_now(), author.hex(), place.path, fault))
+            self._events.emit(PeerRefused(loop_now(), author.hex(), place.path, fault))
+
+    async def whole(
+        self, place: StoredObject, kind: type[H], content_bytes: int = 0
+    ) -> tuple[bytes, H, memoryview]:
+        """Return an object, its statement and its content. Raises `PeerError` or ValueError."""
+        require(place.size_bytes > content_bytes, "it is cut off", ProtocolError)
+        require(place.size_bytes <= kind.most_bytes + content_bytes, "it is too large", ProtocolError)
+        data = await self._fetch(place.path)
+        statement, content = self._statements.opened(place, data, kind)
+        return data or b"", statement, content
 
     def _reject(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
         self.readings.faults[place] = fault
@@ -122,36 +170,19 @@ class Reader:
         name = place.path.rpartition("/")[2]
         try:
             if name.startswith(MANIFEST):
-                await self._read_manifest(place)
+                data, manifest, _ = await self.whole(place, RoundManifest)
+                self.readings.manifests[place] = manifest, content_digest(data)
             elif name.endswith(LEFT):
-                await self._read_farewell(place)
+                _, farewell, _ = await self.whole(place, Farewell)
+                self.readings.farewells[place] = farewell
             else:
                 await self._read_contribution(place)
         except (PeerError, ValueError) as error:
             self._reject(place, str(error))
 
-    async def _read_manifest(self, place: StoredObject) -> None:
-        data = await self._bounded(place, MANIFEST_BYTES)
-        manifest, _ = self.opened(data, RoundManifest, place.modified_at)
-        # Whoever copied it here: its author has not.
-        require(place.folder == folder_of(manifest.round, manifest.base), ELSEWHERE, ProtocolError)
-        self.readings.manifests[place] = manifest, content_digest(data)
-
-    async def _read_farewell(self, place: StoredObject) -> None:
-        data = await self._bounded(place, HEADER_BYTES)
-        farewell, _ = self.opened(data, Farewell, place.modified_at)
-        folder = folder_of(round_of(place.path), farewell.base)
-        named = place.path == f"{folder}/{farewell.member.hex()}{LEFT}"
-        require(named, ELSEWHERE, ProtocolError)
-        self.readings.farewells[place] = farewell
-
     async def _read_contribution(self, place: StoredObject) -> None:
         content_bytes = encoded_bytes(self._codec, self._numel)
-        require(place.size_bytes > content_bytes, "it is cut off", ProtocolError)
-        data = await self._bounded(place, HEADER_BYTES + content_bytes)
-        head, content = self.opened(data, PseudoGradient, place.modified_at)
-        named = (place.folder, place.member) == (folder_of(head.round, head.base), head.member)
-        require(named, ELSEWHERE, ProtocolError)
+        data, head, content = await self.whole(place, PseudoGradient, content_bytes)
         try:
             require(head.weight > 0, "it has no weight", ProtocolError)
             norm = await asyncio.to_thread(norm_of, self._codec, content, self._numel)
@@ -159,55 +190,6 @@ class Reader:
             self._reject(place, str(error), head.member)
             return
         self.readings.contributions[place] = ReadContribution(head, content, content_digest(data), norm)
-
-    async def _bounded(self, place: StoredObject, most_bytes: int) -> bytes:
-        """Return an object of at most this size; raises `ProtocolError` if there is none."""
-        require(place.size_bytes <= most_bytes, "it is too large", ProtocolError)
-        return existing(await self._fetch(place.path))
-
-
-async def first_card(
-    bucket: Bucket, prefix: str, role_of: RoleOf, on_fault: Callable[[StoredObject, str], None]
-) -> Card | None:
-    """Return what the peers of a model have agreed on, if they have; ``on_fault`` is told of garbage.
-
-    Raises `ProtocolError` if another version of the package wrote it.
-    """
-    for place in sorted(await bucket.list("card"), key=lambda place: (len(place.path), place.path)):
-        # Shorter names would go before the first card.
-        if place.size_bytes == 0 or not CARD_PLACE.fullmatch(place.path):
-            continue
-        data = await start_of(bucket, place, MANIFEST_BYTES)
-        require_version(data)
-        try:
-            card, _ = unseal(data, Card)
-            require_trainer(card, prefix, role_of(card.key, card.membership, place.modified_at))
-        except (PeerError, ValueError) as error:
-            on_fault(place, str(error))
-            continue
-        return card
-    return None
-
-
-async def read_statement(
-    bucket: Bucket, place: StoredObject, kind: type[Placed], prefix: str, role_of: RoleOf
-) -> Placed | None:
-    """Read the start of an object, and return what a member that trains wrote there about a model.
-
-    None if it is something else.
-    """
-    most_bytes = HEADER_BYTES
-    if kind is RoundManifest:
-        most_bytes = MANIFEST_BYTES
-    try:
-        statement, _ = unseal_start(await start_of(bucket, place, most_bytes), kind)
-        role = role_of(statement.key, statement.membership, place.modified_at)
-        require_trainer(statement, prefix, role)
-        folder = folder_of(round_of(place.path), statement.base)
-        require(place.folder == folder, "it is of another round", ProtocolError)
-    except (PeerError, ValueError):
-        return None
-    return statement
 
 
 class Spectator:
@@ -217,21 +199,22 @@ class Spectator:
     """
 
     def __init__(self, bucket: Bucket, prefix: str, admission: MembershipAdmission | None) -> None:
+        def role_of(key: bytes, membership: bytes, at: float) -> Role:
+            if admission is None:
+                return Role.WORKER
+            return admission.verify(key, membership, now=at)
+
         self._bucket = bucket
-        self._prefix = prefix
-        self._admission = admission
+        self._statements = Statements(bucket, prefix, role_of)
 
     async def last_members(self) -> list[PeerRow]:
         """Return the members of the newest round that a member closed; `JoinError` if there is none."""
         for first in await self._first_rounds():
             listing = RoundListing.of(await self._bucket.list("rounds", f"rounds/{first:08d}"))
             for folder in sorted(listing.manifests, reverse=True):
-                for place in listing.manifests[folder]:
-                    manifest = await self._statement(place, RoundManifest)
-                    if manifest is not None:
-                        return [
-                            await self._row(entry.member, manifest, listing) for entry in manifest.entries
-                        ]
+                _, manifest = await self._first_of(listing.manifests[folder], RoundManifest)
+                if manifest is not None:
+                    return [await self._row(entry.member, manifest, listing) for entry in manifest.entries]
         raise JoinError(
             f"no round is over yet in {self._bucket.address}: nobody has trained this model there"
         )
@@ -256,33 +239,30 @@ class Spectator:
             reachable=None,
             me=False,
         )
-        folder = ""
         # the newest contribution may be of the round that is open
-        for place in reversed(listing.contributions_of(member)):
-            head = await self._statement(place, PseudoGradient)
-            if head is not None and head.member == member:
-                folder = place.folder
-                loss = head.loss
-                # JSON has no other numbers
-                if loss is not None and not math.isfinite(loss):
-                    loss = None
-                heard_s = max(0.0, self._bucket.now() - place.modified_at)
-                row = replace(
-                    row, name=head.name, samples_per_s=head.samples_per_s, loss=loss, heard_s=heard_s
-                )
-                break
-        for place in listing.farewells.values():
-            if place.path.endswith(member.hex() + LEFT) and place.path > folder:
-                farewell = await self._statement(place, Farewell)
-                if farewell is not None and farewell.member == member:
-                    return replace(row, role="away")
+        contributions = reversed(listing.contributions_of(member))
+        place, head = await self._first_of(contributions, PseudoGradient)
+        folder = ""
+        if place is not None and head is not None:
+            folder = place.folder
+            loss = head.loss
+            # JSON has no other numbers
+            if loss is not None and not math.isfinite(loss):
+                loss = None
+            heard_s = max(0.0, self._bucket.now() - place.modified_at)
+            row = replace(row, name=head.name, samples_per_s=head.samples_per_s, loss=loss, heard_s=heard_s)
+        farewells = [place for place in listing.farewells.values() if place.member == member]
+        left, _ = await self._first_of(reversed(farewells), Farewell)
+        if left is not None and left.folder >= folder:
+            row = replace(row, role="away")
         return row
 
-    async def _statement(self, place: StoredObject, kind: type[Placed]) -> Placed | None:
-        """Return what a member that trains wrote there about this model; None if it is something else."""
-        return await read_statement(self._bucket, place, kind, self._prefix, self._role_of)
-
-    def _role_of(self, key: bytes, membership: bytes, at: float) -> Role:
-        if self._admission is None:
-            return Role.WORKER
-        return self._admission.verify(key, membership, now=at)
+    async def _first_of(
+        self, places: Iterable[StoredObject], kind: type[H]
+    ) -> tuple[StoredObject, H] | tuple[None, None]:
+        """Return the first object that is a member's statement of this kind, and its statement."""
+        for place in places:
+            statement = await self._statements.readable_head(place, kind)
+            if statement is not None:
+                return place, statement
+        return None, None

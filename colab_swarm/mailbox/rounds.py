@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, ClassVar, Final, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -62,17 +62,16 @@ STATE_ROUNDS = 16  # from one state in the bucket to the next
 
 
 def folder_of(round: int, base: bytes) -> str:
-    """Return the folder of a round after the manifest with this digest: nobody can write there before that one."""
+    """Return a round's folder after the manifest with this digest: before that one nobody can write there."""
     return f"rounds/{round:08d}-{base[:8].hex()}"
 
 
+def state_path(round: int) -> str:
+    return f"states/{round:08d}"
+
+
 def round_of(path: str) -> int:
-    """Return the round of an object's path."""
-    return int(path[7:15])
-
-
-def round_of_state(path: str) -> int:
-    """Return the round of a state's path."""
+    """Return the round of the path of a state, or of an object of a round."""
     return int(path[7:15])
 
 
@@ -101,20 +100,33 @@ class Statement(Signed, frozen=True, kw_only=True):
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
     content: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # digest of the rest of the object
+    most_bytes: ClassVar[int] = HEADER_BYTES  # of an object without its content
 
     @property
     def member(self) -> PeerId:
         return id_of(self.key)
 
+    @property
+    def path_part(self) -> str:
+        """A part of the paths where such a statement counts."""
+        raise NotImplementedError
+
 
 class Card(Statement, frozen=True, kw_only=True):
-    """``card/first``: what the peers of a model have agreed on; the first one that is written stands."""
+    """``card/first``: what the peers of a model have agreed on; the first one that is written stands.
+
+    Attributes:
+        min_peers: whose contributions the first round needs.
+    """
 
     schema: bytes
     agreement: Agreement
-    min_peers: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)] = (
-        1  # whose contributions the first round needs
-    )
+    min_peers: Annotated[int, msgspec.Meta(ge=1, le=MOST_MEMBERS)] = 1
+    most_bytes: ClassVar[int] = MANIFEST_BYTES
+
+    @property
+    def path_part(self) -> str:
+        return CARD
 
 
 class PseudoGradient(Statement, frozen=True, kw_only=True):
@@ -131,11 +143,19 @@ class PseudoGradient(Statement, frozen=True, kw_only=True):
     rates: Rates = ()  # as in `ProgressRecord`
     sketch: StateSketch | None = None  # of the member's state at that manifest, every few rounds
 
+    @property
+    def path_part(self) -> str:
+        return f"{folder_of(self.round, self.base)}/{self.member.hex()}"
+
 
 class Farewell(Statement, frozen=True, kw_only=True):
     """``rounds/ROUND-BASE/MEMBER-left``: no round need wait for this member until it contributes again."""
 
     base: Hash
+
+    @property
+    def path_part(self) -> str:
+        return f"-{self.base[:8].hex()}/{self.member.hex()}{LEFT}"
 
 
 class ManifestEntry(Message, frozen=True):
@@ -156,6 +176,11 @@ class RoundManifest(Statement, frozen=True, kw_only=True):
     round: Round
     base: Hash  # digest of the manifest before
     entries: Annotated[tuple[ManifestEntry, ...], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    most_bytes: ClassVar[int] = MANIFEST_BYTES
+
+    @property
+    def path_part(self) -> str:
+        return f"{folder_of(self.round, self.base)}/{MANIFEST}"
 
 
 class RoundChain(Message, frozen=True):
@@ -354,6 +379,11 @@ class StateHead(Statement, frozen=True, kw_only=True):
 
     chain: RoundChain
     manifest: bytes  # the state's own, in chunks
+    most_bytes: ClassVar[int] = 1 << 24
+
+    @property
+    def path_part(self) -> str:
+        return state_path(self.chain.round)
 
 
 def seal(statement: Statement, content: Buffer = b"") -> bytes:

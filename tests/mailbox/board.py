@@ -151,7 +151,6 @@ class Peer:
         self.last: ClosedRound | None = None
         self.readings = Readings()
         self.read: list[StoredObject] = []
-        self.steps = 0
 
     def look(self) -> Branches:
         first = max(self.chain.round - 1 - WINDOW, 0)
@@ -161,7 +160,6 @@ class Peer:
 
     def answer(self, question: Callable[[], T]) -> T:
         while True:
-            self.steps += 1
             try:
                 return question()
             except ObjectsUnread as step:
