@@ -28,6 +28,7 @@ from colab_swarm.mailbox.rounds import (
     WINDOW,
     ClosedRound,
     Farewell,
+    Offer,
     ReadContribution,
     RoundChain,
     RoundListing,
@@ -35,7 +36,7 @@ from colab_swarm.mailbox.rounds import (
     differs,
     round_of,
 )
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.peers import PeerId, remember, short
 
 CANDIDATES = 2  # of one author in a round: what the first one lists may be damaged since
 
@@ -68,16 +69,35 @@ class ObjectRejected(Unsettled):
 
 @dataclass
 class Readings:
-    """What this peer has read of the rounds: each object once."""
+    """What this peer has read of the rounds.
 
-    contributions: dict[StoredObject, ReadContribution] = field(default_factory=dict)
-    manifests: dict[StoredObject, tuple[RoundManifest, bytes]] = field(default_factory=dict)  # with digests
+    Attributes:
+        offers: what each contribution would count for.
+        contributions: the one of each author that was read last. No other values are held, as a
+            manifest lists an author once.
+        manifests: with their digests.
+        faults: why objects do not count.
+    """
+
+    offers: dict[StoredObject, Offer] = field(default_factory=dict)
+    contributions: dict[PeerId, ReadContribution] = field(default_factory=dict)
+    manifests: dict[StoredObject, tuple[RoundManifest, bytes]] = field(default_factory=dict)
     farewells: dict[StoredObject, Farewell] = field(default_factory=dict)
-    faults: dict[StoredObject, str] = field(default_factory=dict)  # of objects that do not count
+    faults: dict[StoredObject, str] = field(default_factory=dict)
 
     def __contains__(self, place: StoredObject) -> bool:
-        known = place in self.contributions or place in self.manifests or place in self.farewells
+        known = place in self.offers or place in self.manifests or place in self.farewells
         return known or place in self.faults
+
+    def hold(self, place: StoredObject, contribution: ReadContribution) -> None:
+        """Take a contribution that was read."""
+        self.offers[place] = contribution.offer
+        remember(self.contributions, contribution.head.member, contribution, MOST_MEMBERS)
+
+    def reject(self, place: StoredObject, fault: str) -> None:
+        """Take an object for one that does not count."""
+        self.faults[place] = fault
+        self.offers.pop(place, None)
 
     def require(self, places: Iterable[StoredObject]) -> None:
         """Raise `ObjectsUnread` unless all of these were read."""
@@ -87,11 +107,14 @@ class Readings:
 
     def forget(self, last: ClosedRound) -> None:
         """Forget what matters no more after this round, such as contributions that counted before it."""
-        for place, contribution in list(self.contributions.items()):
-            head = contribution.head
-            counts = contribution.digest in last.contributions
-            if not counts and not last.after.may_count(head.member, head.round):
-                del self.contributions[place]
+        counted = {entry.digest for entry in last.manifest.entries}
+        for place, offer in list(self.offers.items()):
+            entry = offer.entry
+            if entry.digest not in counted and not last.after.may_count(entry.member, entry.round):
+                del self.offers[place]
+        for member, contribution in list(self.contributions.items()):
+            if not last.after.may_count(member, contribution.head.round):
+                del self.contributions[member]
         oldest = last.before.round - WINDOW
         for places in (self.manifests, self.farewells, self.faults):
             for place in list(places):
@@ -107,7 +130,14 @@ class Branches:
         self.readings = readings
 
     def closed(self, chain: RoundChain) -> ClosedRound | None:
-        """Return the round of ``chain`` if a manifest closes it."""
+        """Return the round of ``chain`` with its contributions, if a manifest closes it."""
+        closed = self._standing(chain)
+        if closed is None:
+            return None
+        return self._with_contributions(closed)
+
+    def _standing(self, chain: RoundChain) -> ClosedRound | None:
+        """Return what the manifest that stands makes of the round."""
         followable = self.followable(chain)
         if len(followable) == 1 and not self._omitted(followable[0]):
             # The next round's objects are read later.
@@ -138,13 +168,8 @@ class Branches:
         return [candidate for _, candidate in sorted(built, key=lambda pair: -pair[0])]
 
     def followable(self, chain: RoundChain) -> list[ClosedRound]:
-        """Return the candidates of a round that can be followed, with their contributions."""
-        rounds = []
-        for candidate in self.candidates(chain):
-            closed = self._with_contributions(candidate)
-            if closed is not None:
-                rounds.append(closed)
-        return rounds
+        """Return the candidates of a round that can be followed."""
+        return [candidate for candidate in self.candidates(chain) if self._can_follow(candidate)]
 
     def candidates(self, chain: RoundChain) -> list[ClosedRound]:
         """Return what the round's sound manifests make of it, the oldest first, without contributions."""
@@ -238,30 +263,49 @@ class Branches:
             if place.member not in listed and place.modified_at <= before:
                 places.append(place)
         self.readings.require(places)
-        return {place.member for place in places if place in self.readings.contributions}
+        return {place.member for place in places if place in self.readings.offers}
 
-    def _with_contributions(self, candidate: ClosedRound) -> ClosedRound | None:
-        """Return the round with the contributions that count; None if they cannot all be read."""
+    def _can_follow(self, candidate: ClosedRound) -> bool:
+        """Return whether all contributions that a candidate lists can be read."""
+        offers = self._listed(candidate)
         entries = candidate.manifest.entries
-        listed = {(entry.member, entry.round) for entry in entries}
+        if not offers.keys() >= {entry.digest for entry in entries}:
+            return False
+        listed = [offers[entry.digest][1] for entry in entries]
+        fault = differs(candidate.before, candidate.manifest, listed)
+        if fault:
+            raise ObjectRejected(candidate.place, fault, candidate.manifest.member)
+        return True
+
+    def _listed(self, candidate: ClosedRound) -> dict[bytes, tuple[StoredObject, Offer]]:
+        """Return the readable contributions of the rounds and members that a candidate lists, by their digests."""
+        listed = {(entry.member, entry.round) for entry in candidate.manifest.entries}
         latest = candidate.place.modified_at + WHOLE_SECOND_S
         places = []
         for place in self.open_places(candidate.before):
             if place.modified_at <= latest and (place.member, round_of(place.path)) in listed:
                 places.append(place)
         self.readings.require(places)
-        read = self.readings.contributions
-        by_digest = {read[place].digest: read[place] for place in places if place in read}
+        offers = {}
+        for place in places:
+            offer = self.readings.offers[place]
+            offers[offer.entry.digest] = place, offer
+        return offers
+
+    def _with_contributions(self, closed: ClosedRound) -> ClosedRound:
+        """Return a round that can be followed with its contributions; those that are no longer held are read again."""
+        offers = self._listed(closed)
         contributions = {}
-        for entry in entries:
-            if entry.digest not in by_digest:
-                return None
-            contributions[entry.digest] = by_digest[entry.digest]
-        listed_ones = [contributions[entry.digest] for entry in entries]
-        fault = differs(candidate.before, candidate.manifest, listed_ones)
-        if fault:
-            raise ObjectRejected(candidate.place, fault, candidate.manifest.member)
-        return replace(candidate, contributions=contributions)
+        unread = []
+        for entry in closed.manifest.entries:
+            held = self.readings.contributions.get(entry.member)
+            if held is not None and held.digest == entry.digest:
+                contributions[entry.digest] = held
+            else:
+                unread.append(offers[entry.digest][0])
+        if unread:
+            raise ObjectsUnread(unread)
+        return replace(closed, contributions=contributions)
 
 
 def _builders(closed: ClosedRound) -> set[PeerId]:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from colab_swarm.averaging.standing import PART, Standing
@@ -117,7 +117,7 @@ class ChainFollower:
     def on_round(self, closed: ClosedRound) -> None:
         """Go on to the next round, after the mean of this one was applied."""
         self.chain = closed.after
-        self._last = closed
+        self._last = replace(closed, contributions={})
         self._followed_at = loop_now()
         if len(closed.after.members) >= self.min_peers:
             self.min_peers = 1

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
 from colab_swarm.events import EventLog, Fault, PeerRefused
-from colab_swarm.mailbox.branches import Readings, ObjectRejected, ObjectsUnread
+from colab_swarm.mailbox.branches import ObjectRejected, ObjectsUnread, Readings
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.rounds import (
     CARD_PLACE,
@@ -41,6 +41,7 @@ from colab_swarm.tensors.codecs import Codec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+READS_AT_ONCE = 16
 RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
 """``role_of(key, membership, at)``: the role of a member at a time; raises `PeerError` if it is none."""
 
@@ -132,6 +133,7 @@ class Reader:
         self._events = events
         self._codec = codec
         self._numel = numel
+        self._turns = asyncio.Semaphore(READS_AT_ONCE)
 
     async def answer(self, question: Callable[[], T]) -> T:
         """Ask until the answer is settled, and do each step that it needs first. Raises `BucketError`."""
@@ -139,7 +141,7 @@ class Reader:
             try:
                 return question()
             except ObjectsUnread as step:
-                await asyncio.gather(*map(self._read, step.places))
+                await asyncio.gather(*map(self._read_in_turn, step.places))
             except ObjectRejected as step:
                 self._reject(step.place, step.fault, step.author)
 
@@ -163,8 +165,13 @@ class Reader:
         return data or b"", statement, content
 
     def _reject(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
-        self.readings.faults[place] = fault
+        self.readings.reject(place, fault)
         self.tell_fault(place, fault, author)
+
+    async def _read_in_turn(self, place: StoredObject) -> None:
+        # All at once would be in memory before any of them is judged.
+        async with self._turns:
+            await self._read(place)
 
     async def _read(self, place: StoredObject) -> None:
         name = place.path.rpartition("/")[2]
@@ -189,7 +196,7 @@ class Reader:
         except (PeerError, ValueError) as error:
             self._reject(place, str(error), head.member)
             return
-        self.readings.contributions[place] = ReadContribution(head, content, content_digest(data), norm)
+        self.readings.hold(place, ReadContribution(head, content, content_digest(data), norm))
 
 
 class Spectator:

@@ -480,6 +480,14 @@ def norm_of(codec: Codec, content: memoryview, numel: int) -> float:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """What a contribution would count for by itself: an entry that is not scaled, and the norm of its values."""
+
+    entry: ManifestEntry
+    norm: float
+
+
+@dataclass(frozen=True)
 class ReadContribution:
     """A contribution as it was read: whole, signed by a member, and finite."""
 
@@ -488,13 +496,21 @@ class ReadContribution:
     digest: bytes
     norm: float
 
+    @property
+    def offer(self) -> Offer:
+        head = self.head
+        entry = ManifestEntry(
+            head.member, head.round, self.digest, head.weight, 1.0, head.samples, head.seconds
+        )
+        return Offer(entry, self.norm)
 
-def entries_of(chain: RoundChain, contributions: Iterable[ReadContribution]) -> tuple[ManifestEntry, ...]:
+
+def entries_of(chain: RoundChain, offers: Iterable[Offer]) -> tuple[ManifestEntry, ...]:
     """Return what the contributions of different members count for in a round, in the order of the mean.
 
     No member weighs more than the median one, and no contribution is longer than the median one.
     """
-    ordered = sorted(contributions, key=lambda each: each.head.member)
+    ordered = sorted(offers, key=lambda offer: offer.entry.member)
     is_pair = len(ordered) == 2
     heaviest = 1.0
     longest = 1.0
@@ -502,25 +518,21 @@ def entries_of(chain: RoundChain, contributions: Iterable[ReadContribution]) -> 
         heaviest = HEAVIEST_OF_TWO
         longest = LONGEST_OF_TWO
     median_of = statistics.median_low if is_pair else statistics.median_high
-    most_weight = heaviest * median_of(each.head.weight for each in ordered)
-    most_norm = longest * median_of(each.norm for each in ordered)
+    most_weight = heaviest * median_of(offer.entry.weight for offer in ordered)
+    most_norm = longest * median_of(offer.norm for offer in ordered)
     entries = []
-    for contribution in ordered:
-        head = contribution.head
+    for offer in ordered:
         scale = 1.0
-        if contribution.norm:
-            scale = min(1.0, most_norm / contribution.norm)
-        weight = min(head.weight, most_weight)
-        entry = ManifestEntry(
-            head.member, head.round, contribution.digest, weight, scale, head.samples, head.seconds
-        )
-        entries.append(entry)
+        if offer.norm:
+            scale = min(1.0, most_norm / offer.norm)
+        weight = min(offer.entry.weight, most_weight)
+        entries.append(msgspec.structs.replace(offer.entry, weight=weight, scale=scale))
     return tuple(entries)
 
 
-def differs(chain: RoundChain, manifest: RoundManifest, contributions: Sequence[ReadContribution]) -> str:
+def differs(chain: RoundChain, manifest: RoundManifest, offers: Sequence[Offer]) -> str:
     """Return what its entries say wrongly of the contributions, or nothing."""
-    for expected, entry in zip(entries_of(chain, contributions), manifest.entries, strict=True):
+    for expected, entry in zip(entries_of(chain, offers), manifest.entries, strict=True):
         weight_fits = math.isclose(expected.weight, entry.weight, rel_tol=1e-3)
         scale_fits = math.isclose(expected.scale, entry.scale, rel_tol=1e-3)
         rest = msgspec.structs.replace(expected, weight=entry.weight, scale=entry.scale)
@@ -557,7 +569,7 @@ class ClosedRound:
     place: StoredObject  # of the manifest
     manifest: RoundManifest
     after: RoundChain
-    contributions: dict[bytes, ReadContribution] = field(default_factory=dict)  # empty: not read yet
+    contributions: dict[bytes, ReadContribution] = field(default_factory=dict)  # empty: not held
 
     @property
     def loss(self) -> float | None:

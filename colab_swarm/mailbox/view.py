@@ -30,7 +30,7 @@ from colab_swarm.mailbox.rounds import (
     MOST_MEMBERS,
     ClosedRound,
     ManifestEntry,
-    ReadContribution,
+    Offer,
     RoundChain,
     entries_of,
 )
@@ -124,7 +124,7 @@ class RoundView:
         if now < max(due_at, close_at):
             return self._wait(now, due_at)
         path = self.branches.listing.next_attempt(self.chain.folder)
-        return Close(path, entries_of(self.chain, self.contributions), again_at=now + self.chain.missing_s)
+        return Close(path, entries_of(self.chain, self.offers), again_at=now + self.chain.missing_s)
 
     @property
     def spoilt(self) -> bool:
@@ -132,14 +132,14 @@ class RoundView:
         return self.own in self.branches.readings.faults
 
     @property
-    def contributions(self) -> list[ReadContribution]:
+    def offers(self) -> list[Offer]:
         """Whole contributions that the round may list: the oldest of each member."""
         places = self.open_places
         readings = self.branches.readings
         readings.require(places)
-        oldest: dict[PeerId, ReadContribution] = {}
+        oldest: dict[PeerId, Offer] = {}
         for place in places:
-            oldest.setdefault(place.member, readings.contributions[place])
+            oldest.setdefault(place.member, readings.offers[place])
         return list(oldest.values())
 
     @property
@@ -222,8 +222,8 @@ class RoundView:
 
     @property
     def _companions(self) -> frozenset[PeerId]:
-        read = self.branches.readings.contributions
-        members = {place.member for place in self.open_places if place in read}
+        offers = self.branches.readings.offers
+        members = {place.member for place in self.open_places if place in offers}
         if self.own is not None:
             members.discard(self.own.member)
         return frozenset(members)

@@ -20,8 +20,8 @@ from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.reader import Reader
 from colab_swarm.mailbox.rounds import (
     ManifestEntry,
+    Offer,
     PseudoGradient,
-    ReadContribution,
     RoundChain,
     RoundManifest,
     encode,
@@ -61,11 +61,11 @@ class Mallory:
             self.chain = closed.after
         return await self.journal.look(self.chain)
 
-    async def offers(self) -> list[ReadContribution]:
+    async def offers(self) -> list[Offer]:
         """Return what the open round may list."""
         view = RoundView(self.chain, await self.look())
         reader: Reader = self.journal.reader
-        return await reader.answer(lambda: view.contributions)
+        return await reader.answer(lambda: view.offers)
 
     async def write(self, path: str, data: bytes) -> None:
         self.fired += await self.journal.bucket.create(path, data)

@@ -373,7 +373,7 @@ async def fewest_members(mallory: Mallory) -> None:
         chain = mallory.chain
         await mallory.contribute(chain.round, 1e-3 * np.ones(mallory.journal.numel))
         while mallory.chain.base == chain.base:
-            offers = sorted(await mallory.offers(), key=lambda each: each.head.member != mallory.id)
+            offers = sorted(await mallory.offers(), key=lambda each: each.entry.member != mallory.id)
             most = len(chain.members) // 2 + 1
             if len(offers) >= most:
                 await mallory.close(entries_of(mallory.chain, offers[:most]))

@@ -6,7 +6,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from colab_swarm.mailbox.branches import Branches, Readings, ObjectRejected, ObjectsUnread
+from colab_swarm.mailbox.branches import Branches, ObjectRejected, ObjectsUnread, Readings
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.rounds import (
     LEFT,
@@ -30,7 +30,7 @@ from colab_swarm.net.identity import Identity
 T = TypeVar("T")
 Entries: TypeAlias = tuple[ManifestEntry, ...]
 Content: TypeAlias = ReadContribution | RoundManifest | str | None
-ALICE, BOB, CAROL = (Identity(bytes([number]) * 32) for number in range(1, 4))
+ALICE, BOB, CAROL, MALLORY = (Identity(bytes([number]) * 32) for number in range(1, 5))
 MEMBERS = [ALICE, BOB, CAROL]
 FAREWELL = Farewell(prefix="model", key=ALICE.public_key, membership=b"", base=bytes(32))
 PACE_S = 10.0
@@ -100,7 +100,8 @@ class Board:
     ) -> ClosedRound:
         """Write a manifest, and return what it makes of the round."""
         path = f"{chain.folder}/{MANIFEST}{attempt:02d}"
-        return self.write_manifest(path, chain, change(entries_of(chain, contributions)), fault, author)
+        entries = entries_of(chain, [contribution.offer for contribution in contributions])
+        return self.write_manifest(path, chain, change(entries), fault, author)
 
     def write_manifest(
         self,
@@ -167,17 +168,17 @@ class Peer:
                     self._read(place)
             except ObjectRejected as step:
                 assert step.place not in self.readings.faults
-                self.readings.faults[step.place] = step.fault
+                self.readings.reject(step.place, step.fault)
 
     def _read(self, place: StoredObject) -> None:
         self.read.append(place)
         content = self.board.objects[place]
         if isinstance(content, str):
-            self.readings.faults[place] = content
+            self.readings.reject(place, content)
         elif isinstance(content, RoundManifest):
             self.readings.manifests[place] = content, content_digest(content.encode())
         elif isinstance(content, ReadContribution):
-            self.readings.contributions[place] = content
+            self.readings.hold(place, content)
         else:
             self.readings.farewells[place] = FAREWELL
 

@@ -201,8 +201,8 @@ def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
         written = await create(path, data)
         journal, chain = part._journal, part._follower.chain
         view = RoundView(chain, await journal.look(chain))
-        contributions = await journal.reader.answer(lambda: view.contributions)
-        entries = lie(entries_of(chain, contributions), part.services.peers.id)
+        offers = await journal.reader.answer(lambda: view.offers)
+        entries = lie(entries_of(chain, offers), part.services.peers.id)
         told = journal.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
         if chain.round and await create(f"{chain.folder}/manifest-00", told):
             lied.append(chain.folder)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -35,6 +36,12 @@ def offer(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) ->
     head, content = rounds.unseal(data, rounds.PseudoGradient)
     norm = rounds.norm_of(codec_of("float32"), content, len(values))
     return rounds.ReadContribution(head, content, rounds.content_digest(data), norm)
+
+
+def entries_of(
+    chain: rounds.RoundChain, contributions: Iterable[rounds.ReadContribution]
+) -> tuple[rounds.ManifestEntry, ...]:
+    return rounds.entries_of(chain, [contribution.offer for contribution in contributions])
 
 
 def manifest(
@@ -203,7 +210,7 @@ def test_no_contribution_counts_twice_or_late(proposals: list[set[tuple[PeerId, 
 def test_nobody_weighs_or_moves_more_than_the_bounds() -> None:
     ones = np.ones(4, np.float32)
     offers = [offer(ALICE, ones), offer(BOB, 0.5 * ones), offer(CAROL, 1e30 * ones, weight=1e9)]
-    entries = {entry.member: entry for entry in rounds.entries_of(CHAIN, offers)}
+    entries = {entry.member: entry for entry in entries_of(CHAIN, offers)}
     assert entries[CAROL.id].weight == 1.0 and entries[ALICE.id].scale == 1.0
     assert entries[CAROL.id].scale * offers[2].norm == pytest.approx(offers[0].norm)
 
@@ -215,7 +222,7 @@ def test_a_minority_scales_no_other_contribution(honest: int, size: float, weigh
     members = [Identity(bytes([number]) * 32) for number in range(10, 10 + honest + (honest - 1))]
     offers = [offer(who, ones, weight=3.0) for who in members[:honest]]
     offers += [offer(who, size * ones, weight=weight) for who in members[honest:]]
-    entries = {entry.member: entry for entry in rounds.entries_of(CHAIN, offers)}
+    entries = {entry.member: entry for entry in entries_of(CHAIN, offers)}
     assert all(entries[who.id].scale == 1.0 and entries[who.id].weight == 3.0 for who in members[:honest])
     for one in offers:
         entry = entries[one.head.member]
@@ -227,13 +234,13 @@ def test_of_two_members_each_counts_for_more_than_the_other_within_bounds() -> N
     ones = np.ones(4, np.float32)
     pair = after(FIRST, ALICE, BOB)
     laptop, notebook = offer(ALICE, ones), offer(BOB, 3 * ones, weight=10.0)
-    entries = {entry.member: entry for entry in rounds.entries_of(pair, [laptop, notebook])}
+    entries = {entry.member: entry for entry in entries_of(pair, [laptop, notebook])}
     assert (entries[BOB.id].weight, entries[BOB.id].scale) == (10.0, 1.0)
     # of three members, none may count for more than another while the third is late
-    entries = {entry.member: entry for entry in rounds.entries_of(CHAIN, [laptop, notebook])}
+    entries = {entry.member: entry for entry in entries_of(CHAIN, [laptop, notebook])}
     assert entries[BOB.id].weight == 1.0 and entries[BOB.id].scale == pytest.approx(1 / 3)
     broken = offer(BOB, 1e20 * ones, weight=1e9)
-    entries = {entry.member: entry for entry in rounds.entries_of(pair, [laptop, broken])}
+    entries = {entry.member: entry for entry in entries_of(pair, [laptop, broken])}
     assert entries[BOB.id].weight == rounds.HEAVIEST_OF_TWO
     assert entries[BOB.id].scale * broken.norm == pytest.approx(rounds.LONGEST_OF_TWO * laptop.norm)
 
@@ -242,7 +249,8 @@ def test_a_manifest_must_list_the_contributions_as_they_are() -> None:
     offers = sorted(
         (offer(who, np.ones(4, np.float32)) for who in (ALICE, BOB)), key=lambda one: one.head.member
     )
-    mine, theirs = rounds.entries_of(CHAIN, offers)
+    mine, theirs = entries_of(CHAIN, offers)
+    bids = [one.offer for one in offers]
     for changed in (
         {"weight": 2.0},
         {"scale": 0.5},
@@ -251,10 +259,10 @@ def test_a_manifest_must_list_the_contributions_as_they_are() -> None:
         {"member": CAROL.id},
     ):
         lie = (msgspec.structs.replace(mine, **changed), theirs)
-        assert rounds.differs(CHAIN, manifest(FIRST, [], entries=lie), offers)
-    assert not rounds.differs(CHAIN, manifest(FIRST, [], entries=(mine, theirs)), offers)
+        assert rounds.differs(CHAIN, manifest(FIRST, [], entries=lie), bids)
+    assert not rounds.differs(CHAIN, manifest(FIRST, [], entries=(mine, theirs)), bids)
     twice = (msgspec.structs.replace(theirs, member=mine.member), theirs)  # by one digest
-    assert rounds.differs(CHAIN, manifest(FIRST, [], entries=twice), [offers[1], offers[1]])
+    assert rounds.differs(CHAIN, manifest(FIRST, [], entries=twice), [bids[1], bids[1]])
 
 
 def test_the_mean_is_exact_and_the_same_in_any_order_of_reading() -> None:
@@ -268,7 +276,7 @@ def test_the_mean_is_exact_and_the_same_in_any_order_of_reading() -> None:
     for order in itertools.permutations(offers):
         found = {one.digest: one for one in order}
         out = np.empty(1000, np.float32)
-        means.add(rounds.mean_of(rounds.entries_of(CHAIN, order), found, 1000, "float32", out).tobytes())
+        means.add(rounds.mean_of(entries_of(CHAIN, order), found, 1000, "float32", out).tobytes())
     expected = np.average(bounded, axis=0, weights=[1, 2, 2])
     np.testing.assert_allclose(np.frombuffer(means.pop(), np.float32), expected, rtol=0, atol=1e-6)
     assert not means

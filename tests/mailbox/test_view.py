@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -15,10 +16,24 @@ from colab_swarm.mailbox.rounds import (
     LEAST_GRACE_S,
     ClosedRound,
     ManifestEntry,
+    ReadContribution,
     RoundChain,
 )
 from colab_swarm.net.identity import Identity
-from tests.mailbox.board import ALICE, BOB, CAROL, MEMBERS, MISSING_S, PACE_S, PATIENCE_S, Board, Peer, lying
+from tests.mailbox.board import (
+    ALICE,
+    BOB,
+    CAROL,
+    MALLORY,
+    MEMBERS,
+    MISSING_S,
+    PACE_S,
+    PATIENCE_S,
+    Board,
+    Peer,
+    contribution_of,
+    lying,
+)
 
 
 def unknown(entries: tuple[ManifestEntry, ...]) -> tuple[ManifestEntry, ...]:
@@ -217,6 +232,53 @@ def test_an_author_has_two_candidates_at_most(board: Board) -> None:
     assert look.listing.next_attempt(peer.chain.folder) == f"{peer.chain.folder}/manifest-05"
 
 
+def many_in_a_round(board: Board, chain: RoundChain, count: int) -> list[ReadContribution]:
+    """Mallory's contributions, in as many places."""
+    contributions = []
+    for number in range(count):
+        contribution = contribution_of(MALLORY, chain, samples=1.0 + number)
+        board.write(f"{chain.folder}/{MALLORY.id.hex()}-{number:08x}", contribution)
+        contributions.append(contribution)
+    return contributions
+
+
+def copies(board: Board, chain: RoundChain, count: int) -> list[ReadContribution]:
+    """Mallory's contributions, each of them in ten places."""
+    contributions = many_in_a_round(board, chain, count)
+    for number in range(10 * count):
+        place = f"{chain.folder}/{MALLORY.id.hex()}-{count + number:08x}"
+        board.write(place, contributions[number % count])
+    return contributions
+
+
+def some_in_each_round(board: Board, chain: RoundChain, count: int) -> list[ReadContribution]:
+    """Mallory's contributions to all rounds that are open."""
+    for round, base in chain.digests.items():
+        earlier = msgspec.structs.replace(chain, round=round, digests={round: base})
+        many_in_a_round(board, earlier, count)
+    return many_in_a_round(board, chain, count)
+
+
+@pytest.mark.parametrize("write", [many_in_a_round, copies, some_in_each_round])
+@pytest.mark.parametrize("listed", [0, 7, 19])
+def test_of_an_author_with_many_contributions_one_is_held_and_any_may_count(
+    board: Board, alice: Peer, write: Callable[[Board, RoundChain, int], list[ReadContribution]], listed: int
+) -> None:
+    chain = alice.chain
+    extra = write(board, chain, 20)
+    contributions = [board.contribute(who, chain) for who in MEMBERS]
+    assert isinstance(alice.decide(1.0), view.Close)
+    assert len(alice.readings.offers) >= len(MEMBERS) + len(extra), "the attack fired"
+    assert len(alice.readings.contributions) == len(MEMBERS) + 1
+    closed = board.close(chain, [*contributions, extra[listed]])
+    action = alice.decide(1.0)
+    assert isinstance(action, view.Follow) and action.closed.place == closed.place
+    assert action.closed.contributions[extra[listed].digest] == extra[listed]
+    assert len(alice.readings.contributions) == len(MEMBERS) + 1
+    alice.follow(action.closed)
+    assert not set(alice.readings.contributions).intersection(who.id for who in MEMBERS)
+
+
 def contributed(closed: ClosedRound) -> list[Identity]:
     """Return the members that a round lists."""
     listed = {entry.member for entry in closed.manifest.entries}
@@ -254,8 +316,9 @@ def test_a_long_chain_of_forks_is_followed_by_a_loop(
     followed = peer.catch_up()
     assert [closed.after.round for closed in followed] == list(range(1, rounds + 1))
     assert all(closed.place.path.endswith(f"-{stands:02d}") for closed in followed[:-1])
-    assert len(peer.read) == len(set(peer.read)) == 3 * rounds
-    assert len(work) < 30 * rounds
+    # the values of the round after this one were read before it was settled, and then those of this one again
+    assert len(set(peer.read)) == 3 * rounds and len(peer.read) <= 4 * rounds
+    assert len(work) < 40 * rounds
 
 
 @pytest.mark.slow
@@ -328,7 +391,7 @@ def test_in_any_order_of_objects_a_peer_decides_and_no_contribution_counts_twice
         event(board, chains)
         alice.read.clear()
         action = alice.decide(board.now + ahead_s)
-        assert len(alice.read) == len(set(alice.read))
+        assert max(Counter(alice.read).values(), default=0) <= 2, "a second time for the mean alone"
         if isinstance(action, view.Follow):
             alice.follow(action.closed)
             followed.append(action.closed)
