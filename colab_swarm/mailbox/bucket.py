@@ -10,15 +10,17 @@ import math
 import os
 import re
 import stat
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from colab_swarm.credentials import find_secret
@@ -28,6 +30,7 @@ from colab_swarm.net.peers import Buffer, PeerId, remember
 from colab_swarm.runtime import loop_now
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Errors: TypeAlias = tuple[type[Exception], ...]
 BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=4), "base": 2}
 # of 429, 5xx and lost connections; the time is the limit
@@ -99,7 +102,7 @@ class MemoryStore:
 
 
 class ObjectStore:
-    """A store that obstore opens."""
+    """A bucket that obstore opens."""
 
     def __init__(self, address: str, secrets: Mapping[str, str]) -> None:
         import obstore
@@ -112,11 +115,6 @@ class ObjectStore:
         self.refusals: Errors = PermissionError, *refused
         self._exists = exceptions.AlreadyExistsError, exceptions.PreconditionError
         kind = urlsplit(address).scheme
-        plain = address.partition("?")[0]
-        if kind == "file":
-            self.rights = "the rights of its folder"
-            self._store_by = lru_cache(lambda patience_s: from_url(plain))
-            return
         # stores refuse requests of another time than theirs
         self.rights = f"{' and '.join(KEYS[kind].values())}, and this machine's clock"
         config: dict[str, str] = dict(secrets)
@@ -129,16 +127,14 @@ class ObjectStore:
             client: Any = {"allow_http": insecure, "timeout": timedelta(days=1)}
             client["read_timeout"] = timedelta(seconds=patience_s)
             options: dict[str, Any] = {"config": config, "client_options": client, "retry_config": RETRY}
-            return from_url(plain, **options)
+            return from_url(address.partition("?")[0], **options)
 
         self._store_by = lru_cache(open_store)
         self._store_by(STALL_S)
 
     async def create(self, path: str, data: Buffer) -> bool:
         how: dict[str, Any] = {"mode": "create", "use_multipart": False}
-        # obstore counts the time of an upload as one without a byte
-        doublings = (len(data) // UPLOAD_BYTES).bit_length()
-        store = self._store_by(STALL_S * 2**doublings)
+        store = self._store_by(patience_for(len(data)))
         try:
             await asyncio.to_thread(self._obstore.put, store, path, data, **how)
         except self._exists:
@@ -168,44 +164,111 @@ class ObjectStore:
         await asyncio.to_thread(self._obstore.delete, self._store_by(STALL_S), list(paths))
 
 
-class FolderStore(ObjectStore):
+class DaemonThreads(Executor):
+    """A thread for each call: it may never return, and must not keep the process from its end."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="colab-swarm-folder", daemon=True).start()
+        return future
+
+
+class FolderStore:
     """Objects as files of a folder. Nothing is read, listed or written through a link that lies in it.
 
     Where a link, a pipe or a file of another kind takes the place of an object or a folder, it is renamed: it would
-    else stop the run.
+    else stop the run. Where a server of the folder is away, a call may hang until it is back. Such a call is given up
+    after `STALL_S`, and no other is made before it has returned.
     """
 
-    def __init__(self, address: str, folder: Path) -> None:
-        super().__init__(address, {})
-        self._folder = Path(os.path.realpath(folder))
+    errors: Errors = (OSError,)
+    refusals: Errors = (PermissionError,)
+    rights = "the rights of its folder"
 
-    def _holds(self, place: Path) -> bool:
-        return os.path.realpath(place) == str(place)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads = DaemonThreads()
+        self._hanging: asyncio.Future[Any] | None = None
 
-    def _make_way(self, path: str) -> None:
+    async def _call(self, work: Callable[[], T], size_bytes: int = 0) -> T:
+        """Do the work in a thread; raises TimeoutError if it does not end in time."""
+        patience_s = patience_for(size_bytes)
+        hanging = self._hanging
+        if hanging is not None:
+            # Each further call would take a thread.
+            await asyncio.wait([hanging], timeout=patience_s)
+            require(hanging.done(), f"nothing came for {patience_s:.0f} s", TimeoutError)
+        call = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        await asyncio.wait([call], timeout=patience_s)
+        if not call.done():
+            call.add_done_callback(asyncio.Future.exception)
+            self._hanging = call
+        require(call.done(), f"nothing came for {patience_s:.0f} s", TimeoutError)
+        return await call
+
+    async def make(self) -> None:
+        await self._call(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+
+    async def create(self, path: str, data: Buffer) -> bool:
+        def write() -> bool:
+            file = self._make_way(path)
+            draft = file.with_name(f"{file.name}#{os.urandom(8).hex()}")
+            try:
+                draft.write_bytes(data)
+                os.link(draft, file)
+            except FileExistsError:
+                return False
+            finally:
+                draft.unlink(missing_ok=True)
+            return True
+
+        return await self._call(write, len(data))
+
+    def _make_way(self, path: str) -> Path:
+        """Return the file of an object, after its folders were made."""
         require(".." not in Path(path).parts, "an object lies below its folder")
+        require(self._folder.is_dir(), "is the folder mounted?", FileNotFoundError)
+        file = self._folder / path
         place = self._folder
         for name in Path(path).parts:
             place /= name
+            is_kind = stat.S_ISREG if place == file else stat.S_ISDIR
             # One look: another peer may write the object meanwhile, which must stay.
-            try:
-                mode = place.lstat().st_mode
-            except FileNotFoundError:
-                return
-            is_whole = place == self._folder / path
-            fits = stat.S_ISREG(mode) if is_whole else stat.S_ISDIR(mode)
-            if not fits:
-                place.rename(f"{place}#{os.urandom(8).hex()}")
-
-    async def create(self, path: str, data: Buffer) -> bool:
-        await asyncio.to_thread(self._make_way, path)
-        return await super().create(path, data)
+            with suppress(FileNotFoundError):
+                if not is_kind(place.lstat().st_mode):
+                    place.rename(f"{place}#{os.urandom(8).hex()}")
+            if place != file:
+                place.mkdir(exist_ok=True)
+        return file
 
     async def read(self, path: str, most_bytes: int | None) -> bytes | None:
         file = self._folder / path
-        # a pipe or a device has no end, and a link may lead out of the folder
-        readable = await asyncio.to_thread(lambda: self._holds(file) and file.is_file())
-        return await super().read(path, most_bytes) if readable else None
+
+        def size() -> int | None:
+            # a pipe or a device has no end, and a link may lead out of the folder
+            return file.stat().st_size if self._holds(path) and file.is_file() else None
+
+        def fetch() -> bytes:
+            with file.open("rb") as content:
+                return content.read(most_bytes)
+
+        with suppress(FileNotFoundError):
+            size_bytes = await self._call(size)
+            if size_bytes is not None:
+                return await self._call(fetch, size_bytes)
+        return None
+
+    def _holds(self, path: str) -> bool:
+        """Return whether no link lies on the way to an object or a folder."""
+        place = Path(os.path.realpath(self._folder)) / path
+        return os.path.realpath(place) == str(place)
 
     async def list(self, prefix: str, after: str) -> list[StoredObject]:
         def files(folder: str) -> Iterator[StoredObject]:
@@ -218,18 +281,35 @@ class FolderStore(ObjectStore):
                     # all paths in a folder sort before its name and a "0", which follows "/"
                     if entry.is_dir(follow_symlinks=False) and f"{path}0" > after:
                         yield from files(path)
-                    # obstore writes NAME#1 first, then links NAME
+                    # a draft has a "#" in its name
                     elif entry.is_file(follow_symlinks=False) and path > after and "#" not in entry.name:
                         with suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
                             yield StoredObject(path, status.st_size, status.st_mtime)
 
         def listed() -> list[StoredObject]:
-            if not self._holds(self._folder / prefix):
+            if not self._holds(prefix):
                 return []
             return sorted(files(prefix.rstrip("/")), key=lambda place: place.path)
 
-        return await asyncio.to_thread(listed)
+        return await self._call(listed)
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        def remove() -> None:
+            for path in paths:
+                if self._holds(path):
+                    (self._folder / path).unlink(missing_ok=True)
+
+        await self._call(remove)
+
+
+def patience_for(size_bytes: int) -> float:
+    """Return how long a store may be silent about an object of this size; one of a few values.
+
+    Neither obstore nor a folder tells how much of an upload has gone.
+    """
+    doublings = (size_bytes // UPLOAD_BYTES).bit_length()
+    return STALL_S * (1 << doublings)
 
 
 def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
@@ -244,17 +324,6 @@ def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
         else:
             missing.append(name)
     return secrets, missing
-
-
-def prepare(address: str) -> None:
-    """Check an address, and make its folder. Raises ValueError for an address that is none."""
-    folder = folder_at(address)
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BucketError(f"{address} cannot be made: {error}") from error
 
 
 def _absence(address: str) -> str:
@@ -314,8 +383,8 @@ class Bucket:
     """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///mnt/folder``.
 
     The address may name a store's ``endpoint`` and ``region``, as in ``s3://bucket?endpoint=https://…``.
-    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `JoinError` for a
-    folder that is not there, `BucketError` if the store cannot be opened.
+    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `BucketError` if the
+    store cannot be opened.
     """
 
     def __init__(self, address: str, prefix: str) -> None:
@@ -329,14 +398,13 @@ class Bucket:
         self._seen: SeenTimes | None = None
         self._store = self._open()
 
-    def _open(self) -> MemoryStore | ObjectStore:
+    def _open(self) -> MemoryStore | ObjectStore | FolderStore:
         if self.address.startswith("memory://"):
             return MEMORY.setdefault(self.address, MemoryStore())
         folder = folder_at(self.address)
         if folder is not None:
-            require(folder.is_dir(), _absence(self.address), JoinError)
             self._seen = SeenTimes()
-            return FolderStore(self.address, folder)
+            return FolderStore(folder)
         secrets, self._missing = secrets_of(self.address)
         self._secrets += secrets.values()
         # obstore reads these itself
@@ -443,6 +511,8 @@ class Bucket:
             BucketError: see `require_conditional_writes`.
         """
         if begins:
+            if isinstance(self._store, FolderStore):
+                await self._do(self._store.make)
             await self.create(MARKER, b"created")
         else:
             require(await self.read(MARKER) is not None, _absence(self.address), JoinError)

@@ -14,8 +14,8 @@ from colab_swarm.credentials import find_secret
 from colab_swarm.errors import JoinError, StateError, require
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Access, Invite
-from colab_swarm.mailbox.address import confirmed_address
-from colab_swarm.mailbox.bucket import Bucket, prepare, require_rights
+from colab_swarm.mailbox.address import checked_address, confirmed_address
+from colab_swarm.mailbox.bucket import Bucket, require_rights
 from colab_swarm.mailbox.reader import Spectator
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
@@ -92,7 +92,7 @@ def create(
             if swarm is not None:
                 return swarm
         if mailbox and saved is None:
-            prepare(mailbox)
+            checked_address(mailbox)
         options, identity = _with_identity(options, store)
         run_access = RunAccess.found(
             name, identity, access=access, allow=allow, mailbox=mailbox, key_file=options.identity

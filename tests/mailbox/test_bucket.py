@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 
 from colab_swarm.errors import BucketAway, BucketError
 from colab_swarm.mailbox import bucket as module
-from colab_swarm.mailbox.bucket import MEMORY, Bucket, MemoryStore, prepare
+from colab_swarm.mailbox.bucket import MEMORY, Bucket, MemoryStore
 
 NAME = "my run-0/a model"
 
@@ -76,9 +76,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
         return Bucket(request.getfixturevalue("s3"), NAME)
     if request.param == "memory":
         return Bucket(f"memory://{tmp_path}", NAME)
-    address = f"file://{tmp_path}/{request.param}"
-    prepare(address)
-    return Bucket(address, NAME)
+    (tmp_path / request.param).mkdir()
+    return Bucket(f"file://{tmp_path}/{request.param}", NAME)
 
 
 async def test_the_verbs(place: Bucket) -> None:

@@ -1,22 +1,29 @@
 """A run in a shared folder: links, pipes and files in the place of others, and times that a writer chooses."""
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import colab_swarm as cs
+from colab_swarm.errors import BucketAway
+from colab_swarm.events import Fault, Notice
 from colab_swarm.mailbox import bucket as module
-from colab_swarm.mailbox.bucket import CLOCK_SLACK_S, Bucket, SeenTimes, StoredObject, prepare
+from colab_swarm.mailbox.bucket import CLOCK_SLACK_S, Bucket, SeenTimes, StoredObject
+from tests.training.toy import join_training, model, take
 
 NAME = "my run-0/a model"
 
 
 def shared(tmp_path: Path) -> Bucket:
-    prepare(f"file://{tmp_path}/folder")
+    (tmp_path / "folder").mkdir(exist_ok=True)
     return Bucket(f"file://{tmp_path}/folder", NAME)
 
 
@@ -178,6 +185,114 @@ async def test_a_peer_sets_its_clock_by_its_own_file(tmp_path: Path) -> None:
     (place,) = await bucket.list("rounds")
     bucket.on_time(place.modified_at, module.loop_now())
     assert bucket.now() == pytest.approx(1e9, abs=5)
+
+
+class Server:
+    """What serves all folders: while it is not up, each call into one hangs."""
+
+    def __init__(self) -> None:
+        self.up = threading.Event()
+        self.hung = 0  # calls
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        if not self.up.is_set():
+            self.hung += 1
+        self.up.wait()
+        return work()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server()
+    server.up.set()
+    submit = module.DaemonThreads.submit
+
+    def hanging(threads: module.DaemonThreads, work: Callable[[], Any]) -> Future[Any]:
+        return submit(threads, server.call, work)
+
+    monkeypatch.setattr(module.DaemonThreads, "submit", hanging)
+    monkeypatch.setattr(module, "STALL_S", 0.1)
+    yield server
+    server.up.set()
+
+
+VERBS: dict[str, Callable[[Bucket], Coroutine[Any, Any, Any]]] = {
+    "read": lambda bucket: bucket.read("rounds/alice"),
+    "list": lambda bucket: bucket.list("rounds"),
+    "create": lambda bucket: bucket.create("rounds/bob", b"his"),
+    "delete": lambda bucket: bucket.delete(["rounds/bob"]),
+    "enter": lambda bucket: bucket.enter(begins=True, writes=True),
+}
+
+
+@pytest.mark.real_time
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_folder_that_hangs_is_away_after_its_patience_and_costs_one_thread(
+    tmp_path: Path, server: Server, verb: str
+) -> None:
+    bucket = shared(tmp_path)
+    await bucket.create("rounds/alice", b"hers")
+    server.up.clear()
+    for _ in range(3):
+        with pytest.raises(BucketAway, match="does not answer: TimeoutError: nothing came for 0 s"):
+            await VERBS[verb](bucket)
+    assert server.hung == 1
+    server.up.set()
+    assert await bucket.read("rounds/alice") == b"hers"
+
+
+@pytest.mark.real_time
+@pytest.mark.slow
+async def test_a_call_that_fails_after_its_patience_harms_nobody(tmp_path: Path, server: Server) -> None:
+    bucket = shared(tmp_path)
+    server.up.clear()
+    with pytest.raises(BucketAway):
+        await bucket.create("rounds/alice", b"hers")
+    (tmp_path / "folder").rmdir()
+    server.up.set()
+    with pytest.raises(BucketAway, match="is the folder mounted"):
+        await bucket.create("rounds/alice", b"hers")
+    (tmp_path / "folder").mkdir()
+    assert await bucket.create("rounds/alice", b"hers")
+
+
+@pytest.mark.real_time
+@pytest.mark.slow
+async def test_a_large_file_may_take_longer(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UPLOAD_BYTES", 100)
+    bucket = shared(tmp_path)
+    server.up.clear()
+    threading.Timer(0.3, server.up.set).start()
+    assert await bucket.create("states/large", bytes(1000)), "16 times the patience"
+
+
+@pytest.mark.slow
+def test_a_run_in_a_folder_that_hangs_says_so_goes_on_and_can_be_left(tmp_path: Path, server: Server) -> None:
+    swarm = cs.create("away", mailbox=f"file://{tmp_path}/folder")
+    optimizer = join_training(swarm, net := model(), local_steps=2, target_batch_size=20)
+    while optimizer.global_step < 1:
+        take(optimizer, net, 0)
+    hangs: list[Fault] = []
+
+    def bring_back(event: object) -> None:
+        if isinstance(event, Fault) and "does not answer" in event.text:
+            hangs.append(event)
+            server.up.set()
+
+    swarm.events.listen(bring_back)
+    server.up.clear()
+    while optimizer.global_step < 3:
+        take(optimizer, net, 0)
+    assert len(hangs) == 1, "the folder hung, and one event says so"
+    assert "the bucket answers again" in [event.text for event in swarm.events.recent(Notice)]
+    server.up.clear()
+    swarm.leave()
+    assert not server.up.is_set(), "it still hangs"
+    with pytest.raises(BucketAway, match="does not answer"):
+        cs.create("away", mailbox=f"file://{tmp_path}/folder")
 
 
 paths = st.sampled_from([f"{round}/{member}" for round in range(4) for member in "abc"])

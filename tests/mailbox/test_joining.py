@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.errors import JoinError, MismatchError
+from colab_swarm.errors import BucketAway, JoinError, MismatchError
 from colab_swarm.events import Notice
 from colab_swarm.invite import Invite
 from colab_swarm.mailbox.bucket import MEMORY
@@ -63,7 +63,7 @@ def test_a_run_whose_folder_is_not_mounted_is_refused_and_begins_no_new_history(
         with cs.join(invitation, mailbox=box, state_dir=tmp_path / "bob") as bob:
             assert bob.run_id == alice.run_id, "before anybody trains"
         folder.rename(tmp_path / "unmounted")
-        with pytest.raises(JoinError, match="is the folder mounted"):
+        with pytest.raises(BucketAway, match="is the folder mounted"):
             join_training(alice, model(), **LOCAL)
     if empty:
         folder.mkdir()
