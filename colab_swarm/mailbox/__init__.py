@@ -2,10 +2,10 @@
 
 ## The problem
 
-Between two homes neither peer can be reached, and sessions end before the next member has time. With local
-steps a peer sends a few hundred kilobytes every few minutes. That needs no link: a bucket of an object store,
-or a shared folder, can carry it. All peers that train on must hold the same parameters, whichever of them is
-killed at any moment.
+Between two homes neither peer can be reached, and sessions end before the next member has time.
+With local steps a peer sends a few hundred kilobytes every few minutes. That needs no link: a
+bucket of an object store, or a shared folder, can carry it. All peers that train on must hold the
+same parameters, whichever of them is killed at any moment.
 
 ## The idea
 
@@ -17,33 +17,33 @@ killed at any moment.
                                                   |                         |
     carol    (two days later)                     '--- 16, 17, 18 ... ------'--->  the same parameters
 
-Each peer takes local steps and writes its *contribution*: its pseudo-gradient, compressed and signed. A
-*manifest* closes the round. It lists the contributions that count, with their digests, weights and scales.
-The bucket keeps the first of two writes (conditional create), so the first manifest stands. All peers apply
-the mean ``sum w_i s_i v_i / sum w_i``, in the manifest's order, in float32: they hold equal bits. No peer is
-a server: the first contributor that finds the round due closes it. A late joiner reads the newest state and
-applies the means since then.
+Each peer takes local steps and writes its *contribution*: its pseudo-gradient, compressed and
+signed. A *manifest* closes the round. It lists the contributions that count, with their digests,
+weights and scales. The bucket keeps the first of two writes (conditional create), so the first
+manifest stands. All peers apply the mean ``sum w_i s_i v_i / sum w_i``, in the manifest's order, in
+float32: they hold equal bits. No peer is a server: the first contributor that finds the round due
+closes it. A late joiner reads the newest state and applies the means since then.
 
 ## Objects
 
-The creator of a run writes ``runs/RUN/created/first``. Where that is missing, the run is not: a peer that joins or
-resumes is refused, so no history begins anew in a folder that is not mounted. All other objects are below
-``runs/RUN/MODEL/``. Each but a check is a signed statement with its writer's membership, as
-msgpack after ``colab_swarm``, the protocol's version in a byte, and its length in 4 bytes. Values follow it; the
-statement has their BLAKE3 digest. They are not encrypted.
+The creator of a run writes ``runs/RUN/created/first``. Where that is missing, the run is not: a
+peer that joins or resumes is refused, so no history begins anew in a folder that is not mounted.
+All other objects are below ``runs/RUN/MODEL/``. Each but a check is a signed statement with its
+writer's membership, as msgpack after ``colab_swarm``, the protocol's version in a byte, and its
+length in 4 bytes. Values follow it; the statement has their BLAKE3 digest. They are not encrypted.
 
 | path | type | content |
 |---|---|---|
-| `card/first` | `Card` | what the peers agree on: the model's layout, optimizer, batch size, compression |
-| `rounds/ROUND-BASE/MEMBER` | `PseudoGradient` | weight, samples, speed, time, name and loss; the encoded values |
-| `rounds/ROUND-BASE/manifest-ATTEMPT` | `RoundManifest` | the digest of the manifest before; entries |
-| `rounds/ROUND-BASE/MEMBER-left` | `Farewell` | no round need wait for the member until it contributes again |
-| `states/ROUND` | `StateHead` | parameters and optimizer state before this round; the chain's last digests |
-| `checks/RANDOM` | | written twice and deleted at the start: does the store keep the first? |
+| `card/first` | `Card` | what the peers agree on: the model's layout, optimizer, compression |
+| `rounds/ROUND-BASE/MEMBER` | `PseudoGradient` | weight, samples, speed, time, name, loss; values |
+| `rounds/ROUND-BASE/manifest-ATTEMPT` | `RoundManifest` | entries; the manifest before |
+| `rounds/ROUND-BASE/MEMBER-left` | `Farewell` | no round need wait for the member any more |
+| `states/ROUND` | `StateHead` | the state before this round; the chain's last digests |
+| `checks/RANDOM` | | written twice at the start: does the store keep the first? |
 
-BASE is the digest of the manifest before. So manifests are a chain, and a contribution belongs to one branch
-of it. Another member may have written to a place: then a card, contribution or state goes to the same path with
-a suffix. Readers take the first one that counts.
+BASE is the digest of the manifest before. So manifests are a chain, and a contribution belongs to
+one branch of it. Another member may have written to a place: then a card, contribution or state
+goes to the same path with a suffix. Readers take the first one that counts.
 
 ## States of a trainer
 
@@ -52,57 +52,53 @@ a suffix. Readers take the first one that counts.
        |                              '--not listed after three--'  |
        '------ others went on, and this peer cannot follow them ----'
 
-A peer's part of the samples follows from its speed beside that of the last round's other members, so all end
-about the same time. With ``overlap=True`` the waiting peer computes on.
+A peer's part of the samples follows from its speed beside that of the last round's other members,
+so all end about the same time. With ``overlap=True`` the waiting peer computes on.
 
 ## Rules
 
-- **A round closes** at once when no member of the last round is missing, but those that said farewell as they
-  left. With more than half of them it closes after a usual round, half a grace and this peer's patience with those
-  that are missing. With fewer it closes two usual rounds and a grace after the last manifest. The usual time is the
-  median of what the last round's contributors needed, with their uploads: 1 s to 6 h, not more than that round took,
-  but at least a quarter of the one before. The grace is a quarter of it, 6 s to 90 s.
-- **Patience is earned** (`colab_swarm.averaging.standing`). Each member has an account of one usual round and 1 % of
-  the time, as long as it contributes; after its first round it has none. A round that waits for it longer than usual
-  is charged to it, and so is the wait for a manifest that cannot be followed (`Waited`). A single wait may take half
-  of what is left.
-- **A late round is announced.** Half the grace beyond the usual time, a peer that waits says for whom (`Notice`).
-- **The store's clock counts**, not a peer's. A peer asks the store for its time as it joins, and goes by that: its
-  membership would else begin in the future. It says by how much the clock of its machine is off. In a folder, where
-  a writer chooses the times of its files, an object's time lies between a peer's last look without it and its
-  first look with it.
-- **Exactly once.** A contribution counts in its own round or in one of the two following, in one manifest at
-  most, and a manifest lists a member once. A peer that is not listed follows the means meanwhile. After the third, it
-  drops its contribution (`BatchDropped`).
-- **A manifest is followed** if a worker of the run signed it, it continues the chain, and it lists no
-  contribution twice. Before a usual round and half a grace are over it must list all of the last round's members, but
-  those with a farewell; then more than half of them; and after two usual rounds and a grace, any. It must list all who
-  contributed a usual round before it. All that it lists must have been there before it and be readable, and its
-  weights and scales must be those of the contributions. Of each author, a round has two at most.
-- **No member weighs** more than the median one, and longer contributions are scaled down to the median length. In a
-  run of two members, one may weigh 16 times as much as the other, and be 4 times as long.
-- **The first manifest stands** of those that can be followed, unless the next round was built on another one. One
-  that cannot be followed is awaited for two thirds of the grace at most, from its own time on; more of them cost no
-  more. A peer that is left without most members goes over to a later manifest.
-- **States.** The writer of every sixteenth manifest saves the state after it. A peer that saves a state deletes
-  what is older than the last one that it wrote or read itself: those of others may be false. It is enough that
-  the keys of one member can delete.
-- **A state moves nobody that can follow the rounds.** A peer loads one if it joins, if most members went on from a
-  manifest that it cannot follow, or if nobody closed its round by the deadline and others are further. It loads the
-  state to whose round most members contributed, and more than with itself; and another one if that does not load,
-  or leads to other parameters than most members have. Of its chain only the digests count: their manifests say
-  the rest.
+What a peer does next is in `view`, which manifest stands in `branches`, and these are the numbers.
+
+- **A round closes** at once when no member of the last round is missing, but those that said
+  farewell. With more than half of them it closes after a usual round, half a grace and this peer's
+  patience with those that are missing. With fewer it closes two usual rounds and a grace after the
+  last manifest. The usual time is the median of what the last round's contributors needed, with
+  their uploads: 1 s to 6 h, not more than that round took, but at least a quarter of the one before.
+  The grace is a quarter of it, 6 s to 90 s. A peer that waits half a grace beyond the usual time
+  says for whom (`Notice`).
+- **Patience is earned** (`colab_swarm.averaging.standing`). Each member has an account of one usual
+  round and 1 % of the time, as long as it contributes; after its first round it has none. A round
+  that waits for it longer than usual is charged to it, and so is the wait for a manifest that cannot
+  be followed (`Waited`). A single wait may take half of what is left.
+- **The store's clock counts**, not a peer's: a peer asks for it as it joins, and says by how much
+  the clock of its machine is off. In a folder a writer chooses the times of its files. There an
+  object's time lies between a peer's last look without it and its first look with it.
+- **Exactly once.** A contribution counts in its own round or in one of the two following, in one
+  manifest at most, and a manifest lists a member once. A peer that is not listed follows the means
+  meanwhile. After the third, it drops its contribution (`BatchDropped`).
+- **No member weighs** more than the median one, and longer contributions are scaled down to the
+  median length. In a run of two members, one may weigh 16 times as much as the other, and be 4
+  times as long.
+- **A manifest that cannot be followed** is awaited for two thirds of the grace at most, from its own
+  time on; more of them cost no more. A peer that is left without most members goes over to a later
+  manifest.
+- **States.** The writer of every sixteenth manifest saves the state after it. A peer that saves a
+  state deletes what is older than the last one that it wrote or read itself: those of others may be
+  false. It is enough that the keys of one member can delete.
+- **A state moves nobody that can follow the rounds.** A peer that loads one takes that to whose
+  round most members contributed; and another one if that does not load, or leads to other
+  parameters than most members have. Of its chain only the digests count.
 
 ## Failures
 
 - *A peer is killed.* Its local steps since its last contribution are lost. The contribution counts
   if a manifest lists it within two more rounds. `swarm.leave(hand_over_s=60)` writes one with what
   is left.
-- *Members stay away* without a farewell. The next round waits for them once, by the rule above, and
-  later ones do not.
+- *Members stay away* without a farewell. The next round waits for them once, and later ones do not.
 - *An object is damaged, too large or forged.* It does not count, and a `Fault` event names it.
-- *The bucket does not answer.* Requests are tried again until it does, and a `Fault` event says so.
-  With ``overlap=True`` local steps go on meanwhile. `Swarm.optimizer` raises `BucketAway`.
+- *The bucket does not answer*, or a call into the folder does not return for 30 s. A `Fault` event
+  says so, and it is asked again until it does. With ``overlap=True`` local steps go on meanwhile.
+  `Swarm.optimizer` raises `BucketAway`.
 - *The bucket refuses a peer.* Its keys are wrong or revoked: the trainer's next call raises
   `BucketError`.
 - *The store has no conditional writes.* `Swarm.optimizer` raises `BucketError`.
@@ -120,12 +116,11 @@ still do. But:
 - `swarm.remove_peer` removes nobody here: change the keys.
 - The store's owner can read the model.
 
-An address may name only an ``endpoint`` and a ``region``, and never keys. The creator of the run signs it. A guest
-confirms a folder, an endpoint without TLS, or one in its own network with ``cs.join(…, mailbox=ADDRESS)``:
-the author of an invitation must not choose which files and hosts the guest's machine opens.
+An address may name only an ``endpoint`` and a ``region``, and never keys. The creator of the run
+signs it, and a guest confirms some of them: see `address`.
 
-**Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` is refused, and so are
-allowlists. Experts and the leaderboard need links. A manifest lists 256 contributions at most.
+**Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` is refused, and so
+are allowlists. Experts and the leaderboard need links. A manifest lists 256 contributions at most.
 
 ## How to use it
 
@@ -135,8 +130,8 @@ allowlists. Experts and the leaderboard need links. A manifest lists 256 contrib
     optimizer = swarm.optimizer(adam, target_batch_size=256, local_steps=30, compression="sparseloco")
     cs.simulate(3, mailbox=True)                # in virtual time; simulation.bucket.objects are the objects
 
-In a shell, `colab-swarm create run --mailbox s3://bucket/folder` prints an invitation and ends. `colab-swarm
-join INVITATION --local-steps 30 --compression sparseloco` trains.
+In a shell, `colab-swarm create run --mailbox s3://bucket/folder` prints an invitation and ends.
+`colab-swarm join INVITATION --local-steps 30 --compression sparseloco` trains.
 
 | store | address | secrets |
 |---|---|---|
@@ -145,31 +140,21 @@ join INVITATION --local-steps 30 --compression sparseloco` trains.
 | Azure | `az://container/folder` | `AZURE_STORAGE_ACCOUNT_NAME`, `AZURE_STORAGE_ACCOUNT_KEY` |
 | a shared folder | `file:///mnt/folder` | |
 
-Secrets are environment variables, or secrets of Colab or Kaggle. Tutorial 12 trains in a folder, and shows keys
-that can get, put and list objects below one folder, but delete none.
+Secrets are environment variables, or secrets of Colab or Kaggle. Tutorial 12 trains in a folder,
+and shows keys that can get, put and list objects below one folder, but delete none.
 
-## The papers and the modules
+## The papers
 
-| source | module |
-|---|---|
-| DiLoCo, [arXiv 2311.08105](https://arxiv.org/abs/2311.08105): local and outer steps | `collaboration` |
-| SparseLoCo, [arXiv 2508.15706](https://arxiv.org/abs/2508.15706): error feedback | `colab_swarm.tensors` |
-| what an address may say | `address` |
-| objects, the chain of manifests, and the mean: pure | `rounds` |
-| which manifests stand: pure | `branches` |
-| what a waiting peer does next: pure | `view` |
-| reading and checking objects | `reader` |
-| signing and writing objects, states | `journal` |
-| stores, by obstore | `bucket` |
-
-The authors of SparseLoCo exchange pseudo-gradients through object storage, too.
+DiLoCo, [arXiv 2311.08105](https://arxiv.org/abs/2311.08105), has the local and outer steps.
+SparseLoCo, [arXiv 2508.15706](https://arxiv.org/abs/2508.15706), has the error feedback
+(`colab_swarm.tensors`); its authors exchange pseudo-gradients through object storage, too.
 
 ## Measured
 
 In virtual time, two peers with rounds of 90 s make about 8 requests a round each. With sparseloco a
-contribution has 14 bits for every 64th value, and up to 700 bytes of signature and membership: 12 MB for a
-model of 440 M parameters. Four peers that contribute 1 MB each to a local S3 server end a round 0.6 s after the
-last of them at most, with 9 requests a peer: `python -m tests.benchmarks mailbox`.
+contribution has 14 bits for every 64th value, and up to 700 bytes of signature and membership: 12 MB
+for a model of 440 M parameters. Four peers that contribute 1 MB each to a local S3 server end a
+round 0.6 s after the last of them at most, with 9 requests a peer: `python -m tests.benchmarks mailbox`.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ Rules, in this order:
    next round can be followed, too. If there are several, it is the one on which most of its members
    built.
 4. If none was built on, the oldest one closes the round. It must list each member whose contribution
-   could be read a usual round before it, or it is no candidate.
+   could be read a usual round before it, or it is passed over.
 
 A question about a round may need an object that was not read yet, or find one that does not count.
 Then it raises `Unsettled`. Do that step, and ask again: what is known already is kept.
@@ -58,10 +58,14 @@ class ObjectRejected(Unsettled):
 
     Attributes:
         author: whose fault it is; None: nobody's.
+        may_stand: a manifest that is only passed over: the next round may be built on it.
     """
 
-    def __init__(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
+    def __init__(
+        self, place: StoredObject, fault: str, author: PeerId | None = None, *, may_stand: bool = False
+    ) -> None:
         super().__init__(place, fault)
+        self.may_stand = may_stand
         self.place = place
         self.fault = fault
         self.author = author
@@ -77,6 +81,7 @@ class Readings:
             manifest lists an author once.
         manifests: with their digests.
         faults: why objects do not count.
+        passed_over: why manifests close no round unless the next one is built on them.
     """
 
     offers: dict[StoredObject, Offer] = field(default_factory=dict)
@@ -84,6 +89,7 @@ class Readings:
     manifests: dict[StoredObject, tuple[RoundManifest, bytes]] = field(default_factory=dict)
     farewells: dict[StoredObject, Farewell] = field(default_factory=dict)
     faults: dict[StoredObject, str] = field(default_factory=dict)
+    passed_over: dict[StoredObject, str] = field(default_factory=dict)
 
     def __contains__(self, place: StoredObject) -> bool:
         known = place in self.offers or place in self.manifests or place in self.farewells
@@ -94,10 +100,13 @@ class Readings:
         self.offers[place] = contribution.offer
         remember(self.contributions, contribution.head.member, contribution, MOST_MEMBERS)
 
-    def reject(self, place: StoredObject, fault: str) -> None:
+    def reject(self, place: StoredObject, fault: str, *, may_stand: bool = False) -> None:
         """Take an object for one that does not count."""
-        self.faults[place] = fault
-        self.offers.pop(place, None)
+        if may_stand:
+            self.passed_over[place] = fault
+        else:
+            self.faults[place] = fault
+            self.offers.pop(place, None)
 
     def require(self, places: Iterable[StoredObject]) -> None:
         """Raise `ObjectsUnread` unless all of these were read."""
@@ -116,7 +125,7 @@ class Readings:
             if not last.after.may_count(member, contribution.head.round):
                 del self.contributions[member]
         oldest = last.before.round - WINDOW
-        for places in (self.manifests, self.farewells, self.faults):
+        for places in (self.manifests, self.farewells, self.faults, self.passed_over):
             for place in list(places):
                 if round_of(place.path) < oldest:
                     del places[place]
@@ -149,9 +158,10 @@ class Branches:
             omitted = self._omitted(closed)
             if not omitted:
                 return closed
-            names = ", ".join(map(short, sorted(omitted)))
-            fault = f"it leaves out {names}, who contributed a usual round before"
-            raise ObjectRejected(closed.place, fault, closed.manifest.member)
+            if closed.place not in self.readings.passed_over:
+                names = ", ".join(map(short, sorted(omitted)))
+                fault = f"it leaves out {names}, who contributed a usual round before"
+                raise ObjectRejected(closed.place, fault, closed.manifest.member, may_stand=True)
         return None
 
     def built(self, chain: RoundChain) -> list[ClosedRound]:

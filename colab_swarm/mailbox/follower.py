@@ -43,8 +43,8 @@ class _Written:
     content: bytes
     # When it was written, by this peer's clock; None: by an earlier session, or the store's time of it is known.
     written_at: float | None
-    # Another member has overwritten it. Each look says so.
-    spoilt: bool = False
+    # By the last look; None: not there.
+    place: StoredObject | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class ChainFollower:
     @property
     def is_awaited(self) -> bool:
         """True if the others wait for this peer until it says farewell."""
-        return self.chain is not None and (self._own is not None or self._me in self.chain.members)
+        is_listed = self.chain is not None and self._me in self.chain.members
+        return is_listed or self._own is not None
 
     def begin(self, chain: RoundChain) -> None:
         """Go on from the round of a state."""
@@ -175,7 +176,7 @@ class ChainFollower:
         if closed is None:
             return None
         counted = closed.counts(self._me, round)
-        spoilt = self._own is not None and self._own.spoilt
+        spoilt = self._own is not None and self._own.place in self._journal.reader.readings.faults
         too_old = closed.manifest.round >= round + WINDOW
         over = counted or not contribution.weight or spoilt or too_old
         if over:
@@ -234,13 +235,10 @@ class ChainFollower:
 
         action = await journal.reader.answer(ask)
         if isinstance(action, SeekState):
-            companions = len(action.companions)
-            self.later = await journal.patiently(self._states.best, chain.round, companions)
+            self.later = await journal.patiently(self._states.best, chain.round, action.companions)
             if self.later is not None:
                 return LoadState()
             action = await journal.reader.answer(partial(ask, may_leave=False))
-        if self._own is not None:
-            self._own.spoilt = view.spoilt
         if isinstance(action, Follow):
             self._settle(view, action.closed)
         return action
@@ -268,11 +266,11 @@ class ChainFollower:
         own = self._own
         if own is None:
             return None
-        place = branches.listing.at(own.path)
-        if place is not None and own.written_at is not None:
-            self._journal.bucket.on_time(place.modified_at, own.written_at)
+        own.place = branches.listing.at(own.path)
+        if own.place is not None and own.written_at is not None:
+            self._journal.bucket.on_time(own.place.modified_at, own.written_at)
             own.written_at = None  # others may overwrite it
-        return place
+        return own.place
 
 
 def _keep_loss(vector: Vector, codec: Codec, content: bytes) -> None:

@@ -175,7 +175,7 @@ class Journal:
         await self.bucket.create(path, self.signed(Farewell, base=chain.base))
 
     def mean(self, closed: ClosedRound, out: Floats) -> Floats:
-        return mean_of(closed.manifest.entries, closed.contributions, self.numel, self.codec.name, out)
+        return mean_of(closed.manifest.entries, closed.contributions, self.codec, out)
 
 
 class States:

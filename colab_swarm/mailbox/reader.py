@@ -143,7 +143,8 @@ class Reader:
             except ObjectsUnread as step:
                 await asyncio.gather(*map(self._read_in_turn, step.places))
             except ObjectRejected as step:
-                self._reject(step.place, step.fault, step.author)
+                self.readings.reject(step.place, step.fault, may_stand=step.may_stand)
+                self.tell_fault(step.place, step.fault, step.author)
 
     def tell_fault(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
         """Report an object that does not count; ``author`` signed it, where that is known."""

@@ -25,7 +25,7 @@ from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, Signed
 from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
-from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats, codec_of
+from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.records import Agreement, Rates
 from colab_swarm.training.sketch import StateSketch
@@ -288,10 +288,12 @@ class RoundChain(Message, frozen=True):
             return "it does not follow the manifest before"
         if members != sorted(set(members)):
             return "it lists a member twice"
-        if not all(self.may_count(entry.member, entry.round) for entry in manifest.entries):
-            return "it lists a contribution that counted before, or is too old"
+        for entry in manifest.entries:
+            if not self.may_count(entry.member, entry.round):
+                return "it lists a contribution that counted before, or is too old"
         at = written_at + WHOLE_SECOND_S
-        if self.members and at < self.deadline and not self.is_quorum({*members, *gone}):
+        leaves_out_most = bool(self.members) and not self.is_quorum({*members, *gone})
+        if at < self.deadline and leaves_out_most:
             return "it leaves out most members of the last round"
         if at < self.late_at and self.missing(members, gone):
             return "it leaves out members of the last round before a usual round is over"
@@ -361,17 +363,14 @@ class RoundListing:
 
     def contributions_of(self, member: PeerId) -> list[StoredObject]:
         """Return the contributions of a member by their paths, the newest round last."""
-        places = itertools.chain.from_iterable(self.contributions.values())
+        places = itertools.chain(*self.contributions.values())
         return [place for place in places if place.member == member]
 
     def next_attempt(self, folder: str) -> str:
         """Return the path of another manifest."""
         taken = {place.path for place in self.manifests.get(folder, ())}
-        for number in itertools.count():
-            path = f"{folder}/{MANIFEST}{number:02d}"
-            if path not in taken:
-                break
-        return path
+        paths = (f"{folder}/{MANIFEST}{number:02d}" for number in itertools.count())
+        return next(path for path in paths if path not in taken)
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
@@ -406,10 +405,10 @@ def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
 
 def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
     """Return a statement that its own key signed, and the rest of ``data``, the start of an object."""
-    version = require_version(data)
+    require_version(data)
     end = start_bytes(data)
-    whole = bool(version) and end <= len(data)
-    require(whole, f"an object of {len(data)} bytes is cut off", ProtocolError)
+    is_whole = data.startswith(_MARK) and len(data) >= _HEAD and end <= len(data)
+    require(is_whole, f"an object of {len(data)} bytes is cut off", ProtocolError)
     head = data[_HEAD:end]
     content = memoryview(data)[end:]
     statement = decoded(head, kind, f"no readable {kind.__name__}", ProtocolError)
@@ -417,27 +416,21 @@ def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
     return statement, content
 
 
-def require_version(data: bytes) -> int:
-    """Return the version of an object, 0 if it is none; raises `ProtocolError` for one of another version."""
-    version = _version_of(data)
-    text = (
-        f"the run was written by protocol {version}, this package speaks {VERSION}: update the older of both"
+def require_version(data: bytes) -> None:
+    """Raise `ProtocolError` for an object that another version of the package wrote."""
+    version = data[len(_MARK) : len(_MARK) + 1]
+    is_other = data.startswith(_MARK) and version not in (b"", bytes([VERSION]))
+    require(
+        not is_other,
+        f"the run was written by protocol {int.from_bytes(version)}, this package speaks {VERSION}: update "
+        "the older of both",
+        ProtocolError,
     )
-    require(version in (0, VERSION), text, ProtocolError)
-    return version
 
 
 def start_bytes(data: bytes) -> int:
     """Return where the statement of an object ends, by the object's first bytes."""
     return _HEAD + int.from_bytes(data[_HEAD - 4 : _HEAD], "big")
-
-
-def _version_of(data: bytes) -> int:
-    """Return the version of the protocol that an object was written by; 0 if it is no object of a run."""
-    if data.startswith(_MARK):
-        return int.from_bytes(data[len(_MARK) : len(_MARK) + 1], "big")
-    # Protocol 2 began with the length of a statement, which fits three bytes.
-    return 2 if data.startswith(bytes(1)) else 0
 
 
 def encode(codec: Codec, vector: Vector) -> bytes:
@@ -544,8 +537,7 @@ def differs(chain: RoundChain, manifest: RoundManifest, offers: Sequence[Offer])
 def mean_of(
     entries: Sequence[ManifestEntry],
     contributions: Mapping[bytes, ReadContribution],
-    numel: int,
-    codec: str,
+    codec: Codec,
     out: Floats,
 ) -> Floats:
     """Write the weighted mean ``sum_i w_i s_i v_i / sum_i w_i`` to ``out``, bit-equal at all peers.
@@ -556,7 +548,7 @@ def mean_of(
     total = math.fsum(entry.weight for entry in entries) or 1.0
     for entry in entries:
         factor = np.float32(entry.weight * entry.scale / total)
-        for span, piece in decode(codec_of(codec), contributions[entry.digest].content, numel):
+        for span, piece in decode(codec, contributions[entry.digest].content, out.size):
             out[span] += piece * factor
     return out
 

@@ -59,11 +59,11 @@ class SeekState:
     """Load a state later than the chain. Where there is none, ask again with ``may_leave=False``.
 
     Attributes:
-        companions: other members that contributed to the open round. The state must stand for no fewer, or they and
-            this peer go on by themselves.
+        companions: how many other members contributed to the open round. The state must stand for
+            more, or they and this peer go on by themselves.
     """
 
-    companions: frozenset[PeerId]
+    companions: int
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,6 @@ class RoundView:
         return Close(path, entries_of(self.chain, self.offers), again_at=now + self.chain.missing_s)
 
     @property
-    def spoilt(self) -> bool:
-        """Whether the own contribution does not count, as another member wrote to its place."""
-        return self.own in self.branches.readings.faults
-
-    @property
     def offers(self) -> list[Offer]:
         """Whole contributions that the round may list: the oldest of each member."""
         places = self.open_places
@@ -158,13 +153,13 @@ class RoundView:
     @property
     def reopens_at(self) -> float:
         """When another manifest may be written than those that cannot be followed."""
-        candidates = self.branches.candidates(self.chain)
-        if not candidates:
+        unread = self._unread
+        if not unread:
             return -math.inf
         if self.branches.has_majority_elsewhere(self.chain):
             return math.inf
         # Later ones cost no more time.
-        first = candidates[0]
+        first = unread[0]
         return first.place.modified_at + min(self.chain.missing_s, self.patience_s(first.manifest.member))
 
     def is_left(self, now: float) -> bool:
@@ -209,24 +204,30 @@ class RoundView:
 
     def unread_s(self, closed: ClosedRound) -> dict[PeerId, float]:
         """Return how long a round waited for a manifest that cannot be followed, by its author."""
-        first = self.branches.candidates(self.chain)[0]
-        followable = {candidate.place for candidate in self.branches.followable(self.chain)}
-        if first.place in followable:
+        unread = self._unread
+        if not unread:
             return {}
-        waited_s = closed.place.modified_at - first.place.modified_at
-        return {first.manifest.member: min(waited_s, self.chain.missing_s)}
+        waited_s = closed.place.modified_at - unread[0].place.modified_at
+        return {unread[0].manifest.member: min(waited_s, self.chain.missing_s)}
+
+    @property
+    def _unread(self) -> list[ClosedRound]:
+        """The round's candidates that cannot be followed, the oldest first."""
+        candidates = self.branches.candidates(self.chain)
+        followable = self.branches.followable(self.chain)
+        return [candidate for candidate in candidates if candidate not in followable]
 
     @property
     def _present(self) -> set[PeerId]:
         return {place.member for place in self.open_places}
 
     @property
-    def _companions(self) -> frozenset[PeerId]:
+    def _companions(self) -> int:
         offers = self.branches.readings.offers
         members = {place.member for place in self.open_places if place in offers}
         if self.own is not None:
             members.discard(self.own.member)
-        return frozenset(members)
+        return len(members)
 
     def _is_alone(self, now: float) -> bool:
         """Return whether this peer would close the round without most members of the last one."""

@@ -168,7 +168,7 @@ class Peer:
                     self._read(place)
             except ObjectRejected as step:
                 assert step.place not in self.readings.faults
-                self.readings.reject(step.place, step.fault)
+                self.readings.reject(step.place, step.fault, may_stand=step.may_stand)
 
     def _read(self, place: StoredObject) -> None:
         self.read.append(place)

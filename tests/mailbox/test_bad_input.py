@@ -325,7 +325,7 @@ def test_of_two_manifests_at_once_one_stands(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("kind", ["card", "state"])
 def test_a_run_of_an_older_version_is_refused_in_a_sentence(kind: str) -> None:
     """The older package wrote the card, or a state since."""
-    older = (5).to_bytes(4, "big") + b"\x95what comes of it"
+    older = b"colab_swarm" + bytes([VERSION - 1]) + b"what comes of it"
 
     def life(swarm: Swarm) -> tuple[str, str]:
         swarm.runtime.call(sim.bucket.create(f"{root}/{path}", older))
@@ -337,7 +337,7 @@ def test_a_run_of_an_older_version_is_refused_in_a_sentence(kind: str) -> None:
     with cs.simulate(1, mailbox=True) as sim:
         root = f"runs/{sim.swarms['alice'].run_id}/model"
         text, said = sim.run(life)["alice"]
-    sentence = f"the run was written by protocol 2, this package speaks {VERSION}: update the older of both"
+    sentence = f"the run was written by protocol {VERSION - 1}, this package speaks {VERSION}: update the older of both"
     if kind == "card":
         assert text == sentence
     else:

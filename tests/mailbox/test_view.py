@@ -203,12 +203,27 @@ def test_a_peer_without_most_members_follows_the_later_manifest(board: Board, al
     assert isinstance(alice.decide(deadline), view.Close)
 
 
+def test_a_manifest_that_leaves_a_member_out_stands_if_the_next_round_was_built_on_it(board: Board) -> None:
+    """Whenever a peer looked: alice saw it before anybody built on it, bob comes later."""
+    alice = Peer(board)
+    contributions = [board.contribute(who, alice.chain) for who in (ALICE, BOB)]
+    board.now = PACE_S
+    closed = board.close(alice.chain, contributions[1:], author=BOB)
+    action = alice.decide(board.now)
+    assert isinstance(action, view.Close) and "leaves out" in alice.readings.passed_over[closed.place]
+    board.now += 200.0
+    board.round(closed.after, BOB)
+    bob = Peer(board)
+    assert [each.place for each in alice.catch_up()][:1] == [closed.place]
+    assert bob.catch_up() and bob.last == alice.last
+
+
 def test_an_own_contribution_that_was_overwritten_is_spoilt(board: Board, alice: Peer) -> None:
     board.contribute(ALICE, alice.chain, fault="it is another member's")
     (own,) = (place for place in board.objects if place.folder == alice.chain.folder)
     look = view.RoundView(alice.chain, alice.look(), alice.last, own)
     assert isinstance(alice.answer(lambda: look.next_action(1.0)), view.Wait)
-    assert look.spoilt and not look.open_places
+    assert own in alice.readings.faults and not look.open_places
 
 
 def test_an_author_has_two_candidates_at_most(board: Board) -> None:
