@@ -10,27 +10,24 @@ import math
 import os
 import re
 import stat
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, JoinError, require
 from colab_swarm.mailbox.address import checked_address, folder_at, options_of
 from colab_swarm.net.peers import Buffer, PeerId, remember
-from colab_swarm.runtime import loop_now
+from colab_swarm.runtime import DeviceThread, loop_now
 
 T = TypeVar("T")
-P = ParamSpec("P")
 Errors: TypeAlias = tuple[type[Exception], ...]
 BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=4), "base": 2}
 # of 429, 5xx and lost connections; the time is the limit
@@ -164,22 +161,6 @@ class ObjectStore:
         await asyncio.to_thread(self._obstore.delete, self._store_by(STALL_S), list(paths))
 
 
-class DaemonThreads(Executor):
-    """A thread for each call: it may never return, and must not keep the process from its end."""
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="colab-swarm-folder", daemon=True).start()
-        return future
-
-
 class FolderStore:
     """Objects as files of a folder. Nothing is read, listed or written through a link that lies in it.
 
@@ -194,7 +175,6 @@ class FolderStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._threads = DaemonThreads()
         self._hanging: asyncio.Future[Any] | None = None
 
     async def _call(self, work: Callable[[], T], size_bytes: int = 0) -> T:
@@ -205,7 +185,9 @@ class FolderStore:
             # Each further call would take a thread.
             await asyncio.wait([hanging], timeout=patience_s)
             require(hanging.done(), f"nothing came for {patience_s:.0f} s", TimeoutError)
-        call = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        thread = DeviceThread()
+        call = thread.run(work)
+        thread.shutdown(wait=False)
         await asyncio.wait([call], timeout=patience_s)
         if not call.done():
             call.add_done_callback(asyncio.Future.exception)

@@ -1,7 +1,6 @@
 """Rounds in a bucket, as a trainer takes part in them: nobody needs to be online with it."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 
@@ -10,7 +9,7 @@ import numpy as np
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
-from colab_swarm.events import BatchDropped, MemberTrace, Notice, StateReceived
+from colab_swarm.events import BatchDropped, MemberTrace, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.follower import ChainFollower, Counted
 from colab_swarm.mailbox.journal import Journal, States
@@ -21,7 +20,6 @@ from colab_swarm.mailbox.rounds import (
     ClosedRound,
     RoundChain,
 )
-from colab_swarm.mailbox.view import Wait
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
@@ -30,7 +28,6 @@ from colab_swarm.training.records import Mean, ProgressRecord, StepTaken, differ
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
-logger = logging.getLogger(__name__)
 STOP_S = 60.0  # for a state to be written by a peer that leaves
 
 
@@ -55,9 +52,16 @@ class BucketRounds(Rounds):
         self._states = States(self._journal, lambda member: election.distrusts(member, loop_now()))
         self._members = LastMembers(self.progress.known)
         # An account may cost this peer one usual round, and then its share of the time.
-        standing = Standing(services.peers.id, events=services.events, longest_s=lambda: self._usual_s)
+        standing = Standing(
+            services.peers.id, events=services.events, longest_s=lambda: self._follower.usual_s
+        )
         self._follower = ChainFollower(
-            self._journal, self._states, standing, services.peers.id, lambda: self.until, self._tell_late
+            self._journal,
+            self._states,
+            standing,
+            services.peers.id,
+            lambda: self.until,
+            self._members.name_of,
         )
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
@@ -94,11 +98,6 @@ class BucketRounds(Rounds):
         self._tasks.cancel()
 
     @property
-    def _usual_s(self) -> float:
-        chain = self._follower.chain
-        return 0.0 if chain is None else chain.pace_s
-
-    @property
     def bucket_bytes(self) -> tuple[int, int]:
         bucket = self._journal.bucket
         return bucket.sent_bytes, bucket.received_bytes
@@ -131,13 +130,7 @@ class BucketRounds(Rounds):
         donors = tuple(donor.hex() for donor in snapshot.donors)
         seconds = loop_now() - began_at
         self.services.events.emit(StateReceived(loop_now(), state.step, donors, state.size_bytes, seconds))
-        return snapshot, self._means(rounds)
-
-    def _means(self, rounds: Sequence[ClosedRound]) -> Iterator[Mean]:
-        values = np.empty(self.model.numel, np.float32)
-        for closed in rounds:
-            vector = HostVector(self._journal.mean(closed, values))
-            yield _mean_of(closed, vector)
+        return snapshot, _means_of(rounds, journal)
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self.comparison.on_loaded(donors)
@@ -236,17 +229,14 @@ class BucketRounds(Rounds):
         self.comparison.compare_rates(rates, round)
         self.comparison.compare_states()
 
-    def _tell_late(self, chain: RoundChain, wait: Wait, waited_s: float) -> None:
-        names = ", ".join(map(self._members.name_of, sorted(wait.late_members)))
-        text = (
-            f"round {chain.round} waits for {names}, {waited_s:.0f} s so far: it goes on in {wait.most_s:.0f} s "
-            "at the latest"
-        )
-        logger.warning("%s", text)
-        self.services.events.emit(Notice(loop_now(), text, logged=True))
-
     def _show_members(self) -> None:
         self.progress.on_records(self._members.records(), now=loop_now())
+
+
+def _means_of(rounds: Sequence[ClosedRound], journal: Journal) -> Iterator[Mean]:
+    values = np.empty(journal.numel, np.float32)
+    for closed in rounds:
+        yield _mean_of(closed, HostVector(journal.mean(closed, values)))
 
 
 def _mean_of(closed: ClosedRound, vector: HostVector) -> Mean:

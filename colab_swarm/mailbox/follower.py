@@ -1,12 +1,14 @@
 """Where a peer is in the chain of a bucket's rounds: it contributes there, and waits until a round is over."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from colab_swarm.averaging.standing import PART, Standing
+from colab_swarm.events import Notice
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.journal import Journal, States
@@ -29,6 +31,7 @@ from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.settings import RoundInput
 
+logger = logging.getLogger(__name__)
 FRESH_S = 1.0  # age of the look by which a round is closed, at most
 TELL_S = 3.0  # of a wait for a late round, before a word on it
 
@@ -72,7 +75,7 @@ class ChainFollower:
     - ``_followed_at``: when this peer learnt of the last manifest, by `begin` and `on_round`.
     - ``_upload_s``: how long `write` took to upload the last contribution.
     - ``_listed_at``: when the last look had its list of objects.
-    - ``_late_round``: the last round of which ``on_late`` was told.
+    - ``_late_round``: the last round of which `_tell_late` said for whom it waits.
     """
 
     def __init__(
@@ -82,9 +85,8 @@ class ChainFollower:
         standing: Standing,
         me: PeerId,
         until: Callable[[], float],
-        on_late: Callable[[RoundChain, Wait, float], None],
+        name_of: Callable[[PeerId], str],
     ) -> None:
-        """``on_late`` is called once with a round that takes longer than usual, and how long this peer waits for it."""
         self.chain: RoundChain | None = None
         self.later: tuple[RoundChain, Snapshot] | None = None
         self.min_peers = 1
@@ -93,13 +95,18 @@ class ChainFollower:
         self._me = me
         self._standing = standing
         self._until = until
-        self._on_late = on_late
+        self._name_of = name_of
         self._last: ClosedRound | None = None
         self._own: _Written | None = None
         self._followed_at = loop_now()
         self._upload_s = 0.0
         self._late_round = -1
         self._listed_at = loop_now()
+
+    @property
+    def usual_s(self) -> float:
+        """The time of a usual round."""
+        return 0.0 if self.chain is None else self.chain.pace_s
 
     @property
     def is_awaited(self) -> bool:
@@ -217,10 +224,17 @@ class ChainFollower:
             await asyncio.sleep(min(pause_s, self._until() - loop_now()))
 
     def _tell_late(self, chain: RoundChain, wait: Wait, waited_s: float) -> None:
-        is_new = chain.round != self._late_round
-        if is_new and wait.late_members and waited_s >= TELL_S:
-            self._late_round = chain.round
-            self._on_late(chain, wait, waited_s)
+        """Say once for whom a round waits that takes longer than usual."""
+        if chain.round == self._late_round or not wait.late_members or waited_s < TELL_S:
+            return
+        self._late_round = chain.round
+        names = ", ".join(map(self._name_of, sorted(wait.late_members)))
+        text = (
+            f"round {chain.round} waits for {names}, {waited_s:.0f} s so far: it goes on in {wait.most_s:.0f} s "
+            "at the latest"
+        )
+        logger.warning("%s", text)
+        self._standing.events.emit(Notice(loop_now(), text, logged=True))
 
     async def _decide(self, chain: RoundChain, close_at: float) -> Decision:
         """Look at the bucket, and return what to do next."""

@@ -16,8 +16,6 @@ from colab_swarm.mailbox.rounds import (
     HEADER_BYTES,
     LEFT,
     MANIFEST,
-    STATE_PLACE,
-    STATE_ROUNDS,
     Card,
     Farewell,
     H,
@@ -217,24 +215,14 @@ class Spectator:
 
     async def last_members(self) -> list[PeerRow]:
         """Return the members of the newest round that a member closed; `JoinError` if there is none."""
-        for first in await self._first_rounds():
-            listing = RoundListing.of(await self._bucket.list("rounds", f"rounds/{first:08d}"))
-            for folder in sorted(listing.manifests, reverse=True):
-                _, manifest = await self._first_of(listing.manifests[folder], RoundManifest)
-                if manifest is not None:
-                    return [await self._row(entry.member, manifest, listing) for entry in manifest.entries]
+        listing = RoundListing.of(await self._bucket.list("rounds"))
+        for folder in sorted(listing.manifests, reverse=True):
+            _, manifest = await self._first_of(listing.manifests[folder], RoundManifest)
+            if manifest is not None:
+                return [await self._row(entry.member, manifest, listing) for entry in manifest.entries]
         raise JoinError(
             f"no round is over yet in {self._bucket.address}: nobody has trained this model there"
         )
-
-    async def _first_rounds(self) -> list[int]:
-        """Return from which rounds on to look: the last ones, then all, because a state may be no member's."""
-        first = 0
-        for place in await self._bucket.list("states"):
-            match = STATE_PLACE.fullmatch(place.path)
-            if match is not None:
-                first = max(0, int(match[1]) - STATE_ROUNDS)
-        return sorted({first, 0}, reverse=True)
 
     async def _row(self, member: PeerId, manifest: RoundManifest, listing: RoundListing) -> PeerRow:
         row = PeerRow(

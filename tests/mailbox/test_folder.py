@@ -1,5 +1,6 @@
 """A run in a shared folder: links, pipes and files in the place of others, and times that a writer chooses."""
 
+import asyncio
 import os
 import threading
 import time
@@ -190,9 +191,19 @@ async def test_a_peer_sets_its_clock_by_its_own_file(tmp_path: Path) -> None:
 class Server:
     """What serves all folders: while it is not up, each call into one hangs."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.up = threading.Event()
+        self.up.set()
         self.hung = 0  # calls
+        self._monkeypatch = monkeypatch
+
+    def fail(self) -> None:
+        self._monkeypatch.setattr(module, "STALL_S", 0.1)
+        self.up.clear()
+
+    def recover(self) -> None:
+        self._monkeypatch.setattr(module, "STALL_S", 30.0)
+        self.up.set()
 
     def call(self, work: Callable[[], Any]) -> Any:
         if not self.up.is_set():
@@ -203,15 +214,13 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    server = Server()
-    server.up.set()
-    submit = module.DaemonThreads.submit
+    server = Server(monkeypatch)
+    submit = module.DeviceThread.submit
 
-    def hanging(threads: module.DaemonThreads, work: Callable[[], Any]) -> Future[Any]:
+    def hanging(threads: module.DeviceThread, work: Callable[[], Any]) -> Future[Any]:
         return submit(threads, server.call, work)
 
-    monkeypatch.setattr(module.DaemonThreads, "submit", hanging)
-    monkeypatch.setattr(module, "STALL_S", 0.1)
+    monkeypatch.setattr(module.DeviceThread, "submit", hanging)
     yield server
     server.up.set()
 
@@ -233,12 +242,12 @@ async def test_a_folder_that_hangs_is_away_after_its_patience_and_costs_one_thre
 ) -> None:
     bucket = shared(tmp_path)
     await bucket.create("rounds/alice", b"hers")
-    server.up.clear()
+    server.fail()
     for _ in range(3):
         with pytest.raises(BucketAway, match="does not answer: TimeoutError: nothing came for 0 s"):
             await VERBS[verb](bucket)
     assert server.hung == 1
-    server.up.set()
+    server.recover()
     assert await bucket.read("rounds/alice") == b"hers"
 
 
@@ -246,11 +255,11 @@ async def test_a_folder_that_hangs_is_away_after_its_patience_and_costs_one_thre
 @pytest.mark.slow
 async def test_a_call_that_fails_after_its_patience_harms_nobody(tmp_path: Path, server: Server) -> None:
     bucket = shared(tmp_path)
-    server.up.clear()
+    server.fail()
     with pytest.raises(BucketAway):
         await bucket.create("rounds/alice", b"hers")
     (tmp_path / "folder").rmdir()
-    server.up.set()
+    server.recover()
     with pytest.raises(BucketAway, match="is the folder mounted"):
         await bucket.create("rounds/alice", b"hers")
     (tmp_path / "folder").mkdir()
@@ -264,8 +273,8 @@ async def test_a_large_file_may_take_longer(
 ) -> None:
     monkeypatch.setattr(module, "UPLOAD_BYTES", 100)
     bucket = shared(tmp_path)
-    server.up.clear()
-    threading.Timer(0.3, server.up.set).start()
+    server.fail()
+    asyncio.get_running_loop().call_later(0.3, server.up.set)
     assert await bucket.create("states/large", bytes(1000)), "16 times the patience"
 
 
@@ -280,15 +289,15 @@ def test_a_run_in_a_folder_that_hangs_says_so_goes_on_and_can_be_left(tmp_path: 
     def bring_back(event: object) -> None:
         if isinstance(event, Fault) and "does not answer" in event.text:
             hangs.append(event)
-            server.up.set()
+            server.recover()
 
     swarm.events.listen(bring_back)
-    server.up.clear()
+    server.fail()
     while optimizer.global_step < 3:
         take(optimizer, net, 0)
     assert len(hangs) == 1, "the folder hung, and one event says so"
     assert "the bucket answers again" in [event.text for event in swarm.events.recent(Notice)]
-    server.up.clear()
+    server.fail()
     swarm.leave()
     assert not server.up.is_set(), "it still hangs"
     with pytest.raises(BucketAway, match="does not answer"):
