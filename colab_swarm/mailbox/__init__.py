@@ -184,10 +184,10 @@ def rounds_for(services: PeerServices, settings: TrainingSettings) -> Callable[.
 def options_for(
     communication: Communication | str | None, runtime: Runner, services: PeerServices, prefix: str
 ) -> dict[str, Any]:
-    """Return the options that communicate by a plan or, for "auto", as the peers of this model have agreed.
+    """Return the options of a plan or, for "auto", those that the peers of this model have agreed on.
 
-    They did so by their records, or by the bucket's card, which `Swarm.optimizer` checks later. Call it from the
-    user's thread, as it may need secrets. Raises ValueError if there is nothing to adopt.
+    They did so by their records, or by the bucket's card, which `Swarm.optimizer` checks later. Call
+    it from the user's thread, as it may need secrets. Raises ValueError if there is nothing to adopt.
     """
     if communication is None or isinstance(communication, Communication):
         return {} if communication is None else communication.options

@@ -1,8 +1,9 @@
 """Addresses of buckets and folders: what they may say, and which ones a guest must confirm.
 
-An address comes in an invitation, so from somebody else, and opens files and hosts on the guest's machine.
-Therefore it has a closed set of options and no keys. A folder, an endpoint without TLS, and an endpoint in
-the guest's own network count only if the guest names the address too.
+An address comes in an invitation, so from somebody else, and opens files and hosts on the guest's
+machine. Therefore it has a closed set of options and no keys. A folder, an endpoint without TLS, and
+an endpoint in the guest's own network count only if the guest names the address too:
+``cs.join(…, mailbox=ADDRESS)``.
 """
 
 import re
@@ -50,13 +51,15 @@ def checked_address(address: str) -> str:
     require(
         _REGION.fullmatch(options.get("region", "none")), "region= of a mailbox is a name such as eu-west-1"
     )
-    if "endpoint" in options:
-        _require_url(options["endpoint"])
+    require(
+        _ENDPOINT.fullmatch(options.get("endpoint", "https://none")),
+        "endpoint= of a mailbox is the URL of a store, such as https://storage.example.org",
+    )
     return address
 
 
 def options_of(address: str) -> dict[str, str]:
-    """Return the options of an address; raise ValueError for others than `OPTIONS`, and for repeated ones."""
+    """Return an address's options; raise ValueError for unknown and repeated ones."""
     pairs = parse_qsl(urlsplit(address).query, keep_blank_values=True)
     require(
         {name for name, _ in pairs} <= {*OPTIONS},
@@ -65,13 +68,6 @@ def options_of(address: str) -> dict[str, str]:
     options = dict(pairs)
     require(len(options) == len(pairs), "an option of a mailbox is given twice")
     return options
-
-
-def _require_url(endpoint: str) -> None:
-    require(
-        _ENDPOINT.fullmatch(endpoint),
-        "endpoint= of a mailbox is the URL of a store, such as https://storage.example.org",
-    )
 
 
 def folder_at(address: str) -> Path | None:
@@ -110,7 +106,7 @@ def confirmed_address(address: str, named: str) -> str:
 
 
 def why_to_confirm(address: str) -> str:
-    """Return why an address of somebody else could do harm on this machine; empty for a public store."""
+    """Return why another peer's address could do harm here; empty for a public store."""
     if folder_at(address) is not None:
         return "a folder of this machine"
     endpoint = urlsplit(options_of(address).get("endpoint", ""))

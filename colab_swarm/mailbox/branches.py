@@ -115,7 +115,7 @@ class Readings:
             raise ObjectsUnread(unread)
 
     def forget(self, last: ClosedRound) -> None:
-        """Forget what matters no more after this round, such as contributions that counted before it."""
+        """Forget what matters no more after this round, such as what counted before it."""
         counted = {entry.digest for entry in last.manifest.entries}
         for place, offer in list(self.offers.items()):
             entry = offer.entry
@@ -132,7 +132,7 @@ class Readings:
 
 
 class Branches:
-    """The rounds of one listing, and the manifests that close them. Its questions raise `Unsettled`."""
+    """The rounds of one listing, and what closes them. Each question may raise `Unsettled`."""
 
     def __init__(self, listing: RoundListing, readings: Readings) -> None:
         self.listing = listing
@@ -182,7 +182,7 @@ class Branches:
         return [candidate for candidate in self.candidates(chain) if self._can_follow(candidate)]
 
     def candidates(self, chain: RoundChain) -> list[ClosedRound]:
-        """Return what the round's sound manifests make of it, the oldest first, without contributions."""
+        """Return the round as each sound manifest would close it, the oldest first."""
         read = self._read_manifests(chain)
         gone = self.gone(chain)
         counts = Counter[PeerId]()
@@ -214,7 +214,7 @@ class Branches:
         return False
 
     def retraced(self, chain: RoundChain, written_at: float) -> RoundChain:
-        """Return a state's chain as the manifests make it that its digests name: the rest may be false.
+        """Return a state's chain by the manifests that its digests name: the rest may be false.
 
         Raises `ProtocolError` if a manifest is missing.
         """
@@ -253,7 +253,7 @@ class Branches:
         return gone
 
     def open_places(self, chain: RoundChain) -> list[StoredObject]:
-        """Return the contributions that the round may list, as far as they are not known to be faulty."""
+        """Return the contributions that the round may list, but those that are known to be faulty."""
         places = []
         for round, folder in sorted(chain.folders.items()):
             for place in self.listing.contributions.get(folder, ()):
@@ -288,7 +288,7 @@ class Branches:
         return True
 
     def _listed(self, candidate: ClosedRound) -> dict[bytes, tuple[StoredObject, Offer]]:
-        """Return the readable contributions of the rounds and members that a candidate lists, by their digests."""
+        """Return what can be read of the members and rounds that a candidate lists, by digests."""
         listed = {(entry.member, entry.round) for entry in candidate.manifest.entries}
         latest = candidate.place.modified_at + WHOLE_SECOND_S
         places = []
@@ -303,7 +303,7 @@ class Branches:
         return offers
 
     def _with_contributions(self, closed: ClosedRound) -> ClosedRound:
-        """Return a round that can be followed with its contributions; those that are no longer held are read again."""
+        """Return the round with its contributions; those that are no longer held are read again."""
         offers = self._listed(closed)
         contributions = {}
         unread = []
@@ -319,6 +319,6 @@ class Branches:
 
 
 def _builders(closed: ClosedRound) -> set[PeerId]:
-    """Return the members that contributed after the manifest before: older contributions prove nothing."""
+    """Return the members that followed the manifest before: older contributions prove nothing."""
     manifest = closed.manifest
     return {entry.member for entry in manifest.entries if entry.round == manifest.round}

@@ -1,8 +1,9 @@
 """A place for objects: a bucket of S3, Google or Azure, a shared folder, or this process's memory.
 
-A store that throttles or fails is asked again for half a minute, and one that sends no byte is given up after
-`STALL_S`. Then a verb raises `BucketAway` or, if the bucket refuses this peer, `BucketError`. Their texts show no
-secret. Times are seconds since the epoch by the store's own clock; in a folder, see `SeenTimes`.
+A store that throttles or fails is asked again for half a minute, and one that sends no byte is given
+up after `STALL_S`. Then a verb raises `BucketAway` or, if the bucket refuses this peer, `BucketError`.
+Their texts show no secret. Times are seconds since the epoch by the store's own clock; in a folder,
+see `SeenTimes`.
 """
 
 import asyncio
@@ -162,11 +163,12 @@ class ObjectStore:
 
 
 class FolderStore:
-    """Objects as files of a folder. Nothing is read, listed or written through a link that lies in it.
+    """Objects as files of a folder. Nothing is read or written through a link that lies in it.
 
-    Where a link, a pipe or a file of another kind takes the place of an object or a folder, it is renamed: it would
-    else stop the run. Where a server of the folder is away, a call may hang until it is back. Such a call is given up
-    after `STALL_S`, and no other is made before it has returned.
+    Where a link, a pipe or a file of another kind takes the place of an object or a folder, it is
+    renamed: it would else stop the run. Where the server of a mounted folder is away, a call may hang
+    until it is back. Such a call is given up after `STALL_S`, and no other is made before it has
+    returned.
     """
 
     errors: Errors = (OSError,)
@@ -327,23 +329,23 @@ def require_rights(address: str) -> None:
 
 
 class SeenTimes:
-    """When objects of a shared folder appeared, by this peer's own clock. A writer chooses the times of its files.
+    """When objects of a shared folder appeared: a writer chooses the times of its files. Pure.
 
-    An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without it, or after
-    its first look with it. It is the same ever after. The ``own`` object was written last by this peer: its time is
-    that of the folder's server, by which the peer sets its clock. Pure.
+    An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without
+    it, or after its first look with it. It is the same ever after. The ``own`` object was written last
+    by this peer: its time is that of the folder's server, by which the peer sets its clock.
     """
 
     def __init__(self) -> None:
         self.own = ""
         self._times: dict[str, float] = {}
-        # by folder, the last look from each path on: later looks from earlier paths on have replaced the others
+        # By folder, the last look from each path on. Later looks from earlier paths replace others.
         self._looks: dict[str, list[tuple[str, float]]] = {}
 
     def corrected(
         self, folder: str, after: str, places: Sequence[StoredObject], *, began_at: float, now: float
     ) -> list[StoredObject]:
-        """Return the objects of a look at a folder with their times; it listed all paths beyond ``after``."""
+        """Return a look's objects with their times; it listed all paths beyond ``after``."""
         looks = self._looks.setdefault(folder, [("", -math.inf)])
         corrected = []
         for place in places:
@@ -362,11 +364,10 @@ class SeenTimes:
 
 
 class Bucket:
-    """The objects of one model of a run at an address such as ``s3://bucket/folder`` or ``file:///mnt/folder``.
+    """The objects of one model of a run at an address such as ``s3://bucket/folder``.
 
-    The address may name a store's ``endpoint`` and ``region``, as in ``s3://bucket?endpoint=https://…``.
-    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `BucketError` if the
-    store cannot be opened.
+    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `BucketError`
+    if the store cannot be opened.
     """
 
     def __init__(self, address: str, prefix: str) -> None:
@@ -415,12 +416,14 @@ class Bucket:
             raise BucketAway(f"{self.address} does not answer: {self._reason(error)}") from None
 
     def _reason(self, error: Exception) -> str:
-        """Return a store's error in one line, without secrets, signatures, and the queries of addresses."""
+        """Return a store's error in one line, without secrets, signatures and queries."""
         line = f"{type(error).__name__}: {error}".partition("\n")[0]
         for secret in self._secrets:
             line = line.replace(secret, "***")
         line = SIGNED_PARTS.sub("***", line)[:300]
-        return f"{line}; no secret {' and '.join(self._missing)} was found" if self._missing else line
+        if self._missing:
+            line = f"{line}; no secret {' and '.join(self._missing)} was found"
+        return line
 
     async def create(self, path: str, data: Buffer) -> bool:
         """Write an object unless there is one at that path; return whether it was written."""
@@ -450,7 +453,7 @@ class Bucket:
             await self._do(self._store.delete, [self._root + path for path in paths])
 
     def on_time(self, modified_at: float, written_at: float) -> None:
-        """Learn from an object of this peer, written at a time of the loop, how the store's clock goes."""
+        """Learn how the store's clock goes from an own object, written at a time of the loop."""
         self._behind_s = modified_at - written_at + loop_now() - self._clock()
 
     def now(self) -> float:
@@ -462,7 +465,7 @@ class Bucket:
         return loop_now() if self._seen is None else time.time()
 
     async def require_conditional_writes(self) -> None:
-        """Raise `BucketError` unless the store keeps the first of two writes: no round would be sure."""
+        """Raise `BucketError` unless the store keeps the first of two writes."""
         path = f"checks/{os.urandom(8).hex()}"
         first = await self.create(path, b"first")
         written_at = loop_now()
@@ -482,7 +485,7 @@ class Bucket:
         self.on_time(mine[0].modified_at, written_at)
 
     async def enter(self, *, begins: bool, writes: bool) -> float:
-        """Return by how many seconds this machine's clock is behind the store's. The prefix is that of a run.
+        """Return how many seconds this machine's clock is behind the store's. For a run's prefix.
 
         Args:
             begins: the run is new, and is marked as created.

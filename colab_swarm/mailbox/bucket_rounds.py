@@ -157,14 +157,14 @@ class BucketRounds(Rounds):
         return self._members.samples()
 
     def round_due(self, now: float, *, waiting: bool) -> bool:
-        # Each takes a part of the round by its speed, so that all end about the same time. One that has no more
-        # data contributes what there is: no other peer's samples are waited for.
+        # Each takes a part of the round by its speed, so that all end about the same time. One that has
+        # no more data contributes what there is: no other peer's samples are waited for.
         if waiting and now < self.until:
             return True
         return self._members.samples() >= self.progress.forecast.round_samples
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
-        """Write the contribution, and yield the means of the rounds until one counts it, or none will."""
+        """Write the contribution, and yield means until one counts it, or none will."""
         began_at = loop_now()
         bytes_before = self.bucket_bytes
         try:
@@ -212,14 +212,14 @@ class BucketRounds(Rounds):
             await self._states.trim(chain.round)
 
     def _learn(self, closed: ClosedRound) -> None:
-        """Take the round as the last one, and its members' figures: for the panel, and this peer's part of a round."""
+        """Take the round as the last one, with its members' figures."""
         self._follower.on_round(closed)
         self._members.on_round(closed)
         self._show_members()
         self._journal.reader.readings.forget(closed)
 
     def _compare(self, closed: ClosedRound) -> None:
-        """Compare what the contributions to a round say of their members' rates and states with this peer's."""
+        """Compare the members' rates and states, by their contributions, with this peer's."""
         round = closed.manifest.round
         rates = {}
         for contribution in closed.contributions.values():

@@ -1,4 +1,4 @@
-"""Where a peer is in the chain of a bucket's rounds: it contributes there, and waits until a round is over."""
+"""A peer's way along a bucket's rounds: it contributes, and waits until a round is over."""
 
 import asyncio
 import logging
@@ -44,7 +44,8 @@ class _Written:
     path: str
     # As it is there, to know what compression cut off; empty if an earlier session wrote it.
     content: bytes
-    # When it was written, by this peer's clock; None: by an earlier session, or the store's time of it is known.
+    # When it was written, by this peer's clock. None: an earlier session wrote it, or the store's time
+    # of it is known.
     written_at: float | None
     # By the last look; None: not there.
     place: StoredObject | None = None
@@ -61,15 +62,15 @@ class Counted:
 
 
 class ChainFollower:
-    """Follows the rounds of a bucket from one to the next. ``until()`` is when the trainer waits no longer, loop time.
+    """Follows the rounds of a bucket. ``until()`` is when the trainer waits no longer, loop time.
 
     What changes, and when:
 
-    - ``chain``: `begin` sets it, each `on_round` moves it on; None: not read yet, or a look found that others left it
-      behind.
+    - ``chain``: `begin` sets it, each `on_round` moves it on; None: not read yet, or a look found that
+      others left it behind.
     - ``later``: a state that a look found; `begin` forgets it.
-    - ``min_peers``: contributors without whom this peer closes no round. `BucketRounds` sets it, and the first
-      `on_round` with so many resets it to 1.
+    - ``min_peers``: contributors without whom this peer closes no round. `BucketRounds` sets it, and
+      the first `on_round` with so many resets it to 1.
     - ``_last``: the round before the chain's, by each `on_round`; None after `begin`.
     - ``_own``: `write` sets it, each look its fields; None again when it is over, and after `begin`.
     - ``_followed_at``: when this peer learnt of the last manifest, by `begin` and `on_round`.
@@ -131,7 +132,7 @@ class ChainFollower:
             self.min_peers = 1
 
     async def write(self, contribution: RoundInput, record: ProgressRecord) -> int:
-        """Write the contribution, and return its round; one that no manifest lists yet goes first."""
+        """Write the contribution, and return its round; one that is not listed yet goes first."""
         chain = self.chain
         journal = self._journal
         assert chain is not None
@@ -191,9 +192,9 @@ class ChainFollower:
         return Counted(closed, counted, over, spoilt)
 
     async def _next(self) -> ClosedRound | None:
-        """Wait until the round is over, and close it if that is due; None if this peer waits no longer.
+        """Wait until the round is over, and close it if that is due.
 
-        None also if others went on without this peer, which must catch up: on another manifest, or long ago.
+        None if this peer waits no longer, or others went on without it, and it must catch up.
         """
         chain = self.chain
         journal = self._journal
@@ -276,7 +277,7 @@ class ChainFollower:
             self._standing.earn(entry.member, now)
 
     def _own_place(self, branches: Branches) -> StoredObject | None:
-        """Return the own contribution that no manifest lists yet, and learn from it how the store's clock goes."""
+        """Return the own contribution that is not listed yet, and set the store's clock by it."""
         own = self._own
         if own is None:
             return None

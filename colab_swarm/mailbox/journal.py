@@ -1,4 +1,4 @@
-"""The objects of one model of a run: looked at, signed and written. The bucket is asked until it answers."""
+"""The objects of one model of a run: looked at, signed and written, however long it takes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -118,7 +118,7 @@ class Journal:
     async def read_card(self, own: bytes) -> Card:
         """Return what the peers of this model have agreed on; ``own`` if this peer is the first.
 
-        The first card that a member wrote stands. Raises `ProtocolError` if another version of the package did.
+        The first card of a member stands. Raises `ProtocolError` if another version wrote it.
         """
         for attempt in range(MOST_PLACES):
             card = await self.statements.first_card(self.reader.tell_fault)
@@ -130,7 +130,8 @@ class Journal:
     async def contribute(self, path: str, data: bytes) -> tuple[str, bool]:
         """Write a contribution, and return its place, and True if it is ``data``.
 
-        Another one of this peer stays: an earlier session wrote it. Objects of others in its place are passed over.
+        Another one of this peer stays: an earlier session wrote it. Objects of others in its place are
+        passed over.
         """
         content_bytes = encoded_bytes(self.codec, self.numel)
         place = path
@@ -208,10 +209,10 @@ class States:
                 return chain, None
 
     async def best(self, after: int = -1, more_than: int = -1) -> tuple[RoundChain, Snapshot] | None:
-        """Return a state that can be read of those later than a round, if there are any, and its chain.
+        """Return a readable state that is later than a round, and its chain; None if there is none.
 
-        It is the one on whose branch most members contributed, ``more_than`` so many. Of equal ones it is the newest,
-        by a member that is not distrusted.
+        It is the one on whose branch most members contributed, ``more_than`` so many. Of equal ones it
+        is the newest, by a member that is not distrusted.
         """
         places = await self._places()
         while True:
@@ -267,7 +268,7 @@ class States:
         self._journal.reader.tell_fault(place, fault, author)
 
     async def _head(self, place: StoredObject) -> StateHead:
-        """Return what a state says, by the start of its object. Raises `PeerError` or ValueError."""
+        """Return a state's statement. Raises `PeerError` or ValueError."""
         head = self._heads.get(place)
         if head is None:
             fits = 0 < place.size_bytes <= most_state_bytes(self._journal.numel)
@@ -302,7 +303,7 @@ class States:
         return Snapshot(state.manifest, state.blob, (head.member,))
 
     async def _places(self) -> dict[StoredObject, int]:
-        """Return the places of states and their rounds, the newest first; of a round the first place first."""
+        """Return the places of states with their rounds, the newest first."""
         rounds: dict[StoredObject, int] = {}
         for place in await self._bucket.list("states"):
             if STATE_PLACE.fullmatch(place.path):
@@ -345,5 +346,5 @@ class States:
 
 
 def _is_first(chain: RoundChain) -> bool:
-    """Return whether no round was before this chain's, so that its base is the digest of a state."""
+    """Return whether no round was before this chain's: its base is the digest of a state."""
     return chain.round - 1 not in chain.digests

@@ -1,4 +1,4 @@
-"""The other members of a bucket's last round: their figures, and what they are believed to compute since. Pure."""
+"""The other members of a bucket's last round, and what they are believed to compute since. Pure."""
 
 import math
 import statistics
@@ -42,13 +42,13 @@ class LastMembers:
         return {member: min(claim, most) for member, claim in claims.items()}
 
     def samples(self) -> float:
-        """Return the samples of all members since the last round, as if they compute as long as this peer."""
+        """Return all members' samples since the last round, if they compute as long as this peer."""
         own = self._known.own
         all_per_s = own.samples_per_s + sum(self.speeds().values())
         return own.samples * all_per_s / (own.samples_per_s or math.inf)
 
     def records(self) -> dict[PeerId, ProgressRecord]:
-        """Return a record for each member, for people: nobody hears of a member between two rounds."""
+        """Return a record for each member, for people: none is heard of between two rounds."""
         own = self._known.own
         seconds = own.samples / (own.samples_per_s or math.inf)
         records = {}

@@ -1,4 +1,4 @@
-"""Reads what members wrote in a bucket, and checks it: objects of the rounds, or the starts of any."""
+"""Reads what members wrote in a bucket, and checks who wrote it, and where."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 READS_AT_ONCE = 16
 RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
-"""``role_of(key, membership, at)``: the role of a member at a time; raises `PeerError` if it is none."""
+"""``role_of(key, membership, at)``: a member's role at a time; raises `PeerError` if it is none."""
 
 
 class Statements:
@@ -53,7 +53,7 @@ class Statements:
         self._role_of = role_of
 
     def opened(self, place: StoredObject, data: bytes | None, kind: type[H]) -> tuple[H, memoryview]:
-        """Return the statement of a whole object, and its content. Raises `PeerError` or ValueError."""
+        """Return a whole object's statement and content. Raises `PeerError` or ValueError."""
         require(data is not None, "it is not there", ProtocolError)
         statement, content = unseal(data or b"", kind)
         self._require_author(place, statement)
@@ -77,7 +77,7 @@ class Statements:
             return None
 
     async def first_card(self, on_fault: Callable[[StoredObject, str], None]) -> Card | None:
-        """Return what the peers of the model have agreed on, if they have; ``on_fault`` hears of garbage.
+        """Return what the peers have agreed on, if they have; ``on_fault`` hears of garbage.
 
         Raises `ProtocolError` if another version of the package wrote it.
         """
@@ -112,7 +112,7 @@ class Statements:
 
 
 class Reader:
-    """What this peer has read of a model's rounds: each object once, and each fault is reported once.
+    """What this peer has read of a model's rounds. Each fault is reported once.
 
     ``fetch`` returns the object at a path.
     """
@@ -134,7 +134,7 @@ class Reader:
         self._turns = asyncio.Semaphore(READS_AT_ONCE)
 
     async def answer(self, question: Callable[[], T]) -> T:
-        """Ask until the answer is settled, and do each step that it needs first. Raises `BucketError`."""
+        """Ask until the answer is settled, and do the steps that it needs. Raises `BucketError`."""
         while True:
             try:
                 return question()
@@ -201,7 +201,8 @@ class Reader:
 class Spectator:
     """Reads who trains a model by the objects in its ``bucket``, and writes nothing.
 
-    It reads the start of an object, and not its values. ``admission`` is that of the run; None in an open run.
+    It reads the start of an object, and not its values. ``admission`` is the run's; None in an open
+    run.
     """
 
     def __init__(self, bucket: Bucket, prefix: str, admission: MembershipAdmission | None) -> None:
@@ -214,7 +215,7 @@ class Spectator:
         self._statements = Statements(bucket, prefix, role_of)
 
     async def last_members(self) -> list[PeerRow]:
-        """Return the members of the newest round that a member closed; `JoinError` if there is none."""
+        """Return the members of the newest closed round; raises `JoinError` if there is none."""
         listing = RoundListing.of(await self._bucket.list("rounds"))
         for folder in sorted(listing.manifests, reverse=True):
             _, manifest = await self._first_of(listing.manifests[folder], RoundManifest)

@@ -62,7 +62,7 @@ STATE_ROUNDS = 16  # from one state in the bucket to the next
 
 
 def folder_of(round: int, base: bytes) -> str:
-    """Return a round's folder after the manifest with this digest: before that one nobody can write there."""
+    """Return a round's folder after the manifest with this digest: nobody knows it before."""
     return f"rounds/{round:08d}-{base[:8].hex()}"
 
 
@@ -76,7 +76,7 @@ def round_of(path: str) -> int:
 
 
 def numbered(path: str, attempt: int) -> str:
-    """Return the path of an object whose first places are taken, where the first of two writers counts."""
+    """Return the path of an object whose first places are taken, which two peers write to."""
     if attempt:
         return f"{path}-{attempt}"
     return path
@@ -113,7 +113,7 @@ class Statement(Signed, frozen=True, kw_only=True):
 
 
 class Card(Statement, frozen=True, kw_only=True):
-    """``card/first``: what the peers of a model have agreed on; the first one that is written stands.
+    """``card/first``: what the peers of a model have agreed on; the first one stands.
 
     Attributes:
         min_peers: whose contributions the first round needs.
@@ -149,7 +149,7 @@ class PseudoGradient(Statement, frozen=True, kw_only=True):
 
 
 class Farewell(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND-BASE/MEMBER-left``: no round need wait for this member until it contributes again."""
+    """``rounds/ROUND-BASE/MEMBER-left``: no round need wait until this member contributes again."""
 
     base: Hash
 
@@ -231,7 +231,7 @@ class RoundChain(Message, frozen=True):
         gone: Collection[PeerId] = (),
         patience_s: Callable[[PeerId], float] = lambda member: 0.0,
     ) -> float:
-        """Return when the round may close with these members; at once if all others of the last one have gone.
+        """Return when the round may close with these members; at once if none is missing.
 
         ``patience_s(member)``: how much longer than usual this peer waits for a member.
         """
@@ -260,7 +260,7 @@ class RoundChain(Message, frozen=True):
 
     @property
     def missing_s(self) -> float:
-        """Age of this round's first manifest, if it cannot be followed, when another one is written at the latest.
+        """How long a manifest that cannot be followed is awaited at most.
 
         A majority that cannot follow it has replaced it before a minority may close the round after it.
         """
@@ -268,7 +268,7 @@ class RoundChain(Message, frozen=True):
 
     @property
     def settled_s(self) -> float:
-        """How long before a manifest a contribution was written that it must list: its upload is over by then."""
+        """Age of a contribution that a manifest must list: its upload is over by then."""
         return max(self.pace_s, self._grace_s)
 
     @property
@@ -282,7 +282,7 @@ class RoundChain(Message, frozen=True):
         return self.round - WINDOW <= round <= self.round and (member, round) not in self.listed
 
     def fault_of(self, manifest: RoundManifest, *, written_at: float, gone: Collection[PeerId] = ()) -> str:
-        """Return what is wrong with a manifest of this round, apart from its contributions; or nothing."""
+        """Return what is wrong with a manifest, apart from its contributions; or nothing."""
         members = [entry.member for entry in manifest.entries]
         if (manifest.round, manifest.base) != (self.round, self.base):
             return "it does not follow the manifest before"
@@ -374,7 +374,7 @@ class RoundListing:
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
-    """``states/ROUND``, ``states/ROUND-…``: a training state before that round, whose blob follows."""
+    """``states/ROUND``: a training state before that round, whose blob follows."""
 
     chain: RoundChain
     manifest: bytes  # the state's own, in chunks
@@ -386,7 +386,7 @@ class StateHead(Statement, frozen=True, kw_only=True):
 
 
 def seal(statement: Statement, content: Buffer = b"") -> bytes:
-    """Return an object: mark and version, the statement's length in 4 bytes, the statement, the content it names."""
+    """Return an object: mark, version, the statement's length in 4 bytes, statement, content."""
     head = statement.encode()
     return b"".join((_MARK, bytes([VERSION]), len(head).to_bytes(4, "big"), head, content))
 
@@ -404,7 +404,7 @@ def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
 
 
 def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
-    """Return a statement that its own key signed, and the rest of ``data``, the start of an object."""
+    """Return a statement that its own key signed, and the rest of the start of an object."""
     require_version(data)
     end = start_bytes(data)
     is_whole = data.startswith(_MARK) and len(data) >= _HEAD and end <= len(data)
@@ -446,7 +446,7 @@ def encoded_bytes(codec: Codec, numel: int) -> int:
 
 
 def pieces(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, memoryview]]:
-    """Yield the encoded pieces of a vector, empty ones of an empty ``content``, and which values each has."""
+    """Yield the encoded pieces of a vector and their spans; of an empty ``content``, empty pieces."""
     begin = 0
     for at in range(0, numel, PIECE):
         count = min(PIECE, numel - at)
@@ -474,7 +474,7 @@ def norm_of(codec: Codec, content: memoryview, numel: int) -> float:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a contribution would count for by itself: an entry that is not scaled, and the norm of its values."""
+    """What a contribution would count for by itself: an entry without a scale, and its norm."""
 
     entry: ManifestEntry
     norm: float
@@ -499,7 +499,7 @@ class ReadContribution:
 
 
 def entries_of(chain: RoundChain, offers: Iterable[Offer]) -> tuple[ManifestEntry, ...]:
-    """Return what the contributions of different members count for in a round, in the order of the mean.
+    """Return what different members' contributions count for in a round, in the mean's order.
 
     No member weighs more than the median one, and no contribution is longer than the median one.
     """
@@ -555,7 +555,7 @@ def mean_of(
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """A round that is over: its manifest, the contributions that count by their digests, and the chain after it."""
+    """A round that a manifest closes, with the chains before and after it."""
 
     before: RoundChain
     place: StoredObject  # of the manifest
@@ -565,7 +565,7 @@ class ClosedRound:
 
     @property
     def loss(self) -> float | None:
-        """The swarm's loss of the round, equal at all peers; its contributions must have been read."""
+        """The swarm's loss of the round, equal at all peers, by its contributions."""
         entries = self.manifest.entries
         return swarm_loss((entry.weight, self.contributions[entry.digest].head.loss) for entry in entries)
 

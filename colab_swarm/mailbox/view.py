@@ -139,7 +139,7 @@ class RoundView:
 
     @property
     def open_places(self) -> list[StoredObject]:
-        """The contributions that the round may list, of as many members as it may: those of the last round first."""
+        """The contributions that the round may list: of so many members, the last round's first."""
         places = self.branches.open_places(self.chain)
         names = dict.fromkeys(place.member for place in places)
         members = set(sorted(names, key=lambda member: member not in self.chain.members)[:MOST_MEMBERS])
@@ -187,7 +187,7 @@ class RoundView:
         return False
 
     def late_s(self, closed: ClosedRound) -> dict[PeerId, float]:
-        """Return how long a round waited for each late member, beyond the usual and since this peer contributed."""
+        """Return how long this peer, after it contributed, waited for late members beyond the usual."""
         chain = self.chain
         usual_at = chain.late_at
         if self.own is not None:
@@ -242,6 +242,6 @@ class RoundView:
         return Wait(pause_s, frozenset(missing), max(due_at - now, 0.0))
 
     def _pause_s(self, now: float, due_at: float) -> float:
-        """Return the time to the next look: half the time to the likely end of the round; less if it is due sooner."""
+        """Return the time to the next look: half of that to the round's likely end, or to its due time."""
         likely_s = abs(self.chain.closed_at + self.chain.pace_s - now) / 2
         return min(max(min(likely_s, due_at - now), LEAST_PAUSE_S), MOST_PAUSE_S)
