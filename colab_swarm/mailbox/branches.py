@@ -22,18 +22,15 @@ from dataclasses import dataclass, field, replace
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.mailbox.contributions import ClosedRound, Offer, ReadContribution, differs
 from colab_swarm.mailbox.rounds import (
     MOST_MEMBERS,
     WHOLE_SECOND_S,
     WINDOW,
-    ClosedRound,
     Farewell,
-    Offer,
-    ReadContribution,
     RoundChain,
     RoundListing,
     RoundManifest,
-    differs,
     round_of,
 )
 from colab_swarm.net.peers import PeerId, remember, short

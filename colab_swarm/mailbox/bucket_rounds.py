@@ -1,6 +1,8 @@
 """Rounds in a bucket, as a trainer takes part in them: nobody needs to be online with it."""
 
 import asyncio
+import math
+import statistics
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 
@@ -11,20 +13,17 @@ from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
 from colab_swarm.events import BatchDropped, MemberTrace, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
+from colab_swarm.mailbox.contributions import ClosedRound
 from colab_swarm.mailbox.follower import ChainFollower, Counted
 from colab_swarm.mailbox.journal import Journal, States
-from colab_swarm.mailbox.members import LastMembers
-from colab_swarm.mailbox.rounds import (
-    STATE_ROUNDS,
-    Card,
-    ClosedRound,
-    RoundChain,
-)
-from colab_swarm.net.peers import PeerId
+from colab_swarm.mailbox.rounds import STATE_ROUNDS, Card, PseudoGradient, RoundChain
+from colab_swarm.markup import plain
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.records import Mean, ProgressRecord, StepTaken, differing
+from colab_swarm.training.known import KnownRecords
+from colab_swarm.training.records import PLAUSIBLE, Mean, ProgressRecord, StepTaken, differing
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
@@ -231,6 +230,64 @@ class BucketRounds(Rounds):
 
     def _show_members(self) -> None:
         self.progress.on_records(self._members.records(), now=loop_now())
+
+
+class LastMembers:
+    """What the other members of the last round said of themselves with their contributions.
+
+    ``known`` has this peer's own record. `on_round` replaces all figures.
+    """
+
+    def __init__(self, known: KnownRecords) -> None:
+        self._known = known
+        self._heads: dict[PeerId, PseudoGradient] = {}
+
+    def on_round(self, closed: ClosedRound) -> None:
+        """Take the figures of a round that this peer follows."""
+        self._heads = {}
+        for contribution in closed.contributions.values():
+            head = contribution.head
+            if head.member != self._known.me:
+                self._heads[head.member] = head
+
+    def name_of(self, member: PeerId) -> str:
+        """Return a member's name for people; its short id if none is known."""
+        head = self._heads.get(member)
+        if head is None or not head.name:
+            return short(member)
+        return plain(head.name)
+
+    def speeds(self) -> dict[PeerId, float]:
+        """Return the members' samples per second, as far as they are believed."""
+        claims = {member: head.samples_per_s for member, head in self._heads.items()}
+        most = PLAUSIBLE * statistics.median_low([self._known.own.samples_per_s, *claims.values()])
+        return {member: min(claim, most) for member, claim in claims.items()}
+
+    def samples(self) -> float:
+        """Return all members' samples since the last round, if they compute as long as this peer."""
+        own = self._known.own
+        all_per_s = own.samples_per_s + sum(self.speeds().values())
+        return own.samples * all_per_s / (own.samples_per_s or math.inf)
+
+    def records(self) -> dict[PeerId, ProgressRecord]:
+        """Return a record for each member, for people: none is heard of between two rounds."""
+        own = self._known.own
+        seconds = own.samples / (own.samples_per_s or math.inf)
+        records = {}
+        for member, speed in self.speeds().items():
+            head = self._heads[member]
+            records[member] = ProgressRecord(
+                own.step,
+                own.lineage,
+                samples=seconds * speed,
+                samples_per_s=speed,
+                syncing=False,
+                reduces=False,
+                name=head.name,
+                loss=head.loss,
+                sketch=head.sketch,
+            )
+        return records
 
 
 def _means_of(rounds: Sequence[ClosedRound], journal: Journal) -> Iterator[Mean]:

@@ -11,8 +11,9 @@ from colab_swarm.averaging.standing import PART, Standing
 from colab_swarm.events import Notice
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.mailbox.contributions import ClosedRound, encode, pieces
 from colab_swarm.mailbox.journal import Journal, States
-from colab_swarm.mailbox.rounds import WINDOW, ClosedRound, PseudoGradient, RoundChain, encode, pieces
+from colab_swarm.mailbox.rounds import WINDOW, PseudoGradient, RoundChain
 from colab_swarm.mailbox.view import (
     LEAST_PAUSE_S,
     Close,

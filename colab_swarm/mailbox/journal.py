@@ -12,6 +12,7 @@ from colab_swarm.errors import BucketAway, BucketError, PeerError, ProtocolError
 from colab_swarm.events import Fault, Notice
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
+from colab_swarm.mailbox.contributions import ClosedRound, encoded_bytes, mean_of
 from colab_swarm.mailbox.reader import Reader, Statements
 from colab_swarm.mailbox.rounds import (
     CARD,
@@ -21,7 +22,6 @@ from colab_swarm.mailbox.rounds import (
     STATE_PLACE,
     WINDOW,
     Card,
-    ClosedRound,
     Farewell,
     H,
     PseudoGradient,
@@ -31,8 +31,6 @@ from colab_swarm.mailbox.rounds import (
     StateHead,
     content_digest,
     elsewhere,
-    encoded_bytes,
-    mean_of,
     numbered,
     round_of,
     seal,

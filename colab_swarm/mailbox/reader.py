@@ -11,6 +11,7 @@ from colab_swarm.errors import JoinError, PeerError, ProtocolError, require
 from colab_swarm.events import EventLog, Fault, PeerRefused
 from colab_swarm.mailbox.branches import ObjectRejected, ObjectsUnread, Readings
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
+from colab_swarm.mailbox.contributions import ReadContribution, encoded_bytes, norm_of
 from colab_swarm.mailbox.rounds import (
     CARD_PLACE,
     HEADER_BYTES,
@@ -20,12 +21,9 @@ from colab_swarm.mailbox.rounds import (
     Farewell,
     H,
     PseudoGradient,
-    ReadContribution,
     RoundListing,
     RoundManifest,
     content_digest,
-    encoded_bytes,
-    norm_of,
     require_version,
     start_bytes,
     unseal,

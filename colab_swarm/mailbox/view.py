@@ -26,14 +26,8 @@ from typing import TypeAlias
 
 from colab_swarm.mailbox.branches import Branches, ObjectRejected
 from colab_swarm.mailbox.bucket import StoredObject
-from colab_swarm.mailbox.rounds import (
-    MOST_MEMBERS,
-    ClosedRound,
-    ManifestEntry,
-    Offer,
-    RoundChain,
-    entries_of,
-)
+from colab_swarm.mailbox.contributions import ClosedRound, Offer, entries_of
+from colab_swarm.mailbox.rounds import MOST_MEMBERS, ManifestEntry, RoundChain
 from colab_swarm.net.peers import PeerId
 
 # between two looks at the bucket

@@ -17,16 +17,9 @@ import colab_swarm as cs
 from colab_swarm.errors import PeerError, SwarmError
 from colab_swarm.events import StateReceived
 from colab_swarm.mailbox.branches import Branches
+from colab_swarm.mailbox.contributions import Offer, encode
 from colab_swarm.mailbox.reader import Reader
-from colab_swarm.mailbox.rounds import (
-    ManifestEntry,
-    Offer,
-    PseudoGradient,
-    RoundChain,
-    RoundManifest,
-    encode,
-    unseal,
-)
+from colab_swarm.mailbox.rounds import ManifestEntry, PseudoGradient, RoundChain, RoundManifest, unseal
 from colab_swarm.mailbox.view import RoundView
 from colab_swarm.swarm.simulation import NAMES, Simulation
 from colab_swarm.swarm.swarm import Swarm

@@ -13,6 +13,7 @@ import torch
 
 from colab_swarm.errors import BucketError
 from colab_swarm.events import BatchDropped, PeerRefused, StateReceived, Waited
+from colab_swarm.mailbox.contributions import encode, entries_of
 from colab_swarm.mailbox.rounds import (
     Card,
     PseudoGradient,
@@ -20,8 +21,6 @@ from colab_swarm.mailbox.rounds import (
     RoundManifest,
     StateHead,
     content_digest,
-    encode,
-    entries_of,
     folder_of,
     numbered,
     seal,

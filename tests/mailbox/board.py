@@ -8,20 +8,18 @@ import msgspec
 
 from colab_swarm.mailbox.branches import Branches, ObjectRejected, ObjectsUnread, Readings
 from colab_swarm.mailbox.bucket import StoredObject
+from colab_swarm.mailbox.contributions import ClosedRound, ReadContribution, entries_of
 from colab_swarm.mailbox.rounds import (
     LEFT,
     MANIFEST,
     WINDOW,
-    ClosedRound,
     Farewell,
     ManifestEntry,
     PseudoGradient,
-    ReadContribution,
     RoundChain,
     RoundListing,
     RoundManifest,
     content_digest,
-    entries_of,
     numbered,
 )
 from colab_swarm.mailbox.view import Decision, LoadState, RoundView, SeekState

@@ -14,6 +14,7 @@ import colab_swarm as cs
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import StateReceived
 from colab_swarm.mailbox.bucket import Bucket
+from colab_swarm.mailbox.contributions import entries_of
 from colab_swarm.mailbox.reader import Spectator
 from colab_swarm.mailbox.rounds import (
     MANIFEST_BYTES,
@@ -21,7 +22,6 @@ from colab_swarm.mailbox.rounds import (
     PseudoGradient,
     RoundManifest,
     content_digest,
-    entries_of,
     seal,
     unseal,
 )

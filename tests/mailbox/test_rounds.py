@@ -1,4 +1,4 @@
-"""Objects, the chain of manifests and the mean: pure."""
+"""Objects, the chain of manifests, contributions and their mean: pure."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.mailbox import rounds
+from colab_swarm.mailbox import contributions, rounds
 from colab_swarm.mailbox.view import LEAST_PAUSE_S
 from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import Identity
@@ -24,24 +24,26 @@ ROOT = bytes(32)
 
 
 def contribution(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) -> bytes:
-    content = rounds.encode(codec_of("float32"), HostVector(values))
+    content = contributions.encode(codec_of("float32"), HostVector(values))
     told = {"weight": weight, "samples": weight, "samples_per_s": 1.0, "seconds": 10.0, "name": ""}
     place = {"prefix": "model", "key": who.public_key, "membership": b"", "round": round, "base": ROOT}
     head = rounds.PseudoGradient(content=rounds.content_digest(content), **place, **told)
     return rounds.seal(head.signed(who.sign), content)
 
 
-def offer(who: Identity, values: Floats, round: int = 0, weight: float = 1.0) -> rounds.ReadContribution:
+def offer(
+    who: Identity, values: Floats, round: int = 0, weight: float = 1.0
+) -> contributions.ReadContribution:
     data = contribution(who, values, round, weight)
     head, content = rounds.unseal(data, rounds.PseudoGradient)
-    norm = rounds.norm_of(codec_of("float32"), content, len(values))
-    return rounds.ReadContribution(head, content, rounds.content_digest(data), norm)
+    norm = contributions.norm_of(codec_of("float32"), content, len(values))
+    return contributions.ReadContribution(head, content, rounds.content_digest(data), norm)
 
 
 def entries_of(
-    chain: rounds.RoundChain, contributions: Iterable[rounds.ReadContribution]
+    chain: rounds.RoundChain, offered: Iterable[contributions.ReadContribution]
 ) -> tuple[rounds.ManifestEntry, ...]:
-    return rounds.entries_of(chain, [contribution.offer for contribution in contributions])
+    return contributions.entries_of(chain, [contribution.offer for contribution in offered])
 
 
 def manifest(
@@ -238,8 +240,8 @@ def test_of_two_members_each_counts_for_more_than_the_other_within_bounds() -> N
     assert entries[BOB.id].weight == 1.0 and entries[BOB.id].scale == pytest.approx(1 / 3)
     broken = offer(BOB, 1e20 * ones, weight=1e9)
     entries = {entry.member: entry for entry in entries_of(pair, [laptop, broken])}
-    assert entries[BOB.id].weight == rounds.HEAVIEST_OF_TWO
-    assert entries[BOB.id].scale * broken.norm == pytest.approx(rounds.LONGEST_OF_TWO * laptop.norm)
+    assert entries[BOB.id].weight == contributions.HEAVIEST_OF_TWO
+    assert entries[BOB.id].scale * broken.norm == pytest.approx(contributions.LONGEST_OF_TWO * laptop.norm)
 
 
 def test_a_manifest_must_list_the_contributions_as_they_are() -> None:
@@ -256,10 +258,10 @@ def test_a_manifest_must_list_the_contributions_as_they_are() -> None:
         {"member": CAROL.id},
     ):
         lie = (msgspec.structs.replace(mine, **changed), theirs)
-        assert rounds.differs(CHAIN, manifest(FIRST, [], entries=lie), bids)
-    assert not rounds.differs(CHAIN, manifest(FIRST, [], entries=(mine, theirs)), bids)
+        assert contributions.differs(CHAIN, manifest(FIRST, [], entries=lie), bids)
+    assert not contributions.differs(CHAIN, manifest(FIRST, [], entries=(mine, theirs)), bids)
     twice = (msgspec.structs.replace(theirs, member=mine.member), theirs)  # by one digest
-    assert rounds.differs(CHAIN, manifest(FIRST, [], entries=twice), [bids[1], bids[1]])
+    assert contributions.differs(CHAIN, manifest(FIRST, [], entries=twice), [bids[1], bids[1]])
 
 
 def test_the_mean_is_exact_and_the_same_in_any_order_of_reading() -> None:
@@ -273,27 +275,29 @@ def test_the_mean_is_exact_and_the_same_in_any_order_of_reading() -> None:
     for order in itertools.permutations(offers):
         found = {one.digest: one for one in order}
         out = np.empty(1000, np.float32)
-        means.add(rounds.mean_of(entries_of(CHAIN, order), found, codec_of("float32"), out).tobytes())
+        means.add(contributions.mean_of(entries_of(CHAIN, order), found, codec_of("float32"), out).tobytes())
     expected = np.average(bounded, axis=0, weights=[1, 2, 2])
     np.testing.assert_allclose(np.frombuffer(means.pop(), np.float32), expected, rtol=0, atol=1e-6)
     assert not means
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "sparseloco"])
-@pytest.mark.parametrize("numel", [0, 1, 5000, rounds.PIECE - 1, rounds.PIECE, rounds.PIECE + 1])
+@pytest.mark.parametrize(
+    "numel", [0, 1, 5000, contributions.PIECE - 1, contributions.PIECE, contributions.PIECE + 1]
+)
 def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> None:
     codec, values = codec_of(name), np.linspace(-1, 1, numel, dtype=np.float32)
-    content = memoryview(rounds.encode(codec, HostVector(values)))
-    assert len(content) == rounds.encoded_bytes(codec, numel)
-    pieces = [codec.encode(values[: rounds.PIECE]), codec.encode(values[rounds.PIECE :])]
-    lengths = min(numel, rounds.PIECE), max(numel - rounds.PIECE, 0)
+    content = memoryview(contributions.encode(codec, HostVector(values)))
+    assert len(content) == contributions.encoded_bytes(codec, numel)
+    pieces = [codec.encode(values[: contributions.PIECE]), codec.encode(values[contributions.PIECE :])]
+    lengths = min(numel, contributions.PIECE), max(numel - contributions.PIECE, 0)
     expected = [codec.decode(one, count) for one, count in zip(pieces, lengths, strict=True) if count]
-    decoded = [piece for _, piece in rounds.decode(codec, content, numel)]
+    decoded = [piece for _, piece in contributions.decode(codec, content, numel)]
     np.testing.assert_array_equal(
         np.concatenate([values[:0], *decoded]), np.concatenate([values[:0], *expected])
     )
     with pytest.raises(ValueError, match="encoded"):
-        rounds.norm_of(codec, memoryview(bytes(content) + b"x"), numel)
+        contributions.norm_of(codec, memoryview(bytes(content) + b"x"), numel)
 
 
 def test_values_that_are_not_finite_are_found() -> None:

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 from colab_swarm.mailbox import branches, view
 from colab_swarm.mailbox.bucket import StoredObject
-from colab_swarm.mailbox.rounds import (
-    LEAST_GRACE_S,
-    ClosedRound,
-    ManifestEntry,
-    ReadContribution,
-    RoundChain,
-)
+from colab_swarm.mailbox.contributions import ClosedRound, ReadContribution
+from colab_swarm.mailbox.rounds import LEAST_GRACE_S, ManifestEntry, RoundChain
 from colab_swarm.net.identity import Identity
 from tests.mailbox.board import (
     ALICE,
