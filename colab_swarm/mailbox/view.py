@@ -167,12 +167,14 @@ class RoundView:
         last = self.last
         if last is None or len(self.branches.listing.manifests.get(last.before.folder, ())) < 2:
             return False
-        built = self.branches.built(last.before)
+        # Colluders may soon build on a manifest that leaves others out. This peer has passed it over.
+        others = self.branches.readings.passed_over.keys() - {last.place}
+        built = [closed.place for closed in self.branches.built(last.before) if closed.place not in others]
         if built:
-            return built[0].place != last.place
+            return built[0] != last.place
         later = []
         for closed in self.branches.followable(last.before):
-            if closed.place.modified_at > last.place.modified_at:
+            if closed.place.modified_at > last.place.modified_at and closed.place not in others:
                 later.append(closed)
         if last.place in self.branches.readings.faults:
             return bool(later)

@@ -213,6 +213,22 @@ def test_a_manifest_that_leaves_a_member_out_stands_if_the_next_round_was_built_
     assert bob.catch_up() and bob.last == alice.last
 
 
+def test_who_passed_a_manifest_over_and_followed_another_one_does_not_go_back(
+    board: Board, alice: Peer
+) -> None:
+    """Two of three build on it first."""
+    chain = alice.chain
+    contributions = [board.contribute(who, chain) for who in MEMBERS]
+    board.now = chain.late_at + chain.settled_s
+    unfair = board.close(chain, contributions[1:], author=BOB)
+    assert isinstance(alice.decide(board.now), view.Close)
+    alice.follow(board.close(chain, contributions, 1))
+    board.now = unfair.after.late_at
+    board.round(unfair.after, BOB, CAROL)
+    assert unfair.place in alice.readings.passed_over, "the attack fired"
+    assert isinstance(alice.decide(board.now), view.Wait)
+
+
 def test_an_own_contribution_that_was_overwritten_is_spoilt(board: Board, alice: Peer) -> None:
     board.contribute(ALICE, alice.chain, fault="it is another member's")
     (own,) = (place for place in board.objects if place.folder == alice.chain.folder)
