@@ -198,7 +198,12 @@ class FolderStore:
         return await call
 
     async def make(self) -> None:
-        await self._call(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+        try:
+            await self._call(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise BucketError(f"the folder {self._folder} cannot be made: {error}") from error
 
     async def create(self, path: str, data: Buffer) -> bool:
         def write() -> bool:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import colab_swarm as cs
-from colab_swarm.errors import BucketAway
+from colab_swarm.errors import BucketAway, BucketError
 from colab_swarm.events import Fault, Notice
 from colab_swarm.mailbox import bucket as module
 from colab_swarm.mailbox.bucket import CLOCK_SLACK_S, Bucket, SeenTimes, StoredObject
@@ -117,6 +117,12 @@ async def test_the_folder_of_a_run_may_itself_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(tmp_path / "disk")
     bucket = Bucket(f"file://{tmp_path}/folder", NAME)
     assert await bucket.create("x/1", b"x") and len(await bucket.list("x")) == 1
+
+
+async def test_a_run_does_not_begin_where_no_folder_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BucketError, match=f"the folder {tmp_path}/file/box cannot be made"):
+        await Bucket(f"file://{tmp_path}/file/box", NAME).enter(begins=True, writes=True)
 
 
 async def test_no_path_leads_above_the_folder(tmp_path: Path) -> None:
