@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 import numpy as np
 
 from colab_swarm.errors import BucketAway, BucketError, PeerError, ProtocolError, StateError, require
@@ -272,6 +273,8 @@ class States:
             fits = 0 < place.size_bytes <= most_state_bytes(self._journal.numel)
             require(fits, "its size is wrong", ProtocolError)
             head = await self._journal.statements.head(place, StateHead)
+            # Without what only reading the state needs: any member may write many, of 16 MiB each.
+            head = msgspec.structs.replace(head, manifest=b"")
             remember(self._heads, place, head, MAX_REMEMBERED)
         return head
 
