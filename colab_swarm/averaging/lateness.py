@@ -4,6 +4,7 @@ import math
 
 from colab_swarm.averaging.member import RoundMember
 from colab_swarm.averaging.standing import AWAKE_S, CHAINED
+from colab_swarm.averaging.strategy import encoded_bytes
 from colab_swarm.net.patience import allowance_s
 
 TICK_S = 0.1  # longest time between two looks for late members
@@ -13,6 +14,8 @@ SHORTEST_S = TICK_S / 10
 class Lateness:
     """Knows how long the round has waited for each member beyond the usual.
 
+    What the members say of slow lines counts as far as bytes come: who is silent has the time that was measured.
+
     ``late_s`` is the longest such wait, by member; a recovery adds to it. ``_since`` is the begin of the round, later
     if this process was stopped.
     """
@@ -21,6 +24,8 @@ class Lateness:
         self._own = own
         self._since = now
         self.late_s: dict[int, float] = {}
+        # Received of each member before the round.
+        self._bytes_before = [self._received_bytes(member) for member in range(len(own.group.members))]
 
     def on_slept(self, slept_s: float, now: float) -> None:
         """Excuse all members if this process was stopped, and took much longer for a tick."""
@@ -38,7 +43,10 @@ class Lateness:
 
     def left_s(self, member: int, now: float) -> float:
         """Return how long the round still waits for a member's contribution: not at all if it is gone."""
-        late_s = self._beyond_s(member, now, self._since)
+        terms = self._own.group.terms
+        numel = self._own.group.spans()[self._own.me].numel
+        usual_s = self._usual_s(member, encoded_bytes(terms.codec, numel))
+        late_s = self._beyond_s(member, now, self._since, usual_s)
         if self._is_gone(member, now):
             return 0.0
         return _left_s(self._patience_s(member, now), late_s)
@@ -47,11 +55,18 @@ class Lateness:
         """Return how long the round still waits for a reducer's means.
 
         The reducer may wait for the same contributor as this peer. So its time begins when the own span is averaged.
+        A peer without a span does not know for whom a reducer waits, and believes what the members say.
         """
+        spans = self._own.group.spans()
+        usual_s = self._own.usual.claimed_s
+        if spans[self._own.me].numel:
+            terms = self._own.group.terms
+            usual_s = self._usual_s(reducer, encoded_bytes(terms.mean_codec, spans[reducer].numel))
+        usual_s = max(usual_s, self._own.usual.round_s)
         patience_s = CHAINED * self._patience_s(reducer, now)
         late_s = 0.0
         if averaged_at <= now:
-            late_s = self._beyond_s(reducer, now, averaged_at)
+            late_s = self._beyond_s(reducer, now, averaged_at, usual_s)
         return _left_s(patience_s, late_s)
 
     def recovery_s(self, member: int, now: float) -> float:
@@ -71,9 +86,18 @@ class Lateness:
         """Return how long to wait for a member beyond the usual."""
         return self._own.usual.standing.patience_s(self._own.member(member).id, now)
 
-    def _beyond_s(self, member: int, now: float, since: float) -> float:
+    def _received_bytes(self, member: int) -> int:
+        return self._own.peers.statistics(self._own.member(member).id).received_bytes
+
+    def _usual_s(self, member: int, size_bytes: int) -> float:
+        """Return until when what a member sends, of this size, has usually come: by its line, as far as it came."""
+        usual = self._own.usual
+        came_bytes = self._received_bytes(member) - self._bytes_before[member]
+        share = min(1.0, came_bytes / max(1, size_bytes))
+        return usual.round_s + share * max(0.0, usual.claimed_s - usual.round_s)
+
+    def _beyond_s(self, member: int, now: float, since: float, usual_s: float) -> float:
         """Return, and note, for how long the round has waited for a member beyond the usual."""
-        usual_s = self._own.usual.round_s
         round_s = now - max(since, self._since + usual_s)
         if usual_s == math.inf:
             round_s = now - max(since, self._own.heard_at[member]) - self._own.settings.patience_s

@@ -72,6 +72,7 @@ class Usual:
     """What is known from the rounds before."""
 
     round_s: float = math.inf  # until a member's contribution has come; infinite: not known yet
+    claimed_s: float = 0.0  # the same, by what the members say of their lines
     most_rms: float = math.inf  # in a chunk of any contribution, unless this peer's is as large
     standing: Standing = field(default_factory=lambda: Standing(PeerId(b"")))
 

@@ -159,10 +159,10 @@ class Averager:
         round_s = math.inf
         most_rms = math.inf
         if took is not None:
-            round_s = max(took.seconds, PREDICTED * forecast_s(group))
+            round_s = took.seconds
         if bounded and norms:
             most_rms = OUTLIER * statistics.median(norms)
-        return Usual(round_s, most_rms, standing)
+        return Usual(round_s, PREDICTED * forecast_s(group), most_rms, standing)
 
     def _limit_s(self, group: Group) -> float:
         """Return the bound on a whole round: a large model takes long over slow lines, beside the trainer."""

@@ -230,15 +230,28 @@ def follows(tickets: Sequence[Ticket], shares: Sequence[float]) -> bool:
 
 
 def forecast_s(group: Group) -> float:
-    """Return how long a round of a group takes by its members' bandwidths, as far as they are believed; else 0."""
+    """Return how long a round of a group takes by its members' bandwidths, as far as they are believed; else 0.
+
+    None is believed to be slower than the median one by more than `CLAIM_CAP`. Who claims none counts as fast: else a
+    single claim would be the median.
+    """
     if not any(member.reduces for member in group.members):
         # A client alone.
         return 0.0
     tickets = [Ticket(group.terms, member.weight, *offer_of(member)) for member in group.members]
     trusted = _trusted_tickets(tickets)
-    if trusted is None:
+    medians_bps = []
+    for claims_bps in ([one.upload_bps for one in tickets], [one.download_bps for one in tickets]):
+        medians_bps.append(statistics.median_high(claim_bps or math.inf for claim_bps in claims_bps))
+    if trusted is None or math.inf in medians_bps:
         return 0.0
-    return plan_round(trusted, [member.share for member in group.members]).averaging_s
+    least_up, least_down = (median_bps / CLAIM_CAP for median_bps in medians_bps)
+    believable = []
+    for ticket in trusted:
+        upload_bps = ticket.upload_bps and max(ticket.upload_bps, least_up)
+        download_bps = ticket.download_bps and max(ticket.download_bps, least_down)
+        believable.append(msgspec.structs.replace(ticket, upload_bps=upload_bps, download_bps=download_bps))
+    return plan_round(believable, [member.share for member in group.members]).averaging_s
 
 
 def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:

@@ -5,13 +5,24 @@ import math
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
 
 import colab_swarm as cs
 from colab_swarm.averaging import standing
-from colab_swarm.averaging.group import Group, GroupMember, Joined, JoinEta, JoinRound, RoundTerms, Ticket
+from colab_swarm.averaging.group import (
+    Group,
+    GroupMember,
+    Joined,
+    JoinEta,
+    JoinRound,
+    RoundRefused,
+    RoundTerms,
+    Ticket,
+)
+from colab_swarm.averaging.member import ReduceSpan
 from colab_swarm.averaging.search import IN_VAIN_S
 from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import key_id
@@ -19,7 +30,7 @@ from colab_swarm.errors import PeerError
 from colab_swarm.invite import Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
-from colab_swarm.net.peers import PeerId, Refusal, Stream
+from colab_swarm.net.peers import PeerId, Refusal, Role, Stream
 from colab_swarm.runtime import loop_now
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.records import ProgressRecord, progress_key
@@ -298,7 +309,37 @@ def breaks_promises(swarm: Swarm, prefix: str) -> Counter[str]:
     return fired
 
 
+def claims_a_slow_line(swarm: Swarm, prefix: str) -> Counter[str]:
+    """Its tickets say 1 bit/s, where nobody else has measured its line; in a round it is silent."""
+    fired = Counter[str]()
+    averager, peers = swarm.services.averager, swarm.services.peers
+    average, reduce = averager.average, averager._serve_reduce
+
+    async def keep_silent(opening: ReduceSpan, stream: Stream) -> None:
+        if loop_now() < CALM_S:
+            return await reduce(opening, stream)
+        fired["silent"] += 1
+        await asyncio.sleep(1e4)
+
+    async def take_part(group: Group, vector: Any, *more: Any, **options: Any) -> Any:
+        if loop_now() < CALM_S:
+            return await average(group, vector, *more, **options)
+        fired["slow"] += any(member.upload_bps == 1.0 for member in group.members)
+        raise RoundRefused("late", "nothing")
+
+    async def claim() -> None:
+        (optimizer,) = swarm.optimizers.values()
+        optimizer.collaboration.rounds._meetings.bandwidth.known = lambda: (1.0, 1.0)
+
+    averager.average = take_part  # type: ignore[method-assign, assignment]
+    peers.unserve(ReduceSpan)
+    peers.serve_stream(ReduceSpan, keep_silent, role=Role.REDUCER)
+    swarm.runtime.call(claim())
+    return fired
+
+
 VIRTUAL = {
+    "a slow line that it has not": claims_a_slow_line,
     "a late group": delaying(6.0),
     "a group within the time that others claim": delaying(4.0),
     "a late refusal": delaying(2.0, refuses=True),

@@ -2,6 +2,8 @@ import asyncio
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,13 +14,16 @@ from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import RoundRefused
 from colab_swarm.averaging.member import AveragingSettings, Chunk, RecallSpan, ReduceSpan
+from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import DRAIN_S, PREDICTED, Averager
 from colab_swarm.averaging.span_server import SpanServer
+from colab_swarm.averaging.standing import BURST_S
 from colab_swarm.averaging.strategy import forecast_s
-from colab_swarm.errors import PeerLost
+from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.peers import Buffer, Message, Role, Stream
 from colab_swarm.sim import HOME, LAN, SimNetwork, SimPeers
 from colab_swarm.sim.network import SILENCE_S
+from colab_swarm.sim.profiles import HostProfile
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector
 from tests.averaging.swarm import NAMES, SETTINGS, contribution, make_group, run_round, vector
@@ -492,3 +497,52 @@ def test_a_member_that_begins_after_a_reducer_crashed_counts_in_its_span() -> No
     outcome = run_round(script=PHASES["at the first stream to it"], delays={"carol": 0.5})
     assert [fault.name for fault in outcome.fired] == ["crash"]
     outcome.assert_mean("alice", "carol", "dave")
+
+
+@pytest.mark.parametrize("slow", [True, False])
+async def test_a_slow_line_has_the_time_that_it_needs_and_a_silent_member_that_claims_one_has_not(
+    slow: bool,
+) -> None:
+    """It answers pings meanwhile: its link is not silent."""
+    fast, line = HostProfile(100e6, 100e6), HostProfile(6e6, 6e6)
+    network = SimNetwork(replace(LAN, hosts=(fast, fast, fast, line if slow else fast)), seed=1)
+    peers = [network.peer(name) for name in NAMES[:4]]
+    network.introduce()
+    averagers = [Averager(peer, SETTINGS) for peer in peers]
+
+    async def take_part(number: int, count: int, members: int) -> tuple[float, list[GroupResult]]:
+        group = make_group(peers[:members], [1] * members, 500_000, round_id=number)
+        planned = []
+        for member in group.members:
+            bps = 6e6 if member.id == peers[3].id else 100e6
+            planned.append(msgspec.structs.replace(member, upload_bps=bps, download_bps=bps))
+            if member.id == peers[3].id:
+                planned[-1] = msgspec.structs.replace(planned[-1], share=0.0)
+        group = msgspec.structs.replace(group, members=tuple(planned))
+        began = asyncio.get_running_loop().time()
+        rounds = (
+            averager.average(group, HostVector(vector(seed, 500_000)))
+            for seed, averager in enumerate(averagers[:count])
+        )
+        results = await asyncio.gather(*rounds)
+        return asyncio.get_running_loop().time() - began, results
+
+    async def ping() -> None:
+        while True:
+            for peer in peers[:3]:
+                with suppress(PeerError):
+                    await peers[3].call(peer.id, RecallSpan(bytes(16), 0, ()), Chunk, timeout_s=1.0)
+            await asyncio.sleep(0.2)
+
+    usual_s = max([(await take_part(number, 3, 3))[0] for number in range(1, 4)])
+    pinging = asyncio.create_task(ping())
+    took_s = []
+    for number in range(4, 8):
+        seconds, results = await take_part(number, 4 if slow else 3, 4)
+        took_s.append(seconds)
+        assert all(len(result.contributors) == (4 if slow else 3) for result in results)
+    pinging.cancel()
+    if slow:
+        assert min(took_s) > 5 * usual_s
+    else:
+        assert sum(took_s) <= 4 * 2 * usual_s + BURST_S + 1.0

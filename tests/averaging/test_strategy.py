@@ -12,7 +12,14 @@ from scipy.optimize import linprog
 
 from colab_swarm.averaging import strategy as module
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Ticket, equal_shares
-from colab_swarm.averaging.strategy import AdaptiveShares, adaptive_shares, believed, forecast_s, plan_round
+from colab_swarm.averaging.strategy import (
+    CLAIM_CAP,
+    AdaptiveShares,
+    adaptive_shares,
+    believed,
+    forecast_s,
+    plan_round,
+)
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, codec_of
 from colab_swarm.tensors.sparse import drop_zeros
@@ -286,3 +293,19 @@ def test_a_client_alone_has_no_forecast_and_members_with_bandwidths_have_one() -
     assert forecast_s(Group(bytes(16), terms, (member,))) == 0.0
     others = tuple(GroupMember(PeerId(bytes([i]) * 32), (), 1.0, 1.0, True, 1e6, 1e6) for i in (1, 2))
     assert forecast_s(Group(bytes(16), terms, others)) == pytest.approx(4000 * 8 / 1e6, rel=0.1)
+
+
+@pytest.mark.parametrize(("others_bps", "believed_bps"), [(None, None), (1e6, 1e6 / CLAIM_CAP)])
+def test_one_member_that_claims_a_slow_line_makes_no_round_long(
+    others_bps: float | None, believed_bps: float | None
+) -> None:
+    terms = RoundTerms("", 7, b"", 1000)
+    rates_bps = [1.0, others_bps, others_bps, others_bps]
+    members = []
+    for number, bps in enumerate(rates_bps):
+        share = float(number > 0)
+        members.append(GroupMember(PeerId(bytes([number]) * 32), (), 1.0, share, True, bps, bps))
+    longest_s = 0.0
+    if believed_bps:
+        longest_s = 4000 * 8 / believed_bps
+    assert forecast_s(Group(bytes(16), terms, tuple(members))) == pytest.approx(longest_s)
