@@ -5,10 +5,10 @@
 - The *branch* of the swarm is the highest step that at least half of the training peers have
   reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
   The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
-- Without a vote: peers that cannot be dialled while others can (no round would form, no state be
-  given), silent ones (frozen or cut off) from which nothing came since, those at a step that the
-  swarm cannot have reached yet, those that could not give their state (for `DISTRUST_S`, then twice
-  as long), and paused or idle ones.
+- Without a vote: peers that cannot be dialled while others can (no round would form, no state be given)
+  unless they have averaged with this one, or there are assistants; silent ones (frozen or cut off)
+  from which nothing came since, those at a step that the swarm cannot have reached yet, those that
+  could not give their state (for `DISTRUST_S`, then twice as long), and paused or idle ones.
 """
 
 import math
@@ -156,7 +156,13 @@ class Election:
         if not trainers:
             return Branch(own.step, own.lineage, frozenset())
         active = {peer: record for peer, record in trainers.items() if not record.absent} or trainers
-        voters = {peer: record for peer, record in active.items() if record.reduces} or active
+        # A single peer that can be dialled does not speak for those with whom this one has averaged.
+        comrades = self._voters(active)
+        if comrades:
+            comrades.add(self._known.me)
+        voters = {peer: record for peer, record in active.items() if record.reduces or peer in comrades}
+        if self._known.assistants or not voters:
+            voters = active
         votes = self._votes(voters)
         step = _median_step((record.step, votes[peer]) for peer, record in voters.items())
         lineages = ((record.lineage, votes[peer]) for peer, record in voters.items() if record.step == step)
@@ -266,9 +272,14 @@ class Election:
         return first
 
     def account_of(self, peer: PeerId) -> bytes:
-        """Return the account that bears the waits for a peer: its own once it has a vote, else its voucher's."""
+        """Return the account that bears the waits for a peer: its own once it has a vote, else its voucher's.
+
+        Those without a record have one account: an organizer may list members that do not exist.
+        """
         if peer == self._known.me or self._voters([peer]):
             return peer
+        if peer not in self._known.found:
+            return b"unknown"
         return b"voucher " + self._voucher_of(peer)
 
     def _voucher_of(self, peer: PeerId) -> bytes:

@@ -6,12 +6,13 @@ for a few reads, and a peer whose link broke is ignored until it publishes a new
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
 from colab_swarm.dht.service import Found
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.training.records import AssistantRecord, ProgressRecord, Rates
 
 LAST_RECORD_S = 10.0  # newer records within 10 s of a lost link predate it
@@ -98,13 +99,19 @@ class KnownRecords:
         self.others = fresh
 
     def on_assistants(self, assistants: Mapping[PeerId, AssistantRecord], prefix: str) -> None:
-        """Take the live records of the run's assistants; those of another collaboration do not count."""
-        alive: dict[PeerId, AssistantRecord] = {}
+        """Take the live records of the run's assistants; those of another collaboration do not count.
+
+        Where there are too many, vouchers take turns: one invitation admits any number.
+        """
+        alive: list[tuple[int, PeerId, AssistantRecord]] = []
+        turns = Counter[bytes]()
         for peer, record in sorted(assistants.items()):
             helps_here = record.addresses and record.collaboration in ("", prefix)
             if helps_here and record.told_at > self._lost_assistants.get(peer, -math.inf):
-                alive[peer] = record
-        self.assistants = dict(list(alive.items())[:_MOST_ASSISTANTS])
+                voucher = self.found[peer].voucher if peer in self.found else peer
+                alive.append((turns[voucher], peer, record))
+                turns[voucher] += 1
+        self.assistants = {peer: record for _, peer, record in sorted(alive)[:_MOST_ASSISTANTS]}
         for peer in self._lost_assistants.keys() - assistants.keys():
             del self._lost_assistants[peer]
 
@@ -152,8 +159,13 @@ class KnownRecords:
 
     @property
     def min_peers(self) -> int:
-        """How many peers must train before the first step, as this peer or the first to join asks for."""
-        first = min(self.all.values(), key=lambda record: record.joined_at)
+        """How many peers must train before the first step: as this peer asks for, or the run's authority.
+
+        Where that one does not train, the first to join by its own account decides.
+        """
+        authors = [peer for peer, author in self.found.items() if author.role >= Role.AUTHORITY]
+        records = [self.all[peer] for peer in authors if peer in self.all] or self.all.values()
+        first = min(records, key=lambda record: record.joined_at)
         return self.own.min_peers or first.min_peers or 1
 
     @property

@@ -131,16 +131,16 @@ def assistants_key(prefix: str) -> str:
 async def read_participants(
     dht: DHT, prefix: str
 ) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord], dict[PeerId, Found]]:
-    """Return the records of trainers and of assistants, and each trainer's role and voucher.
+    """Return the records of trainers and of assistants, and the role and voucher of each.
 
     The record of a peer that may only reduce counts as a trainer's while no worker trains.
     """
     found, assistants = await asyncio.gather(
-        dht.found(progress_key(prefix), ProgressRecord),
-        dht.published(assistants_key(prefix), AssistantRecord),
+        dht.found(progress_key(prefix), ProgressRecord), dht.found(assistants_key(prefix), AssistantRecord)
     )
     training = any(one.role >= Role.WORKER and not record.syncing for record, one in found.values())
     least = Role.WORKER if training else Role.REDUCER
     found = {peer: one for peer, one in found.items() if one[1].role >= least}
-    standing = {peer: one for peer, (_, one) in found.items()}
-    return {peer: record for peer, (record, _) in found.items()}, assistants, standing
+    standing = {peer: one for peer, (_, one) in (*assistants.items(), *found.items())}
+    trainers = {peer: record for peer, (record, _) in found.items()}
+    return trainers, {peer: record for peer, (record, _) in assistants.items()}, standing

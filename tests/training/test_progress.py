@@ -30,6 +30,10 @@ def progress(own: ProgressRecord, others: dict[PeerId, ProgressRecord] | None = 
     return made
 
 
+def author(voucher: bytes, role: Role = Role.WORKER) -> Found:
+    return Found(None, 0.0, role, voucher)
+
+
 CLIENT, LIAR = record(0, reduces=False), record(99, b"liar")
 NEW, IDLE = record(7, b"new"), record(3, b"old", idle=True)
 
@@ -80,6 +84,54 @@ def test_a_group_stands_during_its_round_and_if_the_swarm_followed() -> None:
     assert not swarm.election.stands(5, b"same")
     swarm.on_round({BOB: 1.0}, 6, b"alone", now=0.0)
     assert swarm.election.stands(5, b"same")  # half of them took the step
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("assisted", [False, True])
+def test_one_member_that_can_be_dialled_does_not_move_those_that_cannot(ahead: int, assisted: bool) -> None:
+    """They average by an assistant, or have averaged by that member."""
+    swarm = progress(record(5, reduces=False))
+    clients = {BOB: record(5, reduces=False), CAROL: record(5, reduces=False)}
+    if assisted:
+        swarm.known.on_assistants({b"d": AssistantRecord("dave", ("ws://dave",), "", 1.0)}, "")
+    else:
+        average(swarm, BOB, CAROL, DAVE)
+    swarm.on_records({**clients, DAVE: record(5 + ahead, b"liar")}, now=60.0)
+    assert swarm.election.branch().peers == {ALICE, BOB, CAROL} and not swarm.election.behind
+
+
+@pytest.mark.parametrize("joined_at", [-1e18, 0.0, 99.0])
+def test_a_member_that_claims_to_have_joined_first_lets_nobody_wait_for_the_first_step(
+    joined_at: float,
+) -> None:
+    swarm = progress(record(joined_at=200.0))
+    swarm.known.found = {BOB: author(b"bob", Role.AUTHORITY), DAVE: author(b"dave")}
+    claim = record(joined_at=joined_at, min_peers=256)
+    for asked in (0, 3):
+        swarm.on_records({BOB: record(joined_at=100.0, min_peers=asked), DAVE: claim}, now=1.0)
+        assert swarm.known.min_peers == max(asked, 1)
+    swarm.on_records({BOB: claim, DAVE: claim}, now=2.0)
+    assert swarm.known.min_peers == 256  # the authority may ask for any number
+
+
+@pytest.mark.parametrize("identities", [16, 200])
+def test_assistants_of_one_invitation_push_no_other_assistant_out(identities: int) -> None:
+    swarm = progress(record())
+    ghosts = [PeerId(b"\0" + index.to_bytes(2, "big")) for index in range(identities)]
+    swarm.known.found = dict.fromkeys(ghosts, author(b"mallory")) | {
+        BOB: author(b"bob"),
+        CAROL: author(b"carol"),
+    }
+    helper = AssistantRecord("", ("ws://there",), "", 1.0)
+    swarm.known.on_assistants(dict.fromkeys([*ghosts, BOB, CAROL], helper), "")
+    assert {BOB, CAROL} < swarm.known.assistants.keys() and len(swarm.known.assistants) == 16
+
+
+def test_members_without_a_record_are_one_account() -> None:
+    swarm = progress(record(5))
+    swarm.known.found = {BOB: author(b"bob")}
+    accounts = {swarm.election.account_of(PeerId(b"ghost %d" % index)) for index in range(9)}
+    assert len(accounts) == 1 and swarm.election.account_of(BOB) not in accounts
 
 
 @pytest.mark.parametrize("lineages", [(b"a", b"b", b"c"), (b"c", b"b", b"a"), (b"b", b"c", b"a")])
@@ -343,9 +395,8 @@ def test_suspects_have_no_vote_even_if_others_are_distrusted_but_a_peer_without_
 
 async def test_a_lost_assistant_counts_again_by_a_newer_record_of_this_collaboration() -> None:
     async def read(told_at: float, *addresses: str, only: str = "") -> set[PeerId]:
-        found = {AssistantRecord: {BOB: AssistantRecord("bob", addresses, only, told_at)}}
-        dht = SimpleNamespace(published=lambda key, kind: asyncio.sleep(0, found.get(kind, {})))
-        dht.found = dht.published
+        found = {AssistantRecord: {BOB: (AssistantRecord("bob", addresses, only, told_at), author(b"bob"))}}
+        dht = SimpleNamespace(found=lambda key, kind: asyncio.sleep(0, found.get(kind, {})))
         await swarm.refresh(dht, SimpleNamespace(linked=set))  # type: ignore[arg-type]
         return {*swarm.known.assistants}
 
