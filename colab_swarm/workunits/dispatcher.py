@@ -222,14 +222,19 @@ class Dispatcher:
         return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
 
     def _overdue_s(self) -> float:
-        """Return the time that nine of ten units take at most; infinity before the first result."""
-        times = sorted(self.state.unit_s)
+        """Return the time that units of nine of ten volunteers take at most; infinity before the first result.
+
+        Each volunteer counts once: one that returns its units at once must not set the deadlines of all others.
+        """
+        times = sorted(map(_usual_s, self.state.unit_s.values()))
         if not times:
             return math.inf
-        return times[len(times) * 9 // 10]
+        return times[math.ceil(len(times) * 0.9) - 1]
 
     def _poll_s(self) -> float:
-        usual_s = statistics.median(self.state.unit_s or [10 * FIRST_WAIT_S])
+        usual_s = 10 * FIRST_WAIT_S
+        if self.state.unit_s:
+            usual_s = statistics.median(map(_usual_s, self.state.unit_s.values()))
         return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, usual_s / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
@@ -384,6 +389,11 @@ class Dispatcher:
         if len(epochs) >= self._plan.max_epochs:
             return f"all {self._plan.max_epochs} epochs are done"
         return ""
+
+
+def _usual_s(times: Collection[float]) -> float:
+    """Return the time that nine of ten units of one volunteer take at most."""
+    return sorted(times)[len(times) * 9 // 10]
 
 
 def _rejections(assignments: Sequence[str], reason: str, now: float) -> list[AnyEntry]:

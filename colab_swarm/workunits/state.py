@@ -15,7 +15,7 @@ preempted is unreliable and gets few units. Only bad results lead to a ban.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -287,7 +287,7 @@ class JobState:
         epochs: those that ended.
         finished: why the job ended; None before.
         epoch: the first whose units are not all assimilated.
-        unit_s: times of the latest units, from assignment to result.
+        unit_s: times of each volunteer's latest units, from assignment to result.
         update_s: durations of the latest updates.
         changes: of the latest accepted results (L2 norm).
         assimilated_at: times of the latest assimilations.
@@ -306,7 +306,7 @@ class JobState:
     epochs: list[EpochEnded] = field(default_factory=list)
     finished: str | None = None
     epoch: int = 0
-    unit_s: deque[float] = field(default_factory=_latest)
+    unit_s: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(_latest))
     update_s: deque[float] = field(default_factory=_latest)
     changes: deque[float] = field(default_factory=_latest)
     assimilated_at: deque[float] = field(default_factory=_latest)
@@ -378,7 +378,7 @@ class JobState:
         replica = self.replicas[entry.assignment]
         self._seen(replica.given.volunteer, entry.at)
         if replica.fate != "returned":
-            self.unit_s.append(entry.at - replica.given.at)
+            self.unit_s[replica.given.volunteer].append(entry.at - replica.given.at)
         self._end(replica, "returned")
 
     def _accepted(self, entry: Accepted) -> None:

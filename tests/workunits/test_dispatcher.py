@@ -516,3 +516,33 @@ def test_bans_start_with_the_third_bad_result_and_double_up_to_a_day() -> None:
     assert lengths[1] < 0
     assert lengths[2:5] == [state.FIRST_BAN_S, 2 * state.FIRST_BAN_S, 4 * state.FIRST_BAN_S]
     assert lengths[-1] == state.LONGEST_BAN_S
+
+
+@pytest.mark.parametrize("hostile", [1, 2])
+def test_who_returns_units_at_once_sets_no_deadline_and_gets_no_copies_of_the_others_units(
+    hostile: int,
+) -> None:
+    """Honest units take eight minutes."""
+    honest = {volunteer: list[tuple[float, Assigned]]() for volunteer in (ALICE, BOB)}
+    desk = Desk(subsets=150, deadline_s=None, max_epochs=100)
+    accepted, fired, expired = 0, 0, 0
+    for turn in range(3600):
+        desk.now += 2.0
+        expired += len(desk.expire())
+        for volunteer, units in honest.items():
+            if len(units) < 2:
+                units += [(desk.now + 500.0, given) for given in desk.ask(volunteer)]
+            if units and units[0][0] <= desk.now:
+                _, given = units.pop(0)
+                if desk.refusal(given, volunteer) == ("", ""):
+                    desk.assimilate(desk.result(given))
+                    accepted += 1
+        # it begins when the others have returned their first units
+        if turn > 400:
+            for number in range(hostile):
+                for given in desk.ask(str(number) * 64):
+                    fired += 1
+                    desk.assimilate(desk.result(given))
+    assert fired >= 100 and expired == 0
+    # each has two at a time
+    assert accepted >= 0.8 * 2 * 2 * 7200 / 500
