@@ -193,13 +193,14 @@ class Election:
     def disagreement(self) -> str:
         """Return the settings in which this peer differs from most peers on the branch, or nothing.
 
-        Once it has averaged with others, no stranger's record can tell it that it is wrong.
+        The authority outvotes all others, or one member could send the founder of a run away. Once it
+        has averaged with others, no stranger's record can tell it that it is wrong.
         """
         own = self._known.own
         if self._seen.keys() - {self._known.me} or not own.agreement:
             return ""
         records = self._known.all
-        votes = self._votes(sorted(self.branch().peers))
+        votes = self._weights(sorted(self.branch().peers))
         agreements = ((records[peer].agreement, vote) for peer, vote in votes.items())
         elected = most_voted((choice for choice in agreements if choice[0]), ())
         return differing(elected, own.agreement) if elected else ""

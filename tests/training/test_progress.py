@@ -114,6 +114,21 @@ def test_a_member_that_claims_to_have_joined_first_lets_nobody_wait_for_the_firs
     assert swarm.known.min_peers == 256  # the authority may ask for any number
 
 
+def test_one_member_with_other_settings_does_not_send_the_founder_of_a_run_away() -> None:
+    """Its id is the smallest, which would win a tie."""
+    mallory = PeerId(bytes(1))
+    other = {mallory: record(agreement=(("lr", "2"),))}
+    found = {ALICE: author(b"alice", Role.AUTHORITY), mallory: author(b"mallory")}
+    founder = progress(record(agreement=(("lr", "1"),)))
+    founder.known.found = found
+    founder.on_records(other, now=1.0)
+    assert founder.election.branch().peers == {ALICE, mallory} and not founder.election.disagreement()
+    joiner = Progress(BOB, record(agreement=(("lr", "1"),)), round_samples=100)
+    joiner.known.found = found
+    joiner.on_records({**other, ALICE: founder.known.own}, now=1.0)
+    assert not joiner.election.disagreement()
+
+
 @pytest.mark.parametrize("identities", [16, 200])
 def test_assistants_of_one_invitation_push_no_other_assistant_out(identities: int) -> None:
     swarm = progress(record())
