@@ -201,7 +201,10 @@ class _Part(SwarmView):
     async def _donors(self) -> list[PeerId]:
         self.used_at = loop_now()
         await self._read()
-        return sorted(self._progress.election.branch().peers)
+        donors = sorted(self._progress.election.branch().peers)
+        # In the order of ids, the same member would be asked each time.
+        self._services.rng.shuffle(donors)
+        return donors
 
     async def _read(self) -> None:
         if loop_now() - self._read_at < _FRESH_S:

@@ -51,6 +51,7 @@ from colab_swarm.tensors.statedict import (
 logger = logging.getLogger(__name__)
 
 _MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
+_MIRRORED = 3  # donors that a mirror asks: of two, the quicker liar would decide
 _REMEMBERED = 4
 _WHAT = "to give its state"
 _LAST_CHUNKS_S = 0.25  # some donor is the last one
@@ -344,7 +345,7 @@ class Mirror(StateSharing):
             return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
         manifest, held, faults = await _agree_on_state(
-            self._peers, ask, donors, self._standing, limit=2, timeout_s=_MIRROR_TIMEOUT_S
+            self._peers, ask, donors, self._standing, limit=_MIRRORED, timeout_s=_MIRROR_TIMEOUT_S
         )
         if manifest is None:
             raise Refusal(f"no trainer linked to this assistant gave its state: {_told(faults)[:500]}")

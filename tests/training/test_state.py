@@ -241,6 +241,25 @@ async def test_a_donor_that_lies_is_passed_over() -> None:
     assert np.array_equal((await scene.download()).blob, BLOB)
 
 
+@pytest.mark.parametrize("step", [7, 9])
+@pytest.mark.parametrize("honest_s", [0.0, 1.0])
+async def test_a_liar_that_answers_a_mirror_first_is_outvoted(
+    step: int, honest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie = snapshot(step, np.zeros_like(BLOB))
+    answered = []
+
+    async def give(made: Snapshot) -> Snapshot:
+        if made is not lie:
+            await asyncio.sleep(honest_s)
+        answered.append(made.manifest)
+        return made
+
+    monkeypatch.setattr(Mirrored, "give", staticmethod(give))
+    got = await Mirrored({"mallory": lie, "bob": snapshot(), "carol": snapshot()}).download()
+    assert lie.manifest in answered and got.manifest == snapshot().manifest
+
+
 async def test_without_a_donor_in_reach_it_says_so() -> None:
     scene = Mirrored({"alice": snapshot()})
     sharing = StateSharing(PrefixRouter(scene.joiner), "run", lambda: scene.give(snapshot()))
