@@ -242,7 +242,9 @@ def forecast_s(group: Group) -> float:
     trusted = _trusted_tickets(tickets)
     medians_bps = []
     for claims_bps in ([one.upload_bps for one in tickets], [one.download_bps for one in tickets]):
-        medians_bps.append(statistics.median_high(claim_bps or math.inf for claim_bps in claims_bps))
+        known = list(filter(_is_rate, claims_bps))
+        unknown = [math.inf] * (len(tickets) - len(known))
+        medians_bps.append(statistics.median_high([*known, *unknown]))
     if trusted is None or math.inf in medians_bps:
         return 0.0
     least_up, least_down = (median_bps / CLAIM_CAP for median_bps in medians_bps)

@@ -295,12 +295,13 @@ def test_a_client_alone_has_no_forecast_and_members_with_bandwidths_have_one() -
     assert forecast_s(Group(bytes(16), terms, others)) == pytest.approx(4000 * 8 / 1e6, rel=0.1)
 
 
+@pytest.mark.parametrize("claim_bps", [1.0, 1e-300, -1.0, math.nan])
 @pytest.mark.parametrize(("others_bps", "believed_bps"), [(None, None), (1e6, 1e6 / CLAIM_CAP)])
 def test_one_member_that_claims_a_slow_line_makes_no_round_long(
-    others_bps: float | None, believed_bps: float | None
+    others_bps: float | None, believed_bps: float | None, claim_bps: float
 ) -> None:
     terms = RoundTerms("", 7, b"", 1000)
-    rates_bps = [1.0, others_bps, others_bps, others_bps]
+    rates_bps = [claim_bps, others_bps, others_bps, others_bps]
     members = []
     for number, bps in enumerate(rates_bps):
         share = float(number > 0)
@@ -308,4 +309,4 @@ def test_one_member_that_claims_a_slow_line_makes_no_round_long(
     longest_s = 0.0
     if believed_bps:
         longest_s = 4000 * 8 / believed_bps
-    assert forecast_s(Group(bytes(16), terms, tuple(members))) == pytest.approx(longest_s)
+    assert 0 <= forecast_s(Group(bytes(16), terms, tuple(members))) <= 1.01 * longest_s
