@@ -229,6 +229,8 @@ class Group(Message, frozen=True):
                 valid_weight(member.weight) and valid_weight(member.samples),
                 "a member has a weight, or samples, that are negative, not finite or too large",
             )
+        predicted_s = self.predicted_s
+        require(predicted_s is None or 0 < predicted_s < math.inf, "a round takes more than 0 s, and ends")
         require(
             len(self.explanation) <= MAX_TEXT and self.explanation.isprintable(),
             "a group's explanation is too long or not printable",

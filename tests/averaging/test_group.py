@@ -29,6 +29,7 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
         {"members": (GroupMember(BOB, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         {"members": (GroupMember(ALICE, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         *({"members": (GroupMember(ALICE, (), *one),)} for one in ((-1, 1), (1, -1))),
+        *({"predicted_s": math.nan}, {"predicted_s": math.inf}, {"predicted_s": -1.0}),
         *({"explanation": "x" * (groups.MAX_TEXT + 1)}, {"explanation": "\x1b[2J"}),
     ],
 )

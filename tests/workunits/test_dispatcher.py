@@ -518,7 +518,7 @@ def test_bans_start_with_the_third_bad_result_and_double_up_to_a_day() -> None:
     assert lengths[-1] == state.LONGEST_BAN_S
 
 
-@pytest.mark.parametrize("hostile", [1, 2])
+@pytest.mark.parametrize("hostile", [1, pytest.param(2, marks=pytest.mark.ordeal)])
 def test_who_returns_units_at_once_sets_no_deadline_and_gets_no_copies_of_the_others_units(
     hostile: int,
 ) -> None:
