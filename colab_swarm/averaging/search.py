@@ -242,16 +242,20 @@ class Search:
     def _order(self, attempt: _Attempt, now: float) -> list[PeerId]:
         """Return whom to ask in one pass.
 
-        A peer without addresses organizes last, and only if no other can or none has answered for the window.
+        A peer without addresses organizes last, and only if no other can or none has answered for the window. It asks
+        one that has kept it waiting too, if there is no other: alone it would train for itself.
         """
         me = self._peers.contact
         terms = attempt.ticket.terms
-        reachable = []
+        usable = []
         for peer in self.candidates.peers:
-            if peer == me.id or not self.candidates.may_organize(peer, now):
+            if peer == me.id or not self.candidates.is_usable(peer, now):
                 continue
             if self._peers.contact_of(peer).addresses:
-                reachable.append(peer)
+                usable.append(peer)
+        reachable = [peer for peer in usable if self.candidates.may_organize(peer, now)]
+        if not reachable and not me.addresses:
+            reachable = usable
         if me.addresses:
             return rank(terms.prefix, terms.step, [*reachable, me.id])
         order = rank(terms.prefix, terms.step, reachable)
