@@ -30,6 +30,7 @@ _TTL_S = 4 * PUBLISH_S
 _FRESH_S = 1.0  # older records are read again before peers are invited to a round
 IDLE_S = 900.0
 _MAX_ROUNDS = 4  # of one collaboration at once
+_MOST_OF_A_VOUCHER = 2  # of those, to which none but peers of one voucher call
 _UNKNOWN_MEMORY_BYTES = 8 << 30
 _VECTORS_IN_MEMORY = 4  # two rounds', and a reserve; a larger model is refused
 _MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0, heaviest=HEAVIEST)
@@ -141,6 +142,8 @@ class _Part(SwarmView):
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
+        # Who called to each of these rounds.
+        self._callers: dict[tuple[int, bytes], set[PeerId]] = {}
         self._matchmaker = Matchmaker(
             services.router,
             prefix,
@@ -161,10 +164,25 @@ class _Part(SwarmView):
     def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         self.used_at = loop_now()
         if terms.key not in self._rounds:
+            self._make_room(caller)
             if len(self._rounds) >= _MAX_ROUNDS or _VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
                 return None
             self._rounds[terms.key] = asyncio.create_task(self._take_part(terms), name=f"assist {terms.step}")
+        # Its own organizer asks as well.
+        self._callers.setdefault(terms.key, set()).update({caller} - {self._services.peers.id})
         return 0.0
+
+    def _make_room(self, caller: PeerId) -> None:
+        """Leave rounds to which only the caller's voucher called: it may invent any number."""
+        voucher_of = self._services.peers.voucher_of
+        kin = []
+        for key, callers in self._callers.items():
+            if set(map(voucher_of, callers)) == {voucher_of(caller)}:
+                kin.append(key)
+        kin.sort(key=lambda key: len(self._callers[key]))
+        for key in kin[: 1 - _MOST_OF_A_VOUCHER]:
+            self._rounds.pop(key).cancel()
+            del self._callers[key]
 
     async def _take_part(self, terms: RoundTerms) -> None:
         began_at = loop_now()
@@ -181,7 +199,9 @@ class _Part(SwarmView):
             self._assistant.rounds += 1
             self._services.events.emit(result.event(began_at=began_at, now=loop_now()))
         finally:
-            del self._rounds[terms.key]
+            if self._rounds.get(terms.key) is asyncio.current_task():
+                del self._rounds[terms.key]
+                del self._callers[terms.key]
 
     async def expected(self, step: int, lineage: bytes) -> list[PeerId]:
         await self._read()

@@ -3,10 +3,11 @@
 import asyncio
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from colab_swarm.dht.records import FindNear, FoundNear, Record
 from colab_swarm.dht.routing import distance
 from colab_swarm.dht.service import key_id
 from colab_swarm.errors import CallRefused, PeerError
-from colab_swarm.events import StateReceived, StepFinished
+from colab_swarm.events import RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
@@ -402,3 +403,78 @@ def test_four_members_that_trained_and_then_claim_a_later_step_stop_nobody_for_l
     # What the lies cost does not grow with the time.
     lost_s = seconds * (alone - steps) / alone
     assert lost_s <= 60.0, (steps, alone)
+
+
+async def claim_a_later_step(liar: Collaboration, fired: Counter[str], *, ahead: int) -> None:
+    while True:
+        others = [one for one in liar.progress.known.all.values() if one.name != "mallory"]
+        liar.progress.leap(max(one.step for one in others) + ahead, b"mallory", syncing=False)
+        fired["lies"] += 1
+        with suppress(PeerError):
+            await liar.rounds._records.exchange()
+        await asyncio.sleep(0.3)
+
+
+async def keep_silent(liar: Collaboration, fired: Counter[str]) -> None:
+    """Its record still says that it computes."""
+    fired["lies"] += 100
+
+
+async def call_to_rounds_that_are_none(liar: Collaboration, fired: Counter[str]) -> None:
+    (assistant,) = liar.progress.known.assistants
+    while True:
+        terms = liar.rounds._meetings.terms(liar.progress.known.own.step, os.urandom(16))
+        with suppress(PeerError):
+            await liar.rounds.services.peers.call(assistant, terms, JoinEta, timeout_s=2.0)
+            fired["lies"] += 1
+        await asyncio.sleep(0.2)
+
+
+AMONG_CLIENTS = {
+    "silent": (False, keep_silent),
+    "calls to rounds that are none": (False, call_to_rounds_that_are_none),
+    "one step ahead, can be dialled": (True, partial(claim_a_later_step, ahead=1)),
+    "three steps ahead, can be dialled": (True, partial(claim_a_later_step, ahead=3)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["silent", *(pytest.param(kind, marks=pytest.mark.ordeal) for kind in [*AMONG_CLIENTS][1:])]
+)
+def test_peers_that_only_dial_out_train_on_together_by_their_assistant(kind: str) -> None:
+    begins_at, seconds = 15.0, 60.0
+    steps, fired, sizes = Counter[str](), Counter[str](), Counter[int]()
+    listens, attack = AMONG_CLIENTS[kind]
+
+    def hear(name: str, event: object) -> None:
+        if isinstance(event, RoundFinished) and event.at > begins_at and name != "mallory":
+            steps[name] += 1
+            sizes[len(event.contributors)] += 1
+
+    def work(swarm: Swarm) -> None:
+        if swarm.name == "alice":
+            swarm.serve_as_reducer()
+            return
+        swarm.events.listen(partial(hear, swarm.name))
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=48)
+        while swarm.name != "mallory" or swarm.runtime.time() < begins_at:
+            toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+        swarm.runtime.call(lie(optimizer.collaboration))
+
+    async def lie(liar: Collaboration) -> None:
+        liar.rounds.throughput.wait()
+        liar.rounds._tasks.cancel()
+        await attack(liar, fired)
+        await asyncio.Event().wait()
+
+    with cs.simulate(1, network="lan", seed=1, samples_per_s=4.0) as simulation:
+        for name in ("bob", "carol", "dave"):
+            simulation.join(name, listen=False)
+        simulation.join("mallory", listen=listens)
+        simulation.run(work, seconds=begins_at + seconds)
+    # Three of them take a step each 4 s.
+    assert fired["lies"] >= 100 and min(steps[name] for name in ("bob", "carol", "dave")) >= 0.8 * seconds / 4
+    assert sizes[3] >= 0.9 * sizes.total()
