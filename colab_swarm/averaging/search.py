@@ -69,8 +69,8 @@ class Question:
         return self.usual_s + CHAINED * self.patience_s
 
     def left_s(self, now: float) -> float:
-        """Return how long this peer still waits, less a moment for the answer's way."""
-        return self.asked_at + self.limit_s - now - _ON_THE_WAY_S
+        """Return for how long an organizer with a quorum may still wait: no longer than this peer for another."""
+        return self.asked_at + self.usual_s + self.patience_s - now - _ON_THE_WAY_S
 
     def slept(self, now: float) -> bool:
         """Return whether this peer's own timer was late: it slept itself."""

@@ -127,10 +127,15 @@ def wild(moods: list[str], rate: float, rng: random.Random, patch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_wild_member_leaves_the_others_most_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    attack = wild([*MOODS], 0.3, random.Random(0), monkeypatch)
-    after = attacked(3, [attack], 0, 60.0)
-    assert after.fired.keys() == {*MOODS} and after.fired.total() >= 50
-    assert after.kept >= 0.7 and after.cost_s[True] > 0 and after.cost_s[False] <= BURST_S
+    runs = []
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            attack = wild([*MOODS], 0.3, random.Random(seed), patch)
+            runs.append(attacked(3, [attack], seed, 60.0))
+    assert all(run.fired.keys() == {*MOODS} and run.fired.total() >= 50 for run in runs)
+    assert all(run.cost_s[True] > 0 for run in runs)
+    assert statistics.median(run.kept for run in runs) >= 0.8
+    assert statistics.median(run.cost_s[False] for run in runs) <= BURST_S
 
 
 @pytest.mark.slow
