@@ -378,7 +378,7 @@ VIRTUAL = {
     "a late refusal": delaying(2.0, refuses=True),
     "a broken promise": breaks_promises,
 }
-QUICK = ("a group within the time that others claim", "a broken promise")
+QUICK = ("a broken promise",)
 
 
 @pytest.mark.slow
