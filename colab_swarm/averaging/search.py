@@ -247,12 +247,7 @@ class Search:
         """
         me = self._peers.contact
         terms = attempt.ticket.terms
-        usable = []
-        for peer in self.candidates.peers:
-            if peer == me.id or not self.candidates.is_usable(peer, now):
-                continue
-            if self._peers.contact_of(peer).addresses:
-                usable.append(peer)
+        usable = self._usable(now)
         reachable = [peer for peer in usable if self.candidates.may_organize(peer, now)]
         if not reachable and not me.addresses:
             reachable = usable
@@ -263,6 +258,15 @@ class Search:
         if alone or not reachable:
             order.append(me.id)
         return order
+
+    def _usable(self, now: float) -> list[PeerId]:
+        usable = []
+        for peer in self.candidates.peers:
+            if peer == self._peers.id or not self.candidates.is_usable(peer, now):
+                continue
+            if self._peers.contact_of(peer).addresses:
+                usable.append(peer)
+        return usable
 
     def _question(self, organizer: PeerId, now: float, contact: Contact | None = None) -> Question:
         believed_s = max(map(self._swarm.believed_s, self.candidates.peers), default=math.inf)
@@ -301,13 +305,7 @@ class Search:
             except ValueError as error:
                 self.candidates.leave_out(organizer, error, now)
                 return None
-            if organizer == self._peers.id or not question.slept(now):
-                self._memory.forming.learn(now - question.asked_at)
-        usual_s = question.usual_s
-        if group is None and joined.organizer is None:
-            # Nothing came of the wait, which should have ended at once.
-            usual_s = self._memory.answers.seconds
-        self.candidates.charge(question, now, now - question.asked_at - usual_s)
+        self._settle(question, joined, now)
         if organizer != self._peers.id or joined.reason is not None:
             attempt.answered_at = now
         refusal = self._refusal(joined, attempt.ticket)
@@ -323,6 +321,18 @@ class Search:
         else:
             self._check_quorum(question, group, now)
         return group
+
+    def _settle(self, question: Question, joined: Joined, now: float) -> None:
+        """Charge the organizer for an answer that took long; learn what is usual from a group."""
+        took_s = now - question.asked_at
+        usual_s = question.usual_s
+        if joined.group is None and joined.organizer is None:
+            # Nothing came of the wait, which should have ended at once.
+            usual_s = self._memory.answers.seconds
+        is_own = question.organizer == self._peers.id
+        if joined.group is not None and (is_own or not question.slept(now)):
+            self._memory.forming.learn(took_s)
+        self.candidates.charge(question, now, took_s - usual_s)
 
     def on_timeout(self, now: float) -> None:
         """The organizer was silent, or did not answer within its limit."""

@@ -240,20 +240,23 @@ def forecast_s(group: Group) -> float:
         return 0.0
     tickets = [Ticket(group.terms, member.weight, *offer_of(member)) for member in group.members]
     trusted = _trusted_tickets(tickets)
-    medians_bps = []
-    for claims_bps in ([one.upload_bps for one in tickets], [one.download_bps for one in tickets]):
-        known = list(filter(_is_rate, claims_bps))
-        unknown = [math.inf] * (len(tickets) - len(known))
-        medians_bps.append(statistics.median_high([*known, *unknown]))
-    if trusted is None or math.inf in medians_bps:
+    least_up = _median_claim([ticket.upload_bps for ticket in tickets]) / CLAIM_CAP
+    least_down = _median_claim([ticket.download_bps for ticket in tickets]) / CLAIM_CAP
+    if trusted is None or math.inf in (least_up, least_down):
         return 0.0
-    least_up, least_down = (median_bps / CLAIM_CAP for median_bps in medians_bps)
     believable = []
     for ticket in trusted:
         upload_bps = ticket.upload_bps and max(ticket.upload_bps, least_up)
         download_bps = ticket.download_bps and max(ticket.download_bps, least_down)
         believable.append(msgspec.structs.replace(ticket, upload_bps=upload_bps, download_bps=download_bps))
     return plan_round(believable, [member.share for member in group.members]).averaging_s
+
+
+def _median_claim(claims_bps: Sequence[float | None]) -> float:
+    """Return the median of the bandwidths that members claim; who claims none counts as infinitely fast."""
+    known = [claim_bps for claim_bps in claims_bps if _is_rate(claim_bps)]
+    unknown = [math.inf] * (len(claims_bps) - len(known))
+    return statistics.median_high([*known, *unknown])
 
 
 def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 from colab_swarm.net.patience import LeftOut
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.training.known import KnownRecords
-from colab_swarm.training.records import PLAUSIBLE, Rates, differing
+from colab_swarm.training.records import PLAUSIBLE, ProgressRecord, Rates, differing
 from colab_swarm.training.sketch import StateSketch
 
 DISTRUST_S = 300.0  # at first
@@ -156,13 +156,7 @@ class Election:
         if not trainers:
             return Branch(own.step, own.lineage, frozenset())
         active = {peer: record for peer, record in trainers.items() if not record.absent} or trainers
-        # A single peer that can be dialled does not speak for those with whom this one has averaged.
-        comrades = self._voters(active)
-        if comrades:
-            comrades.add(self._known.me)
-        voters = {peer: record for peer, record in active.items() if record.reduces or peer in comrades}
-        if self._known.assistants or not voters:
-            voters = active
+        voters = self._reachable(active)
         votes = self._votes(voters)
         step = _median_step((record.step, votes[peer]) for peer, record in voters.items())
         lineages = ((record.lineage, votes[peer]) for peer, record in voters.items() if record.step == step)
@@ -171,6 +165,19 @@ class Election:
             peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage)
         )
         return Branch(step, lineage, members)
+
+    def _reachable(self, active: dict[PeerId, ProgressRecord]) -> dict[PeerId, ProgressRecord]:
+        """Return those that can take part in a round with this peer: all where there are assistants, or no others.
+
+        A single peer that can be dialled does not speak for those with whom this one has averaged.
+        """
+        comrades = self._voters(active)
+        if comrades:
+            comrades.add(self._known.me)
+        voters = {peer: record for peer, record in active.items() if record.reduces or peer in comrades}
+        if self._known.assistants or not voters:
+            return active
+        return voters
 
     @property
     def behind(self) -> bool:
