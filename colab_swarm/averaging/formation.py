@@ -140,7 +140,7 @@ class GroupFormation:
     def _quorum_leaves_at(self) -> float:
         """Return when the first peer of a quorum leaves, but not before the usual time; infinite without a quorum.
 
-        Later ones may have more patience from the organizer than that has from the peers that wait for it.
+        The organizer may have more patience with a late candidate than those that have joined have with the organizer.
         """
         if 2 * len(self._joined) <= len(self.candidates) + 1:
             return math.inf

@@ -58,11 +58,10 @@ class Lateness:
         A peer without a span does not know for whom a reducer waits, and believes what the members say.
         """
         spans = self._own.group.spans()
-        usual_s = self._own.usual.claimed_s
+        usual_s = max(self._own.usual.claimed_s, self._own.usual.round_s)
         if spans[self._own.me].numel:
             terms = self._own.group.terms
             usual_s = self._usual_s(reducer, encoded_bytes(terms.mean_codec, spans[reducer].numel))
-        usual_s = max(usual_s, self._own.usual.round_s)
         patience_s = CHAINED * self._patience_s(reducer, now)
         late_s = 0.0
         if averaged_at <= now:

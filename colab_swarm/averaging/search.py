@@ -400,10 +400,11 @@ class Search:
         The second time the others may have stopped training, and not said so yet.
         """
         me = self._peers.id
+        awaited = set(self._current().awaited)
         trainers = {member.id for member in group.members if not member.assists}
         # The records of some that came may be late. Strangers do not count: one organizer may name many.
-        here = {me, *(trainers & {*self.candidates.peers, *self._current().awaited})}
-        alive = here | (set(self._current().awaited) - self._memory.standing.suspects(now))
+        here = {me} | trainers & (awaited | set(self.candidates.peers))
+        alive = here | (awaited - self._memory.standing.suspects(now))
         if 2 * len(here) > len(alive):
             return
         parted = len(here) == 1 and question.organizer != me

@@ -141,8 +141,8 @@ class Journal:
             taken = RoundListing.of(places).at(place)
             if taken is not None:
                 with suppress(PeerError, ValueError):
-                    found, _, _ = await self.reader.whole(taken, PseudoGradient, content_bytes)
-                    return place, found == data
+                    written, _, _ = await self.reader.whole(taken, PseudoGradient, content_bytes)
+                    return place, written == data
             place = elsewhere(path)
         raise BucketAway(f"others wrote to all places of this peer's contribution, {path}")
 
