@@ -117,7 +117,7 @@ still do. But:
 - The store's owner can read the model.
 
 An address may name only an ``endpoint`` and a ``region``, and never keys. The creator of the run
-signs it, and a guest confirms some of them: see `address`.
+signs it, and a guest confirms a folder and a foreign endpoint: see `address`.
 
 **Limits.** ``local_steps`` must be a number over 1. ``compression="adaptive"`` is refused, and so
 are allowlists. Experts and the leaderboard need links. A manifest lists 256 contributions at most.
@@ -126,7 +126,8 @@ are allowlists. Experts and the leaderboard need links. A manifest lists 256 con
 
     swarm = cs.create("run", mailbox="s3://bucket/folder?endpoint=https://…", state_dir="folder")
     print(swarm.invite())                       # has the address but no keys; valid for 30 days
-    swarm = cs.join("swarm://run.…")            # a friend, any time later
+    # a friend, any time later; only an address with an endpoint, or a folder, needs mailbox=
+    swarm = cs.join("swarm://run.…", mailbox="s3://bucket/folder?endpoint=https://…")
     optimizer = swarm.optimizer(adam, target_batch_size=256, local_steps=30, compression="sparseloco")
     cs.simulate(3, mailbox=True)                # in virtual time; simulation.bucket.objects are the objects
 

@@ -1,19 +1,21 @@
 """Addresses of buckets and folders: what they may say, and which ones a guest must confirm.
 
 An address comes in an invitation, so from somebody else, and opens files and hosts on the guest's
-machine. Therefore it has a closed set of options and no keys. A folder, an endpoint without TLS, and
-an endpoint in the guest's own network count only if the guest names the address too:
-``cs.join(…, mailbox=ADDRESS)``.
+machine. The guest's own keys sign the requests that go there. Therefore it has a closed set of options
+and no keys. A folder or an endpoint counts only if the guest names the address too, by
+``cs.join(…, mailbox=ADDRESS)``, or the endpoint by ``AWS_ENDPOINT_URL``. Google's and Azure's stores
+have no endpoint but their own.
+
+A path is that of a URL: ``%20`` stands for a space, and ``%25`` for a ``%``.
 """
 
+import os
 import re
-import socket
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import MAX_MAILBOX
-from colab_swarm.net.addresses import ip_of
 
 SCHEMES = ("s3://", "gs://", "az://", "file:///", "memory://")
 OPTIONS = ("endpoint", "region")
@@ -21,7 +23,9 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _REGION = re.compile(r"[a-z0-9-]{1,32}")  # it becomes part of a host's name
 _PRINTABLE = re.compile(r"[ -~]*")
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[^@?#]*)?")
-_INNER_NAMES = (".localhost", ".local", ".internal", ".intranet", ".lan", ".home", ".corp", ".home.arpa")
+_OWN_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Environment variables that name the store to which this user's keys belong."""
+_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
 
 def checked_address(address: str) -> str:
@@ -42,11 +46,19 @@ def checked_address(address: str) -> str:
     )
     where = urlsplit(address)
     require("@" not in where.netloc, f"a mailbox has no keys in its address: set {kind}'s keys as secrets")
+    require(
+        "%" not in _ESCAPE.sub("", where.path),
+        "a '%' in the path of a mailbox's address begins an escape, such as %20 for a space: write %25 for a '%'",
+    )
     require(not where.fragment, "a mailbox's address has no '#'")
     options = options_of(address)
     if not is_store:
         require(not options, f"a mailbox {kind}:// has no options, such as ?{next(iter(options), '')}=")
         return address
+    require(
+        kind == "s3" or "endpoint" not in options,
+        f"a mailbox {kind}:// has no endpoint=: your keys for {kind} work at {kind}'s own hosts, which need none",
+    )
     require(_BUCKET.fullmatch(where.netloc), f"there is no name of a bucket after {kind}://")
     require(
         _REGION.fullmatch(options.get("region", "none")), "region= of a mailbox is a name such as eu-west-1"
@@ -71,9 +83,22 @@ def options_of(address: str) -> dict[str, str]:
 
 
 def folder_at(address: str) -> Path | None:
-    """Return the folder of a ``file://`` address; None for other stores."""
+    """Return the folder of a ``file://`` address; None for other stores.
+
+    Raises ValueError where the path fits an existing folder only if ``%20`` does not stand for a space.
+    """
     where: SplitResult = urlsplit(checked_address(address))
-    return Path(unquote(where.path)) if where.scheme == "file" else None
+    if where.scheme != "file":
+        return None
+    folder = Path(unquote(where.path))
+    if "%" in where.path:
+        literal = Path(where.path)
+        require(
+            folder.exists() or not literal.exists(),
+            f"{address} stands for the folder {folder}, since %20 in an address is a space. If you mean {literal}, "
+            f"write {literal.as_uri()}",
+        )
+    return folder
 
 
 def confirmed_address(address: str, named: str) -> str:
@@ -106,28 +131,14 @@ def confirmed_address(address: str, named: str) -> str:
 
 
 def why_to_confirm(address: str) -> str:
-    """Return why another peer's address could do harm here; empty for a public store."""
+    """Return why another peer's address could do harm here; empty for a store that the guest's keys are for."""
     if folder_at(address) is not None:
         return "a folder of this machine"
-    endpoint = urlsplit(options_of(address).get("endpoint", ""))
-    if endpoint.scheme == "http":
-        return "a store without encryption"
-    if endpoint.hostname and _is_inner(endpoint.hostname):
-        return "a store in this machine's own network"
-    return ""
-
-
-def _is_inner(host: str) -> bool:
-    """Return True unless a host is on the public internet, as far as its name and the DNS tell."""
-    name = host.rstrip(".").lower()
-    ip = ip_of(name)
-    if ip is not None:
-        return not ip.is_global
-    if "." not in name or name.endswith(_INNER_NAMES):
-        return True
-    try:
-        rows = socket.getaddrinfo(name, None)
-    except OSError:  # nobody can be reached by this name now
-        return False
-    addresses = [ip_of(str(row[4][0])) for row in rows]
-    return any(address is None or not address.is_global for address in addresses)
+    endpoint = options_of(address).get("endpoint", "").rstrip("/")
+    own = {os.environ.get(name, "").rstrip("/") for name in _OWN_ENDPOINTS}
+    if not endpoint or endpoint in own:
+        return ""
+    danger = f"a store at {urlsplit(endpoint).netloc}, where your keys would sign requests"
+    if endpoint.startswith("http:"):
+        return f"{danger}, without encryption"
+    return danger
