@@ -14,6 +14,7 @@ SwarmError
 │   └── ProtocolError     the peer broke the protocol: garbled, oversized, replayed or undecodable bytes
 ├── InviteError           the invitation is mistyped, expired, tampered with or of another version
 ├── JoinError             no peer named in the invitation could be reached, or its mailbox lacks the run
+│   └── TokenNotSent      the run asks for your Hugging Face token, and you did not agree to send it
 ├── TermsError            the platform's terms may forbid this, and they were not accepted
 ├── SecretError           a token or password is missing
 ├── TunnelError           a tunnel could not be opened
@@ -190,6 +191,15 @@ class JoinError(SwarmError, ConnectionError):
 
     Fix: ask whether the run still exists. If it has ended, start a new one with cs.create(…). If
     not, ask for a new invitation; cs.doctor() tests this machine's network.
+    """
+
+
+class TokenNotSent(JoinError):
+    """The run asks for your Hugging Face token, and you did not agree to send it; nothing was sent.
+
+    Cause: the run admits listed accounts of Hugging Face only. Its organizer gets your whole token to look you up.
+
+    Fix: make a token that may only read, save it as HF_TOKEN, and pass send_hf_token=True if you trust the organizer.
     """
 
 

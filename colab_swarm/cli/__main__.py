@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from colab_swarm.cli import options as usage
 from colab_swarm.cli.lines import Options, report, report_event, report_facts, say, step_line
-from colab_swarm.errors import MismatchError, SwarmError, require
+from colab_swarm.errors import JoinError, MismatchError, SwarmError, require
 from colab_swarm.invite import Invite
 from colab_swarm.markup import count
 from colab_swarm.net.relay import RelayQuota
@@ -150,6 +150,12 @@ def _status(options: Options) -> None:
         print(join())
         return
     invitation = Invite.parse(options.invite)
+    require(
+        invitation.access != "allowlist",
+        f"{invitation.name} admits listed accounts of Hugging Face only, and a look sends no token: join it, and use "
+        "swarm.peers there",
+        JoinError,
+    )
     peers = peers_in_bucket(invitation, options.mailbox) if invitation.mailbox else _peers_online(options)
     text = f"{invitation.name}: {peers.line()}\n{peers}"
     report(options, "status", text, peers=[asdict(peer) for peer in peers], **peers.progress())
@@ -320,6 +326,7 @@ def _joined(
         peer_name=options.peer_name or name,
         options=_network_options(options, relay=relay),
         accept_terms=options.accept_terms,
+        send_hf_token=options.send_hf_token,
     )
 
 

@@ -43,6 +43,9 @@ HOURS: dict[str, Any] = {"type": hours}
 TEXT: dict[str, Any] = {"default": ""}
 SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 INVITE: Arguments = {"invite": ("invitation: the line that swarm.invite() gives", {})}
+TOKEN: Arguments = {
+    "--send-hf-token": ("send your Hugging Face token, HF_TOKEN, to the organizer of an allowlist run", FLAG),
+}
 LEAVE: Arguments = {"--hours": ("leave after this many hours", HOURS)}
 COMMON: Arguments = {
     "--accept-terms": ("confirm that Colab's terms allow this", FLAG),
@@ -73,7 +76,7 @@ DOCTOR: Arguments = {
     "--size": ("size of the ALBERT to train", {"choices": SIZES}),
 }
 MAILBOX: Arguments = {
-    "--mailbox": ("confirms the folder, or the store in your own network, that the invitation names", TEXT),
+    "--mailbox": ("confirms the folder, or the store with an endpoint, that the invitation names", TEXT),
 }
 STATUS: Arguments = {"invite": ("invitation of the run", {"nargs": "?"}), **MAILBOX, **COMMON}
 CREATE: Arguments = {
@@ -89,6 +92,7 @@ CREATE: Arguments = {
 }
 RELAY: Arguments = {
     **INVITE,
+    **TOKEN,
     "--gb": ("total relay quota, GB", FLOAT),
     "--mbit-s": ("relay rate limit, Mbit/s", FLOAT),
     **PEER,
@@ -97,6 +101,7 @@ JOIN: Arguments = {
     **INVITE,
     **LEAVE,
     **MAILBOX,
+    **TOKEN,
     "--reduce-only": ("help the trainers; needs no GPU, data or torch", FLAG),
     "--size": ("size of the ALBERT", {"default": "tiny", "choices": SIZES}),
     "--text": ("file, Hub data set, or python-docs", {"default": "python-docs"}),
@@ -111,6 +116,7 @@ JOIN: Arguments = {
 }
 EXPERTS: Arguments = {
     **INVITE,
+    **TOKEN,
     "prefix": ("name of the kind of experts, such as ffn", {}),
     "--grid": ("such as 16x16, the same for all peers", {"type": grid, "required": True}),
     "--dim": ("width of the layer", INT | {"required": True}),

@@ -84,7 +84,8 @@ The form of `cs.connect()` has a box for each, and a field for the token of ngro
 nowhere. In a shell it is `--accept-tunnels`. On a machine of your own there is no second box.
 
 Tokens of ngrok and Hugging Face come from the platform's secrets, or are typed, and are never shown. The organizer
-of an allowlist sees the Hugging Face tokens of those who join: create one that may only read.
+of an allowlist sees the Hugging Face tokens of those who join: create one that may only read. The form asks before
+it sends one; in a script it is `send_hf_token=True`.
 
 ## Failures
 

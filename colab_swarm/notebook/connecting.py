@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from colab_swarm.credentials import Secret
-from colab_swarm.errors import JoinError, SwarmError, require
+from colab_swarm.errors import JoinError, SwarmError, TokenNotSent, require
 from colab_swarm.markup import text
 from colab_swarm.notebook.panel import make_button, update_button
 from colab_swarm.notebook.platforms import Consent, Platform
@@ -19,6 +19,7 @@ _TUNNELS = (
     "If no peer reaches it otherwise, it may use iroh's free relays or a tunnel by cloudflared or ngrok, which see "
     "addresses, sizes and times but no contents. Without the tick none of these opens."
 )
+_SEND_TOKEN = "Send my Hugging Face token (HF_TOKEN) to this organizer."
 Say: TypeAlias = Callable[[str], None]
 
 
@@ -30,6 +31,7 @@ class Entries:
     name: str
     consent: Consent
     ngrok_token: str = field(default="", repr=False)
+    send_hf_token: bool = False
 
 
 Connect: TypeAlias = Callable[[Entries, Say], Any]
@@ -71,6 +73,10 @@ class Connection:
         if here.tunnels_if:
             tunnels = ipywidgets.HTML(_lines(f"{here.tunnels_if}. {_TUNNELS}"))
             consents += [ipywidgets.HBox([self._tunnels, tunnels]), self._token]
+        # shown, and ticked, for one invitation only
+        self._send_token = ipywidgets.Checkbox(indent=False, layout={"width": "auto"})
+        self._token_consent = ipywidgets.HBox([self._send_token, ipywidgets.HTML(_lines(_SEND_TOKEN))])
+        self._invitation.observe(lambda _: self._withdraw_token(), names="value")
         self._button = make_button("Start / Join", "plug", "make this notebook a peer", self._on_click)
         self._button.layout.align_self = "flex-start"
         self._stages: list[str] = []
@@ -112,6 +118,8 @@ class Connection:
             self._swarm = self._connect(self._read(), self._say)
         except (SwarmError, ValueError, OSError) as error:
             self._say(f"✖ {error}")
+            if isinstance(error, TokenNotSent) and self._token_consent not in self._box.children:
+                self._box.children = (*self._box.children, self._token_consent)
             update_button(self._button, disabled=False, description="Try again")
             return
         # an invitation is a key to the run, which a saved notebook must not hold
@@ -129,7 +137,14 @@ class Connection:
         if self._tunnels.value:
             consent = "tunnels"
         self._token.value = ""
-        return Entries(self._invitation.value, self._name.value.strip(), consent, token)
+        return Entries(
+            self._invitation.value, self._name.value.strip(), consent, token, self._send_token.value
+        )
+
+    def _withdraw_token(self) -> None:
+        """Take back the consent to send a token, which was to the organizer of the invitation before."""
+        self._send_token.value = False
+        self._box.children = tuple(child for child in self._box.children if child is not self._token_consent)
 
     def _views(self) -> list[Any]:
         """Return the invitation of a peer that started a run, and its panel."""

@@ -69,6 +69,7 @@ def connect(
     accept_terms: Consent = False,
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
+    send_hf_token: bool = False,
 ) -> Swarm | Connection:
     """Make this notebook a peer: show a form that starts or joins a run, and then becomes the panel.
 
@@ -88,6 +89,7 @@ def connect(
             "tunnels": you use paid compute units on Colab, and the platform's terms allow tunnels and relays.
         options: how this peer takes part; a tunnel, relay or address given there is the door.
         state_dir: see `create`; a peer that it saves is resumed.
+        send_hf_token: of an invitation to an allowlist run; see `join`. The form asks when it is needed.
 
     Raises:
         JoinError: no peer of the invitation answers, or nobody could reach a run that is started here.
@@ -97,7 +99,7 @@ def connect(
     act = partial(_connect, run=run, mailbox=mailbox, options=options, state_dir=state_dir)
     saves = state_dir is not None and read_saved(folder_of(state_dir)) is not None
     if invitation is not None or saves or not platforms.has_frontend():
-        return act(Entries(invitation or "", name, accept_terms), print)
+        return act(Entries(invitation or "", name, accept_terms, send_hf_token=send_hf_token), print)
     if _connection is None or not _connection.is_open:
         _connection = Connection(act, platforms.platform(), saved=find_secret(SAVED) is not None)
     from IPython.display import display
@@ -129,7 +131,9 @@ def _connect(
         )
     elif saved is not None:
         say(f"… coming back as {saved.name}")
-        swarm = joining.resume(folder_of(state_dir or ""), accept_terms=entries.consent)
+        swarm = joining.resume(
+            folder_of(state_dir or ""), accept_terms=entries.consent, send_hf_token=entries.send_hf_token
+        )
     elif invitation:
         options = _options_to_join(invitation, options, entries, say)
         swarm = joining.join(
@@ -139,6 +143,7 @@ def _connect(
             peer_name=entries.name,
             state_dir=state_dir,
             accept_terms=entries.consent,
+            send_hf_token=entries.send_hf_token,
         )
     else:
         swarm = _start(run, options, entries, say, state_dir=state_dir)

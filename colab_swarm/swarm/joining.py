@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
-from colab_swarm.credentials import find_secret
-from colab_swarm.errors import JoinError, StateError, require
+from colab_swarm.credentials import require_secret
+from colab_swarm.errors import JoinError, StateError, TokenNotSent, require
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Access, Invite
 from colab_swarm.mailbox.address import checked_address, confirmed_address
 from colab_swarm.mailbox.bucket import Bucket, require_rights
 from colab_swarm.mailbox.reader import Spectator
-from colab_swarm.net.identity import Identity
+from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import PeerId, Role, short
@@ -114,6 +114,7 @@ def join(
     options: NetworkOptions = ...,
     state_dir: str | Path | None = ...,
     accept_terms: Consent = ...,
+    send_hf_token: bool = ...,
 ) -> Swarm: ...
 @overload
 def join() -> LanSwarms: ...
@@ -125,6 +126,7 @@ def join(
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
     accept_terms: Consent = False,
+    send_hf_token: bool = False,
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. A second call under the same name returns the same swarm.
 
@@ -133,12 +135,15 @@ def join(
 
     Args:
         invite: the line that `Swarm.invite` returned to another member.
-        mailbox: confirms where the rounds are. Needed if the invitation names a folder, or a store that is not
-            on the public internet; a folder may have another path on this machine.
+        mailbox: confirms where the rounds are. Needed if the invitation names a folder, or an ``endpoint`` other
+            than your own ``AWS_ENDPOINT_URL``; a folder may have another path on this machine.
         peer_name, options, state_dir, accept_terms: see `create`.
+        send_hf_token: send your Hugging Face token, the secret or environment variable ``HF_TOKEN``, to the organizer
+            of the run. Only an allowlist run needs it, now and at each renewal. Use one that may only read.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
+        TokenNotSent: the run needs your token, and ``send_hf_token`` is not set.
         JoinError: no peer that it names could be reached or admits this one, or its mailbox lacks the run.
         ValueError, BucketError, StateError, TermsError, TunnelError, SecretError: see `create`.
     """
@@ -160,15 +165,13 @@ def join(
         platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
         platforms.require_tunnels(accept_terms, options.service)
         options, identity = _with_identity(options, store)
-        token = ""
-        if invitation.access == "allowlist":
-            token = str(find_secret("HF_TOKEN") or "")
+        token = _token_for(invitation, consent=send_hf_token)
         membership = b"" if saved is None else saved.membership
         run_access = RunAccess.by(invitation, identity, token=token, membership=membership, mailbox=mailbox)
         return _open(run_access, identity, peer_name, options, store)
 
 
-def resume(folder: str | Path, *, accept_terms: Consent = False) -> Swarm:
+def resume(folder: str | Path, *, accept_terms: Consent = False, send_hf_token: bool = False) -> Swarm:
     """Come back as the peer saved in a folder by ``create`` or ``join``; you can re-run cells.
 
     It has the same id. Then make the model and call `Swarm.optimizer` as before: training continues
@@ -192,6 +195,7 @@ def resume(folder: str | Path, *, accept_terms: Consent = False) -> Swarm:
             options=options,
             state_dir=folder,
             accept_terms=accept_terms,
+            send_hf_token=send_hf_token,
         )
     return create(
         saved.run,
@@ -214,6 +218,22 @@ def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
         JoinError,
     )
     return Invite(invite.run_id, invite.contacts, _LAST_TIME)
+
+
+def _token_for(invitation: Invite, *, consent: bool) -> str:
+    """Return the guest's token of Hugging Face for an allowlist run, as far as the guest agreed to send it."""
+    if invitation.access != "allowlist":
+        return ""
+    organizer = f"the organizer of {invitation.name}, peer {short(id_of(invitation.authority))}"
+    require(
+        consent,
+        f"{invitation.name} admits listed accounts of Hugging Face only. To look you up, {organizer}, would get your "
+        "whole token (HF_TOKEN), which was not sent. If you trust the organizer, use a token that may only read and "
+        "add send_hf_token=True; in a shell, --send-hf-token",
+        TokenNotSent,
+    )
+    help = f"It goes to {organizer}: make one that may only read at https://huggingface.co/settings/tokens"
+    return str(require_secret("HF_TOKEN", help=help))
 
 
 def _open_in(folder: str | Path | None) -> Swarm | None:

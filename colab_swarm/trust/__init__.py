@@ -62,7 +62,8 @@ run.
 - A removed peer can come back under a new key with an invitation of unlimited use, until the invitation ends. Use
   counted ones (`uses=1`) or an allowlist, or revoke the invitation itself: pass its text to `swarm.remove_peer`.
 - Counts are reported by other members, who could collude. The leaderboard gives credit; do not pay by it.
-- The organizer of an allowlist sees the Hugging Face tokens of those who join: use a read-only token.
+- The organizer of an allowlist sees the Hugging Face tokens of those who join: use a read-only token. It is sent only
+  with `send_hf_token=True`, in a shell `--send-hf-token`, and never by a look such as `colab-swarm status`.
 
 ## Security
 

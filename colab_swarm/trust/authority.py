@@ -214,7 +214,11 @@ class Authority:
         if not token:
             why = "it requires a Hugging Face account, and you gave no token"
             do = f"make one at {tokens}"
-            raise self._refusal("a peer without a name", why, f"{do} that may only read, and set HF_TOKEN")
+            raise self._refusal(
+                "a peer without a name",
+                why,
+                f"{do} that may only read, set HF_TOKEN, and add send_hf_token=True",
+            )
         try:
             async with self._tokens:
                 account = await whoami(token)

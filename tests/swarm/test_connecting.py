@@ -12,7 +12,7 @@ import colab_swarm as cs
 from colab_swarm.errors import InviteError, JoinError, TermsError, TunnelError
 from colab_swarm.events import Notice
 from colab_swarm.net.iroh import IrohEndpoint
-from colab_swarm.net.membership import SLACK_S
+from colab_swarm.net.membership import SLACK_S, Account
 from colab_swarm.net.reachability import ReachabilityLevel
 from colab_swarm.net.tunnels import Tunnel
 from colab_swarm.notebook import platforms
@@ -143,6 +143,28 @@ def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.
     assert repr(form) == repr(form.swarm) and form._box.children[0] is form._log
     form.leave()
     assert not form.is_open
+
+
+def test_the_form_asks_before_it_sends_a_token_and_for_each_invitation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received = []
+
+    async def whoami(token: str) -> Account:
+        received.append(token)
+        return Account("bob")
+
+    monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_bob")
+    allow = cs.Allowlist(users=("bob",))
+    lines = [str(cs.create(name, access="allowlist", allow=allow).invite()) for name in ("first", "second")]
+    form = open_form()
+    for line, name in zip(lines, ("first", "second"), strict=True):
+        form.press(invitation=line)
+        assert f"the organizer of {name}, peer" in form.log and received == []
+        form._send_token.value = True
+    form.press(invitation=lines[1])
+    assert form.run == "second" and received == ["hf_of_bob"]
 
 
 def test_a_starters_form_becomes_the_invitation() -> None:

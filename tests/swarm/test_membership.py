@@ -1,12 +1,16 @@
 """Access modes and roles as people use them: create, invite, join, revoke."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 import colab_swarm as cs
+from colab_swarm.cli.__main__ import main
 from colab_swarm.errors import JoinError
 from colab_swarm.net.membership import Account
 from colab_swarm.swarm.swarm import Swarm
-from tests.swarm import wait
+from tests.swarm import network_of, wait
 from tests.training.toy import join_training, model
 
 QUIET = cs.NetworkOptions(lan=False)
@@ -17,23 +21,82 @@ def linked(one: Swarm, other: Swarm) -> bool:
     return other.id in one.services.peers.linked()
 
 
-def test_an_allowlist_admits_its_users_and_says_what_others_can_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tokens that the organizer of an allowlist run got."""
+    tokens: list[str] = []
+
     async def whoami(token: str) -> Account | None:
+        tokens.append(token)
         return ACCOUNTS.get(token)
 
     monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
+    monkeypatch.setenv("HF_TOKEN", "of-ada")
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda line: cs.join(line, peer_name="ada", options=QUIET),
+        lambda line: cs.connect(line, name="ada", options=QUIET),
+        lambda line: main(["relay", line]),
+        lambda line: main(["status", line]),
+        cs.doctor,
+    ],
+    ids=["join", "connect", "relay", "status", "doctor"],
+)
+def test_a_token_leaves_only_with_consent(act: Callable[[str], object], received: list[str]) -> None:
+    allow = cs.Allowlist(users=("ada",))
+    with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
+        try:
+            told = str(act(str(swarm.invite())))
+        except (JoinError, SystemExit) as refusal:
+            told = str(refusal)
+        assert "token" in told and "of-ada" not in told
+        assert received == []
+
+
+def test_who_would_get_the_token_is_said_and_with_consent_it_arrives(
+    received: list[str], tmp_path: Path
+) -> None:
+    allow = cs.Allowlist(users=("ada",))
+    folder = tmp_path / "ada"
+    with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
+        invite = str(swarm.invite())
+        organizer = swarm.id.hex()[:8]
+        with pytest.raises(JoinError, match=rf"named, peer {organizer}, would get.*send_hf_token=True"):
+            cs.join(invite, peer_name="ada", options=QUIET, state_dir=folder)
+        with cs.join(invite, peer_name="ada", options=QUIET, state_dir=folder, send_hf_token=True) as ada:
+            assert linked(swarm, ada) and received == ["of-ada"]
+        with pytest.raises(JoinError, match="send_hf_token=True"):
+            cs.resume(folder)
+        assert received == ["of-ada"]
+        with cs.resume(folder, send_hf_token=True) as ada:
+            assert linked(swarm, ada)
+
+
+def test_another_run_gets_no_token_even_with_consent(received: list[str]) -> None:
+    with cs.create("unnamed", options=QUIET) as swarm:
+        invite = swarm.invite(uses=1)
+        with cs.join(invite, peer_name="ada", options=QUIET, send_hf_token=True) as ada:
+            assert linked(swarm, ada) and network_of(ada).access.token == ""
+    assert received == []
+
+
+def test_an_allowlist_admits_its_users_and_says_what_others_can_do(
+    monkeypatch: pytest.MonkeyPatch, received: list[str]
+) -> None:
     allow = cs.Allowlist(organisations=("Bengali",))
     with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
         invite = swarm.invite()
         monkeypatch.setenv("HF_TOKEN", "of-eve")
         with pytest.raises(JoinError) as refused:
-            cs.join(invite, peer_name="eve", options=QUIET)
+            cs.join(invite, peer_name="eve", options=QUIET, send_hf_token=True)
         help_text = str(refused.value)
         assert "eve" in help_text and 2 <= len(help_text.splitlines()) <= 4 and "of-eve" not in help_text
         monkeypatch.setenv("HF_TOKEN", "of-ada")
-        with cs.join(invite, peer_name="ada", options=QUIET) as ada:
+        with cs.join(invite, peer_name="ada", options=QUIET, send_hf_token=True) as ada:
             assert linked(swarm, ada)
     with pytest.raises(ValueError, match="allow"):
         cs.create("named", access="allowlist", options=QUIET)
