@@ -144,6 +144,19 @@ def in_url(ip: IP) -> str:
     return str(ip) if ip.version == 4 else f"[{ip}]"
 
 
+def may_dial(host: str) -> bool:
+    """Return False for an address of a private network, such as 192.168.0.0/16, in which this machine has none.
+
+    An invitation, or another peer, could have us call servers of our own network. Other subnets of the same
+    block may be dialled: offices and VPNs have routes to them.
+    """
+    ip = ip_of(host)
+    if ip is None or ip.is_loopback:
+        return True
+    blocks = [network for network in _LOCAL if ip in network]
+    return not blocks or any(own in block for own in own_ips() for block in blocks)
+
+
 def own_ips() -> set[IP]:
     """Return the IP addresses of this machine's interfaces."""
     ips: set[IP] = set()

@@ -8,7 +8,9 @@ then set by more than that is not followed: swarm time goes on as the clock ran.
 """
 
 import asyncio
+import errno
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import replace
 from functools import partial
@@ -33,6 +35,7 @@ from colab_swarm.net.addresses import (
     AddressBook,
     is_iroh,
     is_loopback,
+    may_dial,
     relay_of,
 )
 from colab_swarm.net.carrier import LinkType, Loopback, Metering, NodeSettings, Path, Remote, Traffic
@@ -105,6 +108,16 @@ class SwarmClock:
             self._agreed_s = self._lead_s
         offset_s = median([0.0, *(lead_s - self._followed_s for lead_s in leads_s)])
         self.offset_s = max(-_MAX_OFFSET_S, min(_MAX_OFFSET_S, offset_s))
+
+
+def _socket_to(info: tuple[Any, ...]) -> socket.socket:
+    """Return a socket to dial one result of ``getaddrinfo`` from; OSError if the address may not be dialled."""
+    family = info[0]
+    host = info[4][0]
+    if not may_dial(host):
+        raise OSError(errno.EACCES, f"{host} is in a private network, and this machine has no address there")
+    # Hole punching starts from the local port of such a socket.
+    return bound_socket(family)
 
 
 class Linker:
@@ -270,8 +283,7 @@ class Linker:
             connector = aiohttp.TCPConnector(
                 limit=0,
                 force_close=True,
-                # Hole punching starts from the local port of such a socket.
-                socket_factory=lambda info: bound_socket(info[0]),
+                socket_factory=_socket_to,
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,

@@ -1,18 +1,22 @@
 """Addresses that are dialled, kept and announced; visitors of public pages: none may lock out another."""
 
 from collections.abc import Mapping
+from ipaddress import ip_address
+from socket import AF_INET
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp.abc import ResolveResult
 from multidict import CIMultiDict
 
+from colab_swarm.errors import PeerUnreachable
 from colab_swarm.net import addresses
-from colab_swarm.net.addresses import AddressBook, may_dial_back, reachable_addresses, source_of
+from colab_swarm.net.addresses import AddressBook, may_dial, may_dial_back, reachable_addresses, source_of
 from colab_swarm.net.carrier import LinkType, NodeSettings
 from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
-from tests.net.swarm import peers
+from tests.net.swarm import Echo, peers
 
 BOB = PeerId(b"b" * 32)
 LONGEST = "ws://" + "h" * 251
@@ -149,3 +153,49 @@ async def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
         request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
         path: Any = alice.linker._receive_caller(request)
         assert path.way is way
+
+
+@pytest.mark.parametrize(
+    ("own", "host", "may"),
+    [
+        ("192.168.1.2", "192.168.1.9", True),
+        ("10.1.0.2", "10.2.0.9", True),
+        ("100.64.3.4", "100.99.1.1", True),
+        ("192.168.1.2", "10.0.0.1", False),
+        ("10.1.0.2", "192.168.1.1", False),
+        ("203.0.113.7", "172.17.0.1", False),
+        ("192.168.1.2", "169.254.169.254", False),
+        ("192.168.1.2", "::ffff:10.0.0.1", False),
+        ("2001:db8::1", "fd00::1", False),
+        ("fd00::2", "fd00::1", True),
+        ("203.0.113.7", "198.51.100.7", True),
+        ("203.0.113.7", "2001:db8::5", True),
+        ("203.0.113.7", "127.0.0.1", True),
+        ("203.0.113.7", "::1", True),
+    ],
+)
+def test_an_address_of_a_private_network_is_dialled_from_that_network_only(
+    own: str, host: str, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "own_ips", lambda: {ip_address(own), ip_address("127.0.0.1")})
+    assert may_dial(host) is may
+
+
+@pytest.mark.parametrize("name", ["", "router.example.org"])
+async def test_no_request_reaches_a_private_address_of_an_invitation(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that stands for it is no way around."""
+    asked = []
+
+    async def resolve(self: object, host: str, port: int = 0, family: int = 0) -> list[ResolveResult]:
+        asked.append(host)
+        return [ResolveResult(hostname=host, host="10.9.8.7", port=port, family=AF_INET, proto=0, flags=0)]
+
+    monkeypatch.setattr("aiohttp.resolver.ThreadedResolver.resolve", resolve)
+    monkeypatch.setattr(addresses, "own_ips", lambda: {ip_address("192.168.1.2")})
+    async with peers("alice") as (alice,):
+        alice.learn(Contact(BOB, (f"ws://{name or '10.9.8.7'}:80",)))
+        with pytest.raises(PeerUnreachable, match=r"10\.9\.8\.7 is in a private network"):
+            await alice.call(BOB, Echo(), Echo, timeout_s=5)
+    assert asked == ([name] if name else [])
