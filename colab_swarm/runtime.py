@@ -7,6 +7,8 @@ is put off while a step is taken: `uninterrupted`.
 """
 
 import asyncio
+import errno
+import logging
 import re
 import signal
 import threading
@@ -21,12 +23,14 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 LOOK_S = 0.2  # between two looks of a task that waits at the gate
 POLL_S = 0.2
+_FULL_S = 60.0  # between two lines that no more files can be opened
 
 
 def loop_now() -> float:
@@ -37,7 +41,26 @@ def own_loop() -> asyncio.AbstractEventLoop:
     """Return a new event loop of asyncio's own, whatever the event loop policy of this process."""
     # The links' buffered protocols get no bytes on a loop of uvloop, which some servers set as the policy.
     kind: type[asyncio.AbstractEventLoop] = getattr(asyncio, "ProactorEventLoop", asyncio.SelectorEventLoop)
-    return kind()
+    loop = kind()
+    loop.set_exception_handler(_HandleException())
+    return loop
+
+
+class _HandleException:
+    """Logs what a loop caught; that no more files can be opened is one line a minute."""
+
+    def __init__(self) -> None:
+        self._told_at = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+            return
+        # asyncio says so for each connection that waits, a hundred times a second
+        if loop.time() - self._told_at >= _FULL_S:
+            self._told_at = loop.time()
+            logger.warning("%s: no connection can be accepted. See `ulimit -n`", error.strerror)
 
 
 def wake(event: asyncio.Event) -> None:

@@ -1,6 +1,8 @@
 """The background thread: blocking calls into it, interrupts, hostile surroundings."""
 
 import asyncio
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -237,3 +239,30 @@ def test_cancelled_tasks_are_not_computed() -> None:
 
 async def test_on_virtual_time_the_loop_computes_itself() -> None:
     assert (await DeviceThread().run(threading.current_thread)) is threading.current_thread()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_full_table_of_files_is_one_line_of_the_log(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    async def accept_many() -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(200):
+            error = OSError(number, os.strerror(number))
+            loop.call_exception_handler(
+                {"message": "socket.accept() out of system resource", "exception": error}
+            )
+
+    runtime.call(accept_many())
+    assert len(caplog.records) == 1 and "ulimit" in caplog.text
+
+
+def test_other_faults_of_a_loop_are_logged_each_time(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail_twice() -> None:
+        for error in (OSError(errno.EPIPE, "broken"), ValueError("wrong")):
+            asyncio.get_running_loop().call_exception_handler({"message": "a fault", "exception": error})
+
+    runtime.call(fail_twice())
+    assert len(caplog.records) == 2

@@ -13,13 +13,12 @@ of I/O; `HandshakeReceiver` runs it over a connection.
 
 import asyncio
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from aiohttp import ClientError, web
+from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import (
@@ -31,14 +30,15 @@ from colab_swarm.errors import (
     WrongPeer,
     require,
 )
-from colab_swarm.net.addresses import VisitorLogger, listening, network_of
+from colab_swarm.net.addresses import VisitorLogger, listening
 from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link, fail
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role, decoded, end_tasks, short
-from colab_swarm.net.websocket import WebSocket, accept
+from colab_swarm.net.visitors import ConnectionRoom
+from colab_swarm.net.websocket import FirstMessage, WebSocket, accept
 
 VERSION = 5  # 4: lineages are of encoded means; 5: one entry and median weights for each member of a bucket
 _STAGGER_S = 0.25
@@ -46,8 +46,6 @@ _STAGGER_S = 0.25
 DETOUR_AFTER_S = 1.5
 # A connection to a relay that is half of a circuit begins with it.
 TICKET = b"colab_swarm circuit "
-# A new connection has no transport for this time at most; later it is gone.
-_CONNECT_S = 1.0
 _NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 _DOMAIN = b"colab_swarm hello"
 Address = Annotated[str, msgspec.Meta(max_length=256)]
@@ -271,12 +269,11 @@ class Listener:
         self._receive = receive
         self._scratch = scratch
         self._timeout_s = settings.handshake_timeout_s
-        self._max_fresh = settings.max_handshakes
         self._loop = asyncio.get_running_loop()
         self._http = web.Server(self._upgrade, access_log=None, logger=VisitorLogger())
         self._server: asyncio.Server | None = None
-        # Connections that are no links yet, with the time of their start.
-        self._fresh: dict[Any, float] = {}
+        # Connections that are no links yet.
+        self._fresh = ConnectionRoom(settings.max_handshakes, self._is_fresh)
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
         self.page_at: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {}
 
@@ -294,44 +291,22 @@ class Listener:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for connection in self._fresh:
+        for connection in self._fresh.open:
             self._abort(connection)
         await self._http.shutdown(timeout=1.0)
 
     def _on_connection(self) -> asyncio.BaseProtocol:
-        now = self._loop.time()
-        self._fresh = {
-            connection: began_at
-            for connection, began_at in self._fresh.items()
-            if self._is_fresh(connection, began_at, now)
-        }
-        self._make_room()
         connection = self._http()
-        self._fresh[connection] = now
+        self._fresh.enter(connection)
         self._loop.call_later(self._timeout_s, self._abort, connection)
         return connection
 
-    def _make_room(self) -> None:
-        """Abort the oldest fresh connections of the networks that have the most of them."""
-        networks: dict[Any, str] = {}
-        for connection in self._fresh:
-            end = connection.transport and connection.transport.get_extra_info("peername")
-            if end:
-                networks[connection] = network_of(end[0])
-        # Several connections may have opened since the last one was counted.
-        while len(networks) >= self._max_fresh:
-            fullest, _ = Counter(networks.values()).most_common(1)[0]
-            oldest = next(connection for connection, network in networks.items() if network == fullest)
-            oldest.transport.abort()
-            del self._fresh[oldest]
-            del networks[oldest]
-
-    def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
-        """Return True until it is a link; one without a transport is about to connect, or gone."""
-        if connection.transport is None:
-            return now - since < _CONNECT_S
+    @staticmethod
+    def _is_fresh(connection: Any) -> bool:
+        """Return True until a connection with a transport is a link."""
         protocol = connection.transport.get_protocol()
-        return protocol is connection or isinstance(getattr(protocol, "receiver", None), HandshakeReceiver)
+        receiver = getattr(protocol, "receiver", None)
+        return protocol is connection or isinstance(receiver, FirstMessage | HandshakeReceiver)
 
     def _abort(self, connection: Any) -> None:
         """Abort a connection that sent no full request in time."""
@@ -350,9 +325,8 @@ class Listener:
             return web.Response(status=503, reason=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
-                websocket, first, response = await accept(request, scratch=self._scratch, receiver=receiver)
-        except (PeerError, TimeoutError, ClientError):
-            # aiohttp raises ClientError if the caller has closed the connection.
+                websocket, first = await accept(request, scratch=self._scratch, receiver=receiver)
+        except (PeerError, TimeoutError):
             raise web.HTTPBadRequest(text=_NO_BROWSER) from None
         if self.on_ticket is not None and first.startswith(TICKET):
             # Do not wait before this: the receiver must not get the next message.
@@ -360,7 +334,8 @@ class Listener:
         else:
             await self._shake_hands(receiver, websocket, first)
         await websocket.wait_closed()
-        return response
+        # nobody gets it
+        return web.Response()
 
     async def _shake_hands(self, receiver: HandshakeReceiver, websocket: WebSocket, first: bytes) -> None:
         receiver.use(websocket)

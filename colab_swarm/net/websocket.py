@@ -1,4 +1,4 @@
-"""The carrier: aiohttp completes the WebSocket handshake (RFC 6455), then this protocol takes the socket over.
+"""The carrier: aiohttp reads the head of the WebSocket handshake (RFC 6455), then this protocol takes the socket over.
 
 The bytes on the wire stay legal WebSocket frames, so every proxy for WebSockets passes them. But
 aiohttp's Python no longer touches each message, and received bytes land in one buffer that all
@@ -6,8 +6,8 @@ links of a loop share, since reading and parsing happen in one synchronous step.
 with the key zero, which leaves bytes as they are: a mask protects proxies from chosen plaintext,
 and these bytes are ciphertext.
 
-The takeover loses no bytes if before it the server sends nothing and the client one message, which
-aiohttp delivers: see `dial` and `accept`.
+The takeover loses no bytes, since the client sends nothing before the answer to its request, and the
+server nothing before the client's first message: see `dial` and `accept`.
 """
 
 import asyncio
@@ -33,6 +33,10 @@ LINGER_S = 10.0
 _NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
 # Windows has only SO_REUSEADDR, which lets any process take a port.
 CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
+_SWITCH = (
+    "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Accept: {}\r\n\r\n"
+)
 _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 # Opcodes of RFC 6455, section 5.2.
 _TEXT = 1
@@ -251,6 +255,9 @@ class WebSocket(asyncio.BufferedProtocol):
                 self.receiver.on_message(memoryview(whole))
 
     def _on_control(self, opcode: int, body: memoryview) -> None:
+        # each answer to a stranger's ping would wait to be sent
+        if opcode != _CLOSE and isinstance(self.receiver, FirstMessage):
+            raise ProtocolError(f"a control frame with opcode {opcode} before the first message")
         if opcode == _PING and self.backlog_bytes <= HIGH_WATER_BYTES:
             self._control(_PONG, bytes(body))
         elif opcode == _CLOSE:
@@ -317,10 +324,8 @@ async def dial(
     }
     url = "http" + address.removeprefix("ws")
     response = await session.get(url, headers=headers, allow_redirects=False)
-    digest = hashlib.sha1((key + _GUID).encode()).digest()
-    expected_key = base64.b64encode(digest).decode()
     transport = getattr(response.connection, "transport", None)
-    if response.status != 101 or response.headers.get("Sec-WebSocket-Accept") != expected_key:
+    if response.status != 101 or response.headers.get("Sec-WebSocket-Accept") != _accept_key(key):
         response.close()
         raise PeerLost(f"{address} opens no link: HTTP status {response.status} {response.reason}")
     if not isinstance(transport, asyncio.Transport):
@@ -331,18 +336,50 @@ async def dial(
     return websocket
 
 
+class FirstMessage:
+    """Receives the one message that a client sends before the server's; another frame before or after it is a fault."""
+
+    def __init__(self) -> None:
+        self.message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, data: memoryview) -> None:
+        require(not self.message.done(), "two messages before the server's first", ProtocolError)
+        self.message.set_result(bytes(data))
+
+    def on_writable(self, writable: bool) -> None:
+        """Do nothing: the server sends nothing yet."""
+
+    def on_lost(self, reason: str) -> None:
+        if not self.message.done():
+            self.message.set_exception(PeerLost(f"the client left before its first message: {reason}"))
+
+
 async def accept(
     request: web.BaseRequest, *, scratch: memoryview, receiver: Receiver
-) -> tuple[WebSocket, bytes, web.WebSocketResponse]:
-    """Upgrade an HTTP request; return the WebSocket, the client's first message, and the handler's response.
+) -> tuple[WebSocket, bytes]:
+    """Upgrade an HTTP request; return the WebSocket and the client's first message.
 
-    Raises `PeerLost` if the client left or its first message is not binary.
+    What came with the request is dropped: a client waits for the answer (RFC 6455, section 4.1). Raises `PeerLost`
+    if this is no handshake of a WebSocket, or the client left or sent something else than a message.
     """
-    response = web.WebSocketResponse(compress=False, autoping=False, max_msg_size=MAX_MESSAGE_BYTES)
-    await response.prepare(request)
-    first = await response.receive()
+    key = request.headers.get("Sec-WebSocket-Key", "")
+    is_handshake = request.method == "GET" and request.headers.get("Sec-WebSocket-Version") == "13" and key
     transport = request.transport
-    if first.type is not aiohttp.WSMsgType.BINARY or not isinstance(transport, asyncio.Transport):
-        raise PeerLost("the client left before its first message")
-    websocket = WebSocket(transport, scratch=scratch, client=False, receiver=receiver)
-    return websocket, first.data, response
+    if not is_handshake or not isinstance(transport, asyncio.Transport):
+        raise PeerLost("the client opens no WebSocket")
+    first = FirstMessage()
+    # Before the answer: aiohttp would queue all frames that a stranger sends.
+    websocket = WebSocket(transport, scratch=scratch, client=False, receiver=first)
+    transport.write(_SWITCH.format(_accept_key(key)).encode())
+    try:
+        message = await first.message
+    except BaseException:
+        websocket.abort()
+        raise
+    websocket.receiver = receiver
+    return websocket, message
+
+
+def _accept_key(key: str) -> str:
+    """Return what a server answers to the key of a client (RFC 6455, section 4.2.2)."""
+    return base64.b64encode(hashlib.sha1((key + _GUID).encode()).digest()).decode()

@@ -4,7 +4,9 @@ A snapshot is taken once a second at most, so visitors cost nothing. A page refr
 ``/live`` every three seconds; the browser may do nothing else.
 """
 
+import asyncio
 import base64
+import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -17,15 +19,18 @@ from aiohttp import web
 from colab_swarm.markup import text
 from colab_swarm.net.addresses import VisitorLogger, listening, source_of
 from colab_swarm.net.patience import VisitLimit
+from colab_swarm.net.visitors import ConnectionRoom
 from colab_swarm.notebook.theme import Document
 from colab_swarm.project import COPY, install, notebook_links
 from colab_swarm.runtime import loop_now
 
 S = TypeVar("S")
+Answering: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Sample: TypeAlias = tuple[str, Mapping[str, str], float]
 """Name, labels and value of a metric; names of counters end in ``_total``."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100  # for one visitor; see `colab_swarm.net.addresses`
+MAX_CONNECTIONS = 512  # of all visitors
 IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
 PATHS = ("/", "/live", "/metrics", "/status.json")
 SCRIPT = """
@@ -85,7 +90,7 @@ class StatusPage(Generic[S]):
         """Listen without any other routes; port 0 chooses a free one."""
         app = web.Application(client_max_size=1024)
         app.add_routes(self.routes)
-        self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S, lingering_time=0.0)
+        self._runner, self.url = await listen(app, host, port, lingering_time=0.0)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -119,9 +124,53 @@ class StatusPage(Generic[S]):
         return "text/html", page(title, live, host=self._host)
 
 
+class _Runner(web.AppRunner):
+    """Bounds the connections of its application, of which one that waits for its next request is idle."""
+
+    def __init__(self, app: web.Application, **options: Any) -> None:
+        self._room = ConnectionRoom(most_connections())
+
+        @web.middleware
+        async def stay(request: web.Request, handler: Answering) -> web.StreamResponse:
+            with self._room.busy(request.protocol):
+                return await handler(request)
+
+        app.middlewares.insert(0, stay)
+        super().__init__(app, access_log=None, logger=VisitorLogger(), **options)
+
+    @property
+    def server(self) -> Any:
+        """What makes the protocol of a new connection."""
+        serve = super().server
+        if serve is None:
+            return None
+
+        def enter() -> asyncio.BaseProtocol:
+            connection = serve()
+            self._room.enter(connection)
+            return connection
+
+        return enter
+
+
+def most_connections() -> int:
+    """Return how many connections visitors may have: few of the files that this process may open."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            return min(MAX_CONNECTIONS, max(1, files // 4))
+    # Windows
+    return MAX_CONNECTIONS
+
+
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
-    """Serve an application until its runner is cleaned up; return it and the address, or raise `PortError`."""
-    runner = web.AppRunner(app, access_log=None, logger=VisitorLogger(), **options)
+    """Serve an application until its runner is cleaned up; return it and the address, or raise `PortError`.
+
+    Strangers may connect: beyond `most_connections` the network with the most of them loses its oldest idle one.
+    """
+    runner = _Runner(app, keepalive_timeout=IDLE_S, **options)
     await runner.setup()
     try:
         with listening(port):

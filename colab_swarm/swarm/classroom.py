@@ -36,15 +36,18 @@ class Board:
         is_open = Invite.parse(self._invitation).access == "open"
         require(is_open, "a board invites everyone: create the run with access='open'", PermissionError)
         self._names: dict[str, str] = {}  # by the pupil's process
-        app = web.Application(client_max_size=1024)
-        app.router.add_get("/{pupil:[0-9a-f-]{1,64}}", self._welcome)
         try:
-            self._runner, _ = swarm.runtime.call(listen(app, "0.0.0.0", port))
+            self._runner, _ = swarm.runtime.call(listen(self._app(), "0.0.0.0", port))
         except OSError:  # another program uses the port: take a free one
-            self._runner, _ = swarm.runtime.call(listen(app, "0.0.0.0", 0))
+            self._runner, _ = swarm.runtime.call(listen(self._app(), "0.0.0.0", 0))
         # the first after loopback, if this machine has another
         address = reachable_addresses("0.0.0.0", self._runner.addresses[0][1])[:2][-1]
         self.address = address.removeprefix("ws://")
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/{pupil:[0-9a-f-]{1,64}}", self._welcome)
+        return app
 
     async def _welcome(self, request: web.Request) -> web.Response:
         pupil = request.match_info["pupil"]

@@ -8,7 +8,7 @@ import asyncio
 import mmap
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
@@ -20,7 +20,7 @@ from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.net.peers import UNDECODABLE, Message, remember
-from colab_swarm.notebook.page import PATHS, listen
+from colab_swarm.notebook.page import PATHS, Answering, listen
 from colab_swarm.notebook.units_view import status_page
 from colab_swarm.workunits.dispatcher import LONGEST_WAIT_S, JobLog
 from colab_swarm.workunits.job import Job, unit_seed
@@ -43,7 +43,6 @@ from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
 ASSIGNMENT = "[0-9a-f]{32}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
-Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Transfers at once; beyond these a volunteer must retry. Uploads are in memory.
 MIN_UPLOADS = 4
@@ -59,8 +58,6 @@ MAX_CHECKS = 4
 READ_S = 300.0
 SEND_S = 60.0
 SLOWEST_BYTES_S = 32 << 10
-IDLE_S = 75.0
-"""Time limit for a silent connection, and for the head of a request."""
 SENT_BYTES = 64 << 10
 BUSY_S = 1
 BROKEN_S = 5
@@ -136,7 +133,6 @@ class CoordinatorServer:
             app,
             host,
             port,
-            keepalive_timeout=IDLE_S,
             # a small body may unpack to a large one
             auto_decompress=False,
             lingering_time=FAREWELL_S,

@@ -64,9 +64,15 @@ UPGRADE = (
 )
 
 
-def upgraded(first: bytes) -> bytes:
-    """A request, and the first message of a handshake in a WebSocket frame whose mask is zero."""
-    return UPGRADE + b"\x82\xfe" + len(first).to_bytes(2, "big") + bytes(4) + first
+def frame(opcode: int, body: bytes) -> bytes:
+    """A final WebSocket frame whose mask is zero."""
+    size = bytes((0x80 | len(body),)) if len(body) < 126 else b"\xfe" + len(body).to_bytes(2, "big")
+    return bytes((0x80 | opcode,)) + size + bytes(4) + body
+
+
+def upgraded(first: bytes) -> tuple[bytes, bytes]:
+    """A request, and the first message of a handshake."""
+    return UPGRADE, frame(2, first)
 
 
 def hello() -> bytes:
@@ -76,9 +82,9 @@ def hello() -> bytes:
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [
-        (b"", b""),
-        (b"GET / HT", b""),
-        (UPGRADE, b"101"),
+        ((b"",), b""),
+        ((b"GET / HT",), b""),
+        ((UPGRADE,), b"101"),
         (upgraded(hello()), b"stalled"),
         (upgraded(b""), b"truncated"),
         (upgraded(b"x"), b"truncated"),
@@ -86,15 +92,45 @@ def hello() -> bytes:
         (upgraded(b"x" * (MAX_HANDSHAKE_BYTES + 1)), b"is over 8192"),
     ],
 )
-async def test_a_caller_that_stalls_or_sends_garbage_is_dropped(sent: bytes, answer: bytes) -> None:
+async def test_a_caller_that_stalls_or_sends_garbage_is_dropped(
+    sent: tuple[bytes, ...], answer: bytes
+) -> None:
     async with peers("bob", handshake_timeout_s=0.05) as (bob,):
         reader, writer = await asyncio.open_connection("127.0.0.1", bob.port)
-        writer.write(sent)
+        writer.write(sent[0])
         got = b""
         with contextlib.suppress(ConnectionError):
+            if len(sent) > 1:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(sent[1])
             while part := await reader.read(1000):  # until bob hangs up
                 got += part
         assert answer in got
+        writer.close()
+        assert not bob.linked()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        frame(9, b"") * 5000,
+        frame(10, b"x") * 5000,
+        frame(9, b"x" * 125),
+        frame(1, b"text"),
+        frame(2, b"x") * 5000,
+    ],
+    ids=["pings", "pongs", "a large ping", "a text", "messages"],
+)
+async def test_frames_before_the_handshake_end_the_connection_and_are_not_kept(frames: bytes) -> None:
+    async with peers("bob", handshake_timeout_s=60.0) as (bob,):
+        reader, writer = await asyncio.open_connection("127.0.0.1", bob.port)
+        writer.write(UPGRADE)
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            writer.write(frames)
+            # well before the time limit of the handshake, and without a pong
+            answer = await reader.read()
+            assert bytes((0x8A,)) not in answer[:1]
         writer.close()
         assert not bob.linked()
 

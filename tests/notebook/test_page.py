@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +12,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from colab_swarm.backbone.backbone import status_page
-from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage, join_page
+from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage, join_page, listen
 from colab_swarm.notebook.units_view import status_page as job_page
 from colab_swarm.project import notebook_links
 from colab_swarm.snapshot import SwarmSnapshot
@@ -167,3 +169,76 @@ async def test_a_silent_visitor_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, s
         async with asyncio.timeout(10):
             assert await reader.read() == b""
         writer.close()
+
+
+STRANGERS = {
+    "silent": b"",
+    "half a head": b"GET / HTTP/1.1\r\nHost: x\r\n",
+    "between requests": b"GET /status.json HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a body that does not come": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n",
+}
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize("sent", STRANGERS.values(), ids=STRANGERS)
+async def test_idle_connections_of_one_address_take_no_room_from_others(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr("colab_swarm.notebook.page.MAX_CONNECTIONS", 8)
+    ended = 0
+
+    async def stay(port: int) -> None:
+        nonlocal ended
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        writer.write(sent)
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):
+                pass
+        ended += 1
+        writer.close()
+
+    async with served() as scene:
+        port = int(scene.page.url.rstrip("/").rpartition(":")[2])
+        friend = await scene.get("status.json")
+        strangers = []
+        for _ in range(20):
+            strangers.append(asyncio.create_task(stay(port)))
+            await asyncio.sleep(0)
+            assert (await scene.get("status.json")).status == 200
+        assert friend.status == 200
+        async with asyncio.timeout(10):
+            while ended < 12:
+                await asyncio.wait(strangers, return_when=asyncio.FIRST_COMPLETED)
+                strangers = [task for task in strangers if not task.done()]
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+
+
+@pytest.mark.real_time
+async def test_a_request_under_way_stays_where_idle_connections_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.notebook.page.MAX_CONNECTIONS", 4)
+    arrived, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.Response:
+        arrived.set()
+        await release.wait()
+        return web.Response(text="done")
+
+    app = web.Application()
+    app.router.add_get("/slow", slow)
+    runner, url = await listen(app, "127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession() as browser, asyncio.timeout(10):
+            answer = asyncio.create_task(browser.get(f"{url}slow"))
+            await arrived.wait()
+            writers = []
+            for _ in range(12):
+                _, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+                writers.append(writer)
+            release.set()
+            assert await (await answer).text() == "done"
+            for writer in writers:
+                writer.close()
+    finally:
+        await runner.cleanup()

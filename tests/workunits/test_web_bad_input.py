@@ -224,7 +224,7 @@ async def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> Non
 async def test_a_connection_without_a_request_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(web, "IDLE_S", 0.05)
+    monkeypatch.setattr("colab_swarm.notebook.page.IDLE_S", 0.05)
     async with coordinating(tiny_job(), tmp_path) as scene:
         url = urlsplit(scene.server.url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)

@@ -1,0 +1,83 @@
+"""Room for the connections of strangers: a server keeps a bounded number, and no network takes it from others."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from colab_swarm.net.addresses import network_of
+
+# A new connection has no transport for this time at most; later it is gone.
+_CONNECT_S = 1.0
+
+
+class ConnectionRoom:
+    """Keeps about ``most`` connections of a server.
+
+    Beyond that the network with the most of them loses its oldest idle one, or its oldest one if none is idle.
+
+    Args:
+        most: connections. The system queues more, which are accepted together.
+        counts: whether a connection with a transport still takes room.
+    """
+
+    def __init__(self, most: int, counts: Callable[[Any], bool] = lambda connection: True) -> None:
+        self._most = most
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        # With the time of their start, the oldest first. They are aiohttp's protocols.
+        self._began: dict[Any, float] = {}
+        self._busy: Counter[Any] = Counter()
+
+    @property
+    def open(self) -> list[Any]:
+        """The connections that take room, the oldest first."""
+        return [connection for connection in self._began if connection.transport is not None]
+
+    def enter(self, connection: Any) -> None:
+        """Make room for a connection that is about to open."""
+        now = self._loop.time()
+        self._began = {
+            earlier: began_at
+            for earlier, began_at in self._began.items()
+            if self._stays(earlier, began_at, now)
+        }
+        self._make_room()
+        self._began[connection] = now
+
+    @contextmanager
+    def busy(self, connection: Any) -> Iterator[None]:
+        """Let the connection stay before idle ones for the length of the block."""
+        self._busy[connection] += 1
+        try:
+            yield
+        finally:
+            self._busy[connection] -= 1
+            # drops zeros
+            self._busy += Counter()
+
+    def abort_all(self) -> None:
+        for connection in self.open:
+            connection.transport.abort()
+
+    def _stays(self, connection: Any, began_at: float, now: float) -> bool:
+        if connection.transport is None:
+            return now - began_at < _CONNECT_S
+        return self._counts(connection)
+
+    def _make_room(self) -> None:
+        networks: dict[Any, str] = {}
+        for connection in self.open:
+            end = connection.transport.get_extra_info("peername")
+            if end:
+                networks[connection] = network_of(end[0])
+        # Several connections may have opened since the last one was counted.
+        while len(networks) >= self._most:
+            fullest, _ = Counter(networks.values()).most_common(1)[0]
+            candidates = [connection for connection, network in networks.items() if network == fullest]
+            idle = [connection for connection in candidates if connection not in self._busy]
+            loser = (idle or candidates)[0]
+            loser.transport.abort()
+            del self._began[loser]
+            del networks[loser]
