@@ -41,7 +41,9 @@ def write_file(
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb", opener=partial_opener) as file:
+        # what a killed process left, or a link to another file by somebody who may write here
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb", opener=partial_opener) as file:
             file.writelines(parts)
             if sync:
                 file.flush()

@@ -4,12 +4,13 @@
     identity.key.authority   only at the peer that created the run: whom it admitted and removed
     peer.json                run, invitation, membership, options, contributions; written often
     checkpoints/NAME/        what each optimizer has trained
-    in-use.json              which process uses the folder now
+    in-use.json, .lock       which process uses the folder now
 
 All but the checkpoints is secret. Files are written aside and then renamed, so a kill does no harm.
 Two processes with one key would push each other out of the swarm, so one at a time uses the folder.
 File locks mean nothing to other machines on a network drive: `in-use.json` names the process and
 its last heartbeat. After a kill its own machine notices at once (Linux), others once these stop.
+Two containers of one machine do not see each other's processes, but a lock of `in-use.lock`.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from colab_swarm.errors import StateError, require
 from colab_swarm.files import write_file
@@ -43,18 +45,42 @@ class Occupant(msgspec.Struct, frozen=True):
     pid: int
     began: str  # in the machine's own count; distinguishes it from a later process with the same id
     at: float  # its last heartbeat, seconds since the epoch
+    processes: str = ""  # which ones it sees: the machine's boot and the namespace; empty if unknown
+    lock: str = ""  # the lock that it holds, by boot, device and file; empty if none
 
     @classmethod
-    def here(cls) -> "Occupant":
-        return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()), time.time())
+    def here(cls, lock: str = "") -> "Occupant":
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _start_of(pid), time.time(), _visible_processes(), lock)
 
     def holds_against(self, other: "Occupant") -> bool:
         """Return True if it is alive and not ``other``, as far as ``other`` can know."""
-        if (self.host, self.pid, self.began) == (other.host, other.pid, other.began):
+        mine = (self.host, self.pid, self.began, self.processes)
+        if mine == (other.host, other.pid, other.began, other.processes):
             return False
-        if self.host == other.host and self.began:
+        visible = self.host == other.host
+        if self.processes and other.processes:
+            visible = self.processes == other.processes
+        if visible and self.began:
             return _start_of(self.pid) == self.began
+        # its lock is free
+        if self.lock and self.lock == other.lock:
+            return False
         return other.at - self.at < STALE_S
+
+
+def _boot() -> str:
+    """Return an id that all containers of a machine have until it boots again; empty if it has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _visible_processes() -> str:
+    boot = _boot()
+    with contextlib.suppress(OSError):
+        return boot and f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _start_of(pid: int) -> str:
@@ -137,22 +163,29 @@ def loss_warning(folder: Path, here: Platform) -> str:
 class PeerStore:
     """A peer's folder, reserved for this process until `close`; a StateError if it is in use."""
 
-    _here: ClassVar[set[Path]] = set()  # folders of this process
+    # folders of this process, and their locks, which end with the object
+    _here: ClassVar[dict[Path, FileLock]] = {}
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.key_file = folder / "identity.key"
-        self._lock = folder / "in-use.json"
+        self._record = folder / "in-use.json"
+        # in this process, `_here` keeps others out
+        self._lock = FileLock(folder / "in-use.lock", mode=0o600, thread_local=False)
         # nothing is written after the end
         self._writing = threading.Lock()
         self._closed = False
         self._written = b""
         require(folder not in self._here, f"{folder} is in use here: leave it first", StateError)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._reserve()
         except OSError as error:
+            self._lock.release()
             raise _unusable(folder, error) from error
+        except BaseException:
+            self._lock.release()
+            raise
         try:
             # the peer of an earlier session; None if the folder is new
             self.saved = read_saved(folder)
@@ -162,33 +195,44 @@ class PeerStore:
         self.peer = self.saved
 
     def _reserve(self) -> None:
+        # another one's lock is judged with its record; some network drives have none
+        with contextlib.suppress(Timeout, OSError, NotImplementedError):
+            self._lock.acquire(timeout=0)
         while True:
             with contextlib.suppress(FileExistsError):
-                descriptor = os.open(self._lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                descriptor = os.open(self._record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 break
             self._require_free()
-            self._lock.unlink(missing_ok=True)
+            self._record.unlink(missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(Occupant.here()))
+            file.write(msgspec.json.encode(self._occupant()))
         # Another process may have deleted our file, as it found the same abandoned one: the last one wins.
         time.sleep(0.1)
         self._require_free()
-        self._here.add(self.folder)
+        self._here[self.folder] = self._lock
+
+    def _occupant(self) -> Occupant:
+        """Return this process, and the lock that it holds."""
+        boot = _boot()
+        if not boot or not self._lock.is_locked:
+            return Occupant.here()
+        file = Path(self._lock.lock_file).stat()
+        return Occupant.here(f"{boot} {file.st_dev} {file.st_ino}")
 
     def _require_free(self) -> None:
         try:
-            other = msgspec.json.decode(self._lock.read_bytes(), type=Occupant)
+            other = msgspec.json.decode(self._record.read_bytes(), type=Occupant)
         except (FileNotFoundError, msgspec.MsgspecError):
             # a garbled file is of a process that was killed while it wrote
             return
-        here = Occupant.here()
+        here = self._occupant()
         if not other.holds_against(here):
             return
         age_s = max(0.0, here.at - other.at)
         raise StateError(
             f"{self.folder} is in use by process {other.pid} on {other.host}, whose last heartbeat is {age_s:.0f} s "
             "old: leave the swarm there, or shut that kernel down. If it has ended already, try again in "
-            f"{STALE_S / 60:.0f} minutes, or delete {self._lock.name} there"
+            f"{STALE_S / 60:.0f} minutes, or delete {self._record.name} there"
         )
 
     def checkpoints(self, name: str) -> Path:
@@ -226,7 +270,7 @@ class PeerStore:
         if not self.key_file.exists():
             raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
         self._require_free()
-        write_file(self._lock, [msgspec.json.encode(Occupant.here())], sync=True, private=True)
+        write_file(self._record, [msgspec.json.encode(self._occupant())], sync=True, private=True)
         if data != self._written:
             write_file(self.folder / "peer.json", [data], sync=True, private=True)
             self._written = data
@@ -236,10 +280,11 @@ class PeerStore:
             if self._closed:
                 return
             self._closed = True
-            self._here.discard(self.folder)
+            self._here.pop(self.folder, None)
             with contextlib.suppress(OSError, StateError):
                 self._require_free()
-                self._lock.unlink(missing_ok=True)
+                self._record.unlink(missing_ok=True)
+            self._lock.release()
 
     def __repr__(self) -> str:
         return f"PeerStore({str(self.folder)!r})"

@@ -1,5 +1,6 @@
 """A peer's folder: whole or refused with a reason, for one process at a time, and silent about its secrets."""
 
+import errno
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from filelock import FileLock, Timeout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +60,7 @@ def test_only_the_owner_can_read_it_and_no_repr_shows_it(tmp_path: Path) -> None
     assert repr(read_saved(tmp_path)) == "SavedPeer(alice of my-run)"
     assert repr(store).startswith("PeerStore('/")
     files = [path for path in tmp_path.iterdir() if path.is_file()]
-    assert len(files) == 3 and not any(path.stat().st_mode & 0o077 for path in files)
+    assert len(files) == 4 and not any(path.stat().st_mode & 0o077 for path in files)
 
 
 def test_limits_of_an_earlier_version_are_left_out() -> None:
@@ -226,3 +228,86 @@ def test_a_killed_process_that_its_parent_has_not_noticed_holds_no_folder(tmp_pa
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
         assert Path(f"/proc/{process.pid}/stat").exists()
         assert not occupant.holds_against(module.Occupant.here())
+
+
+CONTAINER = """
+import pathlib, sys
+from colab_swarm.errors import StateError
+from colab_swarm.swarm.saved import PeerStore
+try:
+    store = PeerStore(pathlib.Path(sys.argv[1]))
+except StateError as error:
+    print("refused:", error, flush=True)
+else:
+    print("has it", flush=True)
+    sys.stdin.read()
+"""
+ISOLATED = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def in_container(folder: Path) -> subprocess.Popen[str]:
+    """A process that sees no others, on a machine with the same name and folder."""
+    command = [*ISOLATED, sys.executable, "-c", CONTAINER, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def told(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def isolates() -> bool:
+    try:
+        return subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not isolates(), reason="this machine makes no namespaces")
+def test_of_two_containers_with_one_name_one_gets_the_folder_and_a_killed_one_frees_it(
+    tmp_path: Path,
+) -> None:
+    with in_container(tmp_path / "peer") as first:
+        assert told(first) == "has it\n"
+        with in_container(tmp_path / "peer") as second:
+            assert "refused" in told(second)
+            second.kill()
+        with pytest.raises(StateError, match="is in use by process"):
+            PeerStore(tmp_path / "peer")
+        first.kill()
+    with in_container(tmp_path / "peer") as third:
+        assert told(third) == "has it\n"
+        third.kill()
+
+
+@pytest.mark.parametrize(
+    "failure", [Timeout("in-use.lock"), NotImplementedError(), OSError(errno.ENOLCK, "no locks")]
+)
+def test_where_the_drive_has_no_locks_heartbeats_decide_between_containers(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    other = Occupant(
+        socket.gethostname(), 1, "12", time.time() - STALE_S / 2, "another boot, another namespace", "lock"
+    )
+    occupy(tmp_path, other)
+    with pytest.raises(StateError, match="is in use by process 1"):
+        PeerStore(tmp_path)
+    occupy(tmp_path, replace_time(other, time.time() - 2 * STALE_S))
+    PeerStore(tmp_path)
+
+
+def replace_time(occupant: Occupant, at: float) -> Occupant:
+    return msgspec.structs.replace(occupant, at=at)
+
+
+def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    former = os.umask(0)
+    try:
+        stored_in(tmp_path / "peer").close()
+    finally:
+        os.umask(former)
+    assert not (tmp_path / "peer").stat().st_mode & 0o077
