@@ -255,7 +255,8 @@ class SampleCountError(SwarmError, ValueError):
     """``optimizer.step()`` does not know how many samples the gradient is of.
 
     Cause: step() got no samples=, or no number above 0, and swarm.optimizer(…) got no batch_size=. A loop over
-    swarm.batches(…) needs neither, unless the parts of a batch disagree on its first dimension.
+    swarm.batches(…) needs neither, unless the parts of a batch disagree on its first dimension, or say something else
+    than the loader drew.
 
     Fix: call optimizer.step(samples=len(batch)). Or say it once: swarm.optimizer(adam, target_batch_size=4096,
     batch_size=16), then optimizer.step().

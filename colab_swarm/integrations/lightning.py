@@ -8,25 +8,47 @@ class Model(LightningModule):
 Trainer(max_epochs=-1, callbacks=[SwarmSteps(500)]).fit(Model(), loader)
 """
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from colab_swarm.errors import require
-from colab_swarm.tensors.samples import samples_of
+from colab_swarm.swarm.order import give_order, seed_of
+from colab_swarm.tensors.samples import SampleCounter
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.schedule import HOW_TO_SCHEDULE, GlobalScheduler
 
+logger = logging.getLogger(__name__)
+
 
 class SwarmSteps(Callback):
-    """Ends the training after ``max_steps`` of the swarm or with the session, counts samples, logs metrics."""
+    """Ends the training after ``max_steps`` of the swarm or with the session, counts samples, logs metrics.
+
+    Each peer reads its data in an order of its own: torch's random numbers of the training are the peer's, whatever
+    ``seed_everything`` has set for all.
+    """
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
-        # of accumulated batches; None: their parts do not say, and a bare step asks for samples=
-        self._samples: float | None = 0.0
-        self._loss: float | Tensor = 0.0  # of accumulated batches, each by its part
+        self._counter = SampleCounter()
+        self._present: float | None = None  # samples of the present batch; None: its parts do not say
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a step's sums."""
+        self._sizes: list[float | None] = []  # of each batch that gave a loss since the last step
+        self._loss: float | Tensor = 0.0  # of these batches, each times its samples
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizers = _of_swarm(trainer)
+        if optimizers:
+            # Before the loaders' first samples are drawn, which may be in processes of their own.
+            torch.manual_seed(seed_of(optimizers[0].peer, "lightning", optimizers[0].global_step))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require(
@@ -47,37 +69,73 @@ class SwarmSteps(Callback):
             _of_swarm(trainer),
             "configure_optimizers() returned no optimizer of a swarm: return what swarm.optimizer(…) returns",
         )
-        for optimizer in _of_swarm(trainer):
+        optimizers = _of_swarm(trainer)
+        for optimizer in optimizers:
             optimizer.raises_at_end = False
+        self._counter = SampleCounter(trainer.train_dataloader, optimizers[0].settings.batch_size)
+        self._begin()
+        for number, loader in enumerate(_loaders_of(trainer.train_dataloader)):
+            warning = give_order(
+                loader, seed_of(optimizers[0].peer, "lightning", number, optimizers[0].global_step)
+            )
+            if warning:
+                optimizers[0].warn(warning)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        optimizers = _of_swarm(trainer)
-        samples: float | None = samples_of(batch, trainer.train_dataloader, batch_idx)
-        if samples is None:
-            samples = optimizers[0].settings.batch_size
-        if samples is None or self._samples is None:
-            self._samples = None
-        else:
-            self._samples += samples
-        for optimizer in optimizers:
-            optimizer.next_batch(samples=self._samples)
+        self._present = self._counter.count(batch, batch_idx)
+        if not pl_module.automatic_optimization:
+            for optimizer in _of_swarm(trainer):
+                optimizer.add_batch(self._present)
+
+    @property
+    def _samples(self) -> float | None:
+        """Samples since the last step; None if some batch does not say, so that a bare step asks for them."""
+        known = [size for size in self._sizes if size is not None]
+        return sum(known) if len(known) == len(self._sizes) else None
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not pl_module.automatic_optimization:
             return
-        # Lightning has divided the loss by the number of accumulated batches.
-        self._loss = self._loss + loss.detach()
+        self._sizes.append(self._present)
+        samples = self._samples
+        share = 1.0
+        if self._present and self._sizes[0]:
+            # Each batch counts by its samples; Lightning takes the mean of the batches' losses.
+            share = self._present / self._sizes[0]
+        if share != 1.0:
+            loss.register_hook(lambda gradient: gradient * share)  # type: ignore[no-untyped-call]
+        self._loss = self._loss + loss.detach() * share
         for optimizer in _of_swarm(trainer):
-            optimizer.next_batch(samples=self._samples, loss=self._loss)
+            optimizer.next_batch(samples=samples, loss=self._loss * self._correction(trainer))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        correction = self._correction(trainer)
+        if not pl_module.automatic_optimization or correction == 1.0:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(correction)
+
+    def _correction(self, trainer: Trainer) -> float:
+        """Return what makes the sum of the step's losses their mean by samples.
+
+        Lightning has divided each loss by the number of batches of a full step, also where an epoch ends before.
+        """
+        samples = self._samples
+        if not samples or not self._sizes[0]:
+            return 1.0
+        return trainer.accumulate_grad_batches * self._sizes[0] / samples
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
-            self._samples = 0.0
-            self._loss = 0.0
+            self._begin()
         for optimizer in _of_swarm(trainer):
             pl_module.log_dict(optimizer.metrics(), prog_bar=True)
             trainer.should_stop |= optimizer.over or optimizer.global_step >= self._max_steps
@@ -85,3 +143,14 @@ class SwarmSteps(Callback):
 
 def _of_swarm(trainer: Trainer) -> list[SwarmOptimizer]:
     return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, SwarmOptimizer)]
+
+
+def _loaders_of(loaders: Any) -> list[Any]:
+    """Return the loaders of a Trainer: one, or several in a collection."""
+    if isinstance(loaders, CombinedLoader):
+        return [*loaders.flattened]
+    if isinstance(loaders, Mapping):
+        loaders = [*loaders.values()]
+    if isinstance(loaders, list | tuple):
+        return [loader for part in loaders for loader in _loaders_of(part)]
+    return [loaders]

@@ -21,8 +21,9 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from transformers.trainer_callback import DefaultFlowCallback
 
 from colab_swarm.errors import SampleCountError, require
+from colab_swarm.swarm.order import give_order
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.samples import samples_by_parts
+from colab_swarm.tensors.samples import RowCounter
 from colab_swarm.training.gradients import MeanLoss
 from colab_swarm.training.optimizer import SwarmOptimizer
 
@@ -86,7 +87,7 @@ def attach(
     trainer.args = copy.copy(args)  # those of another Trainer stay
     trainer.args.max_steps = ENDLESS
     trainer.args.max_grad_norm = 0.0
-    _shuffle(trainer, seed=int.from_bytes(swarm.id[:4]))
+    _shuffle(trainer, optimizer, seed=int.from_bytes(swarm.id[:4]))
     trainer.remove_callback(DefaultFlowCallback)
     trainer.callback_handler.callbacks.insert(0, SwarmFlow(trainer, optimizer, max_steps))
     return optimizer
@@ -103,7 +104,8 @@ def _check_types(trainer: Any, swarm: Any, max_steps: Any) -> None:
     require(isinstance(max_steps, int) and max_steps > 0, text, TypeError)
 
 
-def _shuffle(trainer: Any, *, seed: int) -> None:
+def _shuffle(trainer: Any, optimizer: SwarmOptimizer, *, seed: int) -> None:
+    """Give the trainer's data an order of this peer's own."""
     trainer.args.seed = trainer.args.data_seed = seed
     trainer.accelerator.dataloader_config.data_seed = seed
     data = trainer.train_dataset
@@ -114,6 +116,18 @@ def _shuffle(trainer: Any, *, seed: int) -> None:
             logger.warning(
                 "this peer cannot shuffle an IterableDataset: let it yield other samples at each peer"
             )
+        return
+    get_loader = trainer.get_train_dataloader
+
+    def get_train_dataloader(*arguments: Any, **named: Any) -> Any:
+        loader = get_loader(*arguments, **named)
+        # Some samplers take no seed of the arguments, but torch's global one, which each Trainer sets alike.
+        warning = give_order(loader, seed)
+        if warning:
+            optimizer.warn(warning)
+        return loader
+
+    trainer.get_train_dataloader = get_train_dataloader
 
 
 class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
@@ -130,12 +144,21 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         # since the last log, and in all
         self._logged = MeanLoss()
         self._total = MeanLoss()
+        args = trainer.args
+        data = trainer.train_dataset
+        most = len(data) if hasattr(data, "__len__") else None
+        self._rows = RowCounter(args.train_batch_size, optimizer.settings.batch_size, most=most)
+        self._computing = False
+        self._examples: float | None = None  # of the present micro-batch
+        self._targets: float | None = None  # of the present step, if they weigh
         self._batches = trainer.get_batch_samples
         self._compute = trainer.training_step
+        self._compute_loss = trainer.compute_loss
         self._log = trainer.log
         self._train = trainer.train
         trainer.get_batch_samples = self.get_batch_samples
         trainer.training_step = self.training_step
+        trainer.compute_loss = self.compute_loss
         trainer.log = self.log
         trainer.train = self.train
         trainer.create_scheduler = self.create_scheduler
@@ -147,31 +170,51 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         return self.optimizer.scheduler
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[Sequence[Any], Any]:
-        """Return the micro-batches of this peer's next step, counted."""
+        """Return the micro-batches of this peer's next step."""
         batches, items = self._batches(*arguments, **named)
-        full = self._trainer.args.train_batch_size
-        batch_size = self.optimizer.settings.batch_size
-        samples = sum(_samples_in(batch, full, batch_size) for batch in batches)
-        self._samples = self._weight = float(samples)
+        self._samples = self._weight = 0.0
+        self._targets = None
         self._loss = torch.tensor(0.0)
         if items is not None and self._by_targets:
             args = self._trainer.args
-            self._weight = float(torch.as_tensor(items).flatten()[0])
+            self._targets = float(torch.as_tensor(items).flatten()[0])
             if args.n_gpu > 1 and not args.average_tokens_across_devices:
-                self._weight *= args.n_gpu  # the Trainer has divided it
+                self._targets *= args.n_gpu  # the Trainer has divided it
         return batches, items
 
     @property
     def _by_targets(self) -> bool:
         return self.optimizer.settings.weight_unit != "samples"
 
-    def training_step(self, *arguments: Any, **named: Any) -> Any:
-        """Compute one micro-batch; its loss is a part of the step's."""
-        loss = self._compute(*arguments, **named)
+    def training_step(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        """Compute one micro-batch, and count it; its loss is a part of the step's."""
+        self._computing = True
+        self._examples = None
+        try:
+            loss = self._compute(model, inputs, *arguments, **named)
+        finally:
+            self._computing = False
+        if self._examples is None:
+            self._examples = self._count(inputs)
+        self._samples += self._examples
+        self._weight = self._samples if self._targets is None else self._targets
         self._loss = self._loss.to(loss.device) + loss.detach()
         weight = self._weight if self._by_targets else None
         self.optimizer.next_batch(samples=self._samples, weight=weight, loss=self._loss)
         return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        """Compute a loss, and count what the model gets, such as the completions of a part of what was drawn."""
+        if self._computing and self._examples is None:
+            self._examples = self._count(inputs)
+        return self._compute_loss(model, inputs, *arguments, **named)
+
+    def _count(self, inputs: Any) -> float:
+        examples = self._rows.count(inputs)
+        if examples is None:
+            text = "the parts of a batch do not say how many samples it has: pass batch_size=… to attach(…)"
+            raise SampleCountError(text)
+        return examples
 
     def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:
         """Log the mean loss of this peer's samples, and the swarm's metrics."""
@@ -217,14 +260,3 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         state.global_step = self._step
         control.should_training_stop |= self._step >= self.max_steps or self.optimizer.over
         return control
-
-
-def _samples_in(batch: Any, full: int, batch_size: float | None) -> float:
-    """Return the samples of a micro-batch, of which a full one has ``full``."""
-    samples = samples_by_parts(batch, full)
-    if samples is not None:
-        return samples
-    if batch_size is None:
-        text = "the parts of a batch do not say how many samples it has: pass batch_size=… to attach(…)"
-        raise SampleCountError(text)
-    return batch_size

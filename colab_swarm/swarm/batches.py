@@ -1,6 +1,5 @@
 """A peer's data in a plain training loop: on its device, in its own order, until the swarm's last step."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +7,8 @@ import torch
 
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
-from colab_swarm.tensors.samples import samples_of
+from colab_swarm.swarm.order import give_order, seed_of
+from colab_swarm.tensors.samples import SampleCounter
 
 if TYPE_CHECKING:
     from colab_swarm.notebook.panel import Panel
@@ -16,17 +16,9 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.script import ScriptLines
     from colab_swarm.training.optimizer import SwarmOptimizer
 
-_SAME_ORDER = (
-    "all peers read this loader in one order: use DataLoader(…, shuffle=True), or other data at each peer"
-)
-_SAME_STREAM = (
-    "this stream gives all peers the same rows in one order, as far as is known: shuffle it, as in "
-    "stream.shuffle(buffer_size=1000) of datasets, or give each peer other rows"
-)
-
 
 class BatchReader:
-    """Reads a loader again and again for one trainer, from its position, which the optimizer keeps.
+    """Reads a loader again and again for one trainer, from its own position, which the optimizer keeps.
 
     ``peer`` seeds the order of each pass. ``warn`` takes a sentence for the user.
     """
@@ -43,6 +35,8 @@ class BatchReader:
         self._optimizer = optimizer
         self._peer = peer
         self._warn = warn
+        self._checkpoint = optimizer.checkpoint
+        self._checkpoint.number_of(loader)
         self._device = optimizer.param_groups[0]["params"][0].device
 
     def read(
@@ -65,49 +59,45 @@ class BatchReader:
             panel.refresh()
 
     def _passes(self) -> Iterator[Any]:
-        optimizer = self._optimizer
-        checkpoint = optimizer.checkpoint
+        counter = SampleCounter(self._loader, self._optimizer.settings.batch_size)
         while True:
-            number, done = checkpoint.position
+            number, done = self._position
             self._shuffle(number)
             for index, batch in enumerate(self._loader):
                 # an earlier session of this peer has read the first ones
                 if index < done:
                     continue
-                checkpoint.position = number, index + 1
-                size: float | None = samples_of(batch, self._loader, index)
+                self._position = number, index + 1
+                size = counter.count(batch, index)
                 if size == 0:
                     continue
-                if size is None:
-                    # Without batch_size= either, a bare step() asks for samples=.
-                    size = optimizer.settings.batch_size
-                optimizer.next_batch(samples=size)
+                # Without a size, a bare step() asks for samples=.
+                self._optimizer.add_batch(size, loader=self._checkpoint.number_of(self._loader))
                 yield _moved(batch, self._device)
             require(
-                checkpoint.position != (number, 0),
+                self._position != (number, 0),
                 "the loader gave no batch: pass a DataLoader or a list, which can be read again and again",
             )
-            checkpoint.position = number + 1, 0
+            self._position = number + 1, 0
+
+    @property
+    def _position(self) -> tuple[int, int]:
+        """Passes over this loader, and batches of the present one."""
+        return self._checkpoint.positions[self._checkpoint.number_of(self._loader)]
+
+    @_position.setter
+    def _position(self, position: tuple[int, int]) -> None:
+        self._checkpoint.positions[self._checkpoint.number_of(self._loader)] = position
 
     def _shuffle(self, number: int) -> None:
         """Give the loader's pass of this ``number`` an order of this peer's own; warn at the first if it has none."""
-        seed = random.Random(f"{self._peer.hex()} {number}").getrandbits(60)
-        source: Any = getattr(self._loader, "dataset", self._loader)
-        sampler = getattr(self._loader, "sampler", None)
-        sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", sampler)
-        warning = _SAME_STREAM
-        has_generator = False
-        if sampler is not None and not isinstance(source, torch.utils.data.IterableDataset):
-            source = sampler
-            warning = _SAME_ORDER
-            has_generator = hasattr(sampler, "generator")
-        if has_generator:
-            source.generator = torch.Generator().manual_seed(seed)
-        # A DistributedSampler, or a stream after split_dataset_by_node: parts of one order, which must stay one.
-        is_part = getattr(source, "num_replicas", 1) > 1 or getattr(source, "_distributed", None) is not None
-        if hasattr(source, "set_epoch"):
-            source.set_epoch(number if is_part else seed % (1 << 31))
-        if number == 0 and not (has_generator or is_part or _reorders(source)):
+        purpose: list[object] = [number]
+        loader = self._checkpoint.number_of(self._loader)
+        # Loaders that are read side by side have orders of their own, too.
+        if loader:
+            purpose.append(loader)
+        warning = give_order(self._loader, seed_of(self._peer, *purpose), number)
+        if warning and number == 0:
             self._warn(warning)
 
 
@@ -124,23 +114,3 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "_fields"):
         return type(batch)(*parts)
     return type(batch)(parts)
-
-
-def _reorders(stream: Any) -> bool:
-    """Return True if ``set_epoch`` changes the order of a stream or sampler, as far as is known."""
-    if not hasattr(stream, "set_epoch"):
-        return False
-    if not hasattr(stream, "_ex_iterable"):
-        # Samplers have the word, streams the method.
-        return bool(getattr(stream, "shuffle", True))
-    # A stream of the library datasets is a chain; shuffle(), skip() and take() add parts to it.
-    names = ""
-    parts = [stream._ex_iterable]
-    while parts:
-        part = parts.pop()
-        names += type(part).__name__
-        parts += getattr(part, "ex_iterables", [])
-        parts += filter(None, [getattr(part, "ex_iterable", None)])
-    # Since its version 5 an epoch shuffles the shards of any stream, unless some of its rows are cut off.
-    shuffles_shards = stream.num_shards > 1 and not hasattr(stream, "_shuffling")
-    return "Shuffle" in names or (shuffles_shards and "Skip" not in names and "Take" not in names)

@@ -275,9 +275,11 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
 
         Each peer reads a shuffled `DataLoader` in an order of its own, and continues at its position after a
-        restart. ``optimizer.step()`` knows the samples of a batch; where its parts disagree, pass ``samples=``. The
-        panel stays live; without a front-end a line is printed for each event, and each ``log_every`` steps. The
-        session's end hands samples over.
+        restart. Several loaders have a position each, by their order of first use.
+
+        ``optimizer.step()`` counts the samples of the batches since the last step; where the parts of one disagree,
+        pass ``samples=``. The panel stays live; without a front-end a line is printed for each event, and each
+        ``log_every`` steps. The session's end hands samples over.
 
         Raises ValueError if the loader gives no batch.
         """

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 # A list of more tensors of one kind may be one tensor a sample; so may few, if they look like images.
 _MOST_COLUMNS = 4
@@ -19,20 +19,152 @@ _CHANNELS = (1, 3, 4)
 def samples_of(batch: Any, loader: Any = None, index: int = 0) -> int | None:
     """Return the samples of a batch; None where its parts say nothing, or not all the same.
 
-    A `DataLoader` with a sampler knows what it drew for its batch number ``index``, however that was collated.
+    A `DataLoader` with a sampler knows what it drew for its batch number ``index``, however that was collated. But a
+    collate function may drop samples: then the rows that are left count.
     """
-    most = None
-    if isinstance(loader, DataLoader):
-        most = loader.batch_size
+    most = _full_size(loader)
     samples = samples_by_parts(batch, most)
+    if most is None and texts_in_one_row(batch) > 1:
+        return None
     if most is None or samples == 0:
         return samples
-    # The sampler of a stream has no length.
-    if hasattr(loader.sampler, "__len__") and index * most < len(loader.sampler):
-        return min(most, len(loader.sampler) - index * most)
+    drawn = _drawn(loader, index)
+    if drawn is not None:
+        return _left_of(drawn, batch)
     if samples is not None and samples > most:
         return None
     return samples
+
+
+def _full_size(loader: Any) -> int | None:
+    """Return how many samples a full batch of a loader has; None if it does not say."""
+    if not isinstance(loader, DataLoader):
+        return None
+    # accelerate's loaders, and some users', have a batch sampler in place of a size.
+    if type(loader.batch_sampler) is BatchSampler:
+        return loader.batch_sampler.batch_size
+    return loader.batch_size
+
+
+def _drawn(loader: Any, index: int) -> int | None:
+    """Return what a loader with a sampler drew for its batch number ``index``; None if it does not say."""
+    full = _full_size(loader)
+    if full is None:
+        return None
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    before = index * full
+    # The sampler of a stream has no length.
+    if hasattr(sampler, "__len__") and before < len(sampler):
+        return min(full, len(sampler) - before)
+    return None
+
+
+def _left_of(drawn: int, batch: Any) -> int | None:
+    """Return what is left of the ``drawn`` samples in a batch; None if that is unclear."""
+    counts = _counts(batch)
+    if drawn in counts or not counts or min(counts) > drawn or texts_in_one_row(batch) > 1:
+        return drawn
+    shapes = [tensor.shape for tensor in _tensors(batch)]
+    # Samples may lie in the second dimension, as where time comes first.
+    if all(len(shape) > 1 and shape[1] == drawn for shape in shapes):
+        return drawn if len(counts) > 1 else None
+    # One row of numbers may be one text, or all of them without padding.
+    if len(counts) > 1 or _is_one_text(batch):
+        return None
+    return next(iter(counts))
+
+
+def texts_in_one_row(batch: Any) -> int:
+    """Return how many texts lie in a batch's only row, as far as their positions say; else 0."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or len(positions) != 1:
+        return 0
+    return int((positions == 0).sum())
+
+
+def _is_one_text(batch: Any) -> bool:
+    """Return True if each tensor of a batch is one row of as many whole numbers, as the words of a text are."""
+    tensors = _tensors(batch)
+    if any(tensor.is_floating_point() or tensor.ndim != 2 for tensor in tensors):
+        return False
+    return {tensor.shape[0] for tensor in tensors} == {1} and len({tensor.shape for tensor in tensors}) == 1
+
+
+def _tensors(part: Any) -> list[torch.Tensor]:
+    """Return all tensors of a batch that have a dimension."""
+    if isinstance(part, torch.Tensor):
+        return [part] if part.ndim else []
+    if isinstance(part, Mapping):
+        part = [*part.values()]
+    if not isinstance(part, list | tuple):
+        return []
+    return [tensor for inner in part for tensor in _tensors(inner)]
+
+
+class SampleCounter:
+    """Counts the batches of one loader; ``batch_size``, where the user gave it, is what a full one counts.
+
+    Args:
+        loader: what gives the batches, if that is known.
+        batch_size: samples of a batch, as the user says. Once a batch has as many rows, rows are samples: then a
+            smaller batch counts its rows.
+    """
+
+    def __init__(self, loader: Any = None, batch_size: float | None = None) -> None:
+        self._loader = loader
+        self._batch_size = batch_size
+        self._rows_are_samples = False
+
+    def count(self, batch: Any, index: int) -> float | None:
+        """Return the samples of the loader's batch number ``index``; None where nothing says."""
+        rows = samples_of(batch, self._loader, index)
+        full = self._batch_size
+        if full is None or rows == 0:
+            return rows
+        self._rows_are_samples |= rows == full
+        if self._rows_are_samples and rows is not None and rows < full:
+            return rows
+        drawn = _drawn(self._loader, index)
+        drawn_full = _full_size(self._loader)
+        if drawn is None or drawn_full is None:
+            return full
+        return full * drawn / drawn_full
+
+
+class RowCounter:
+    """Counts micro-batches in examples, where a full one has ``full`` of them, whatever rows they are.
+
+    Args:
+        full: examples of a full micro-batch.
+        batch_size: the same, as the user says: it decides where rows say nothing, or something else.
+        most: examples of the whole data set, if that is known.
+    """
+
+    def __init__(self, full: int, batch_size: float | None = None, *, most: int | None = None) -> None:
+        self._full = full
+        self._most = full if most is None else min(full, most)
+        self._counter = SampleCounter(batch_size=batch_size)
+        self._batch_size = batch_size
+        self._rows_per_example = 1
+        self._one_row = True  # so far
+
+    def count(self, batch: Any) -> float | None:
+        """Return the examples of a micro-batch; None where nothing says."""
+        if self._batch_size is not None:
+            return self._counter.count(batch, 0)
+        rows = samples_by_parts(batch, self._full)
+        texts = texts_in_one_row(batch)
+        if rows is not None and rows > 1:
+            self._one_row = False
+        if self._one_row and self._full > 1 and (texts or _is_one_text(batch)):
+            # Packed rows have more texts than the loader drew rows.
+            return min(texts or self._most, self._most)
+        if not rows:
+            return rows
+        # Such as the chosen and the rejected text of each pair.
+        if rows > self._full and rows % self._full == 0:
+            self._rows_per_example = rows // self._full
+        return rows / self._rows_per_example
 
 
 def samples_by_parts(batch: Any, full: int | None) -> int | None:

@@ -109,8 +109,9 @@ tested with gloo on CPUs, not yet with NCCL.
 ## Checkpoints
 
 `optimizer.save` writes one safetensors file, which `colab_swarm.training.state.load_checkpoint` reads: what late
-joiners get, this peer's `feedback` and `position` in its data, and `together`. That is the last step at which this
-peer's state was bit-equal with the swarm's, as far as it knows.
+joiners get, this peer's `feedback` and `positions` in its data, and `together`. There is a position for each loader, in
+the order in which `swarm.batches` first got them. `together` is the last step at which this peer's state was bit-equal
+with the swarm's, as far as it knows.
 
 ## The paper and the modules
 

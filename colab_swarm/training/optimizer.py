@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import UnnamedValueError, require
+from colab_swarm.events import Notice
+from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.collaboration import Collaboration, Due
+from colab_swarm.training.drawn import NextStep
 from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.link_rounds import LinkRounds
@@ -40,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PASS_LOSS = "the scheduler goes by the swarm's loss: pass loss=…, as in optimizer.step(samples=…, loss=loss)"
 
+T = TypeVar("T")
 RoundsFor = Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedModel], Rounds]
 
 
@@ -55,8 +59,6 @@ class SwarmOptimizer(WrappedOptimizer):
 
     made_by = "swarm.optimizer(…)"
     grad_scale: torch.Tensor | None  # set by a GradScaler
-    # Samples, weight and loss that the next bare step() counts.
-    _next: tuple[float | None, float | None, float | torch.Tensor | None]
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class SwarmOptimizer(WrappedOptimizer):
         )
         self._agreement = agreement_of(self._replica, settings)
         _warn_of_frozen(rule)
-        self._next = settings.batch_size, None, None
+        self._next = NextStep(lambda: self._replica.model, settings.batch_size)
         self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
         self.raises_at_end = True  # after the session's end; else `step` does nothing
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
@@ -171,6 +173,16 @@ class SwarmOptimizer(WrappedOptimizer):
         """This peer's mean loss over its samples of the last step; None if no loss was passed."""
         return self.collaboration.progress.known.own.loss
 
+    @property
+    def peer(self) -> PeerId:
+        """The id of the peer that trains with this optimizer."""
+        return self.collaboration.progress.known.me
+
+    def warn(self, sentence: str) -> None:
+        """Tell the user of something about the training, and record it."""
+        logger.warning("%s", sentence)
+        self._services.events.emit(Notice(self._runtime.time(), sentence, logged=True))
+
     def metrics(self) -> dict[str, float]:
         """Return the swarm's step, the peers that train, and their samples per second."""
         there = self.collaboration.progress.known.there.values()
@@ -203,12 +215,13 @@ class SwarmOptimizer(WrappedOptimizer):
     ) -> RoundResult | None:
         """Count the last ``backward()``'s gradient and step with the swarm if its batch is full.
 
-        Call it after each micro-batch; gradients are zeroed. With float16: ``scaler.step(optimizer)``. A peer that
-        fell behind tries again at the next call if no peer gave it the state.
+        Call it after each micro-batch, or after several whose gradients add up; gradients are zeroed. With float16:
+        ``scaler.step(optimizer)``. A peer that fell behind tries again at the next call if no peer gave it the state.
 
         Args:
             closure: computes the gradient, and returns the loss.
-            samples: > 0, towards the batch; by default the setting ``batch_size``.
+            samples: > 0, towards the batch; by default those of the batches that `Swarm.batches` gave since the last
+                step, else the setting ``batch_size``.
             weight: >= 0, of this gradient in the mean; by default ``samples``. For a causal language model the
                 number of target tokens, with ``weight_unit="target tokens"``: then ragged lengths give exactly
                 the gradient of one process with the joined batch.
@@ -223,14 +236,13 @@ class SwarmOptimizer(WrappedOptimizer):
             NoGradientError, SampleCountError, WeightError, UnnamedValueError: the call is wrong.
             MismatchError: most other peers train with other settings.
         """
+        computed = None
         if closure is not None:
             computed = loss_of(closure)
-            if self._next[-1] is None:
-                loss = computed
-        next_samples, next_weight, next_loss = self._next
-        self._next = (self.settings.batch_size, None, None)
+        next_samples, next_weight, next_loss = self._next.take()
         samples, weight = self.settings.counted(_first(samples, next_samples), _first(weight, next_weight))
-        loss = next_loss if loss is None else loss
+        if loss is None:
+            loss = computed if next_loss is None else next_loss
         require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
         if self.closed.is_set() and not self.raises_at_end:
             return None
@@ -275,7 +287,23 @@ class SwarmOptimizer(WrappedOptimizer):
         loss: float | torch.Tensor | None = None,
     ) -> None:
         """Say what the next bare ``step()`` counts, for a framework that calls it itself."""
-        self._next = samples, weight, loss
+        self._next.say(samples, weight, loss)
+
+    def add_batch(self, samples: float | None, *, loader: int = 0) -> None:
+        """Count a batch that is about to be computed, for a loop whose steps accumulate several.
+
+        The next bare ``step()`` counts the batches since the last one. One of which no gradient came does not count.
+
+        Args:
+            samples: of the batch; None if nothing says how many, so the step asks for ``samples=``.
+            loader: number of the loader that gave it.
+        """
+        self._next.draw(samples, loader)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the last ``backward()``; accumulated ones stay."""
+        self._next.on_cleared()
+        super().zero_grad(set_to_none)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, and contribute the accumulated samples.
@@ -420,7 +448,7 @@ def loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tensor
         return closure()
 
 
-def _first(passed: float | None, default: float | None) -> float | None:
+def _first(passed: T | None, default: T | None) -> T | None:
     if passed is None:
         return default
     return passed

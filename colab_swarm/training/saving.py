@@ -24,14 +24,16 @@ _MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
 
 class TrainerCheckpoint:
-    """A trainer's progress: the replica's state, the error feedback, and the position in the data.
+    """A trainer's progress: the replica's state, the error feedback, and the positions in the data.
 
     Attributes:
-        position: passes that this peer has read, and batches of the present one.
+        positions: of each loader, in the order in which they were first given to `Swarm.batches`: passes that this
+            peer has read, and batches of the present one.
     """
 
     def __init__(self, replica: Replica, gathered: Gradients) -> None:
-        self.position = 0, 0
+        self.positions: list[tuple[int, int]] = []
+        self._loaders: list[Any] = []  # the objects themselves: an address may be another one's later
         self._replica = replica
         self._gathered = gathered
 
@@ -39,9 +41,19 @@ class TrainerCheckpoint:
     def step(self) -> int:
         return self._replica.step
 
+    def number_of(self, loader: Any) -> int:
+        """Return the place in `positions` of a loader's own position; one that is new takes the next."""
+        for number, known in enumerate(self._loaders):
+            if known is loader:
+                return number
+        self._loaders.append(loader)
+        if len(self._loaders) > len(self.positions):
+            self.positions.append((0, 0))
+        return len(self._loaders) - 1
+
     def state(self) -> dict[str, Any]:
         """Return it as a file has it; its tensors share memory with the live ones."""
-        more = {"position": self.position, "together": self._replica.together}
+        more = {"positions": [*self.positions], "together": self._replica.together}
         return {**self._replica.state(), **self._gathered.state(), **more}
 
     def take_up(self, state: Any) -> None:
@@ -52,7 +64,9 @@ class TrainerCheckpoint:
         self._replica.together = state.get("together", self._replica.step)
         self._gathered.feedback = feedback
         self._gathered.forget()
-        self.position = state.get("position", (0, 0))
+        self.positions = [(passes, batches) for passes, batches in state.get("positions", ())]
+        # The loaders of a new session, or after a load, come in the same order.
+        self._loaders = []
 
     def resume(self, folder: CheckpointFolder | None) -> bool:
         """Continue from the folder's latest readable checkpoint; return whether there is one."""

@@ -123,7 +123,9 @@ class TrainingSettings:
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
-        batch_size: samples of this peer's micro-batches, unless ``step(samples=…)`` says otherwise.
+        batch_size: samples of this peer's micro-batches, unless ``step(samples=…)`` says otherwise: of each batch that
+            `Swarm.batches` or a framework gives, else of each ``step()``. A batch with fewer rows counts its rows, once
+            one had as many.
         weight_unit: what ``step(weight=…)`` counts, such as "target tokens", where the mean is not by samples.
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
             small tensors float16), onebit, sparseloco (2 bits of the largest 1 in 64), or topk and a share, as in

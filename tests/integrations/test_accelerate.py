@@ -1,12 +1,26 @@
 """accelerate's own wrapper around the swarm's optimizer."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, TensorDataset
 
+import colab_swarm as cs
 from colab_swarm.swarm.swarm import Swarm
 from tests.integrations.peer import loss_of, perceptron, points
 from tests.training.toy import alone
+
+
+@pytest.fixture(autouse=True)
+def new_accelerate() -> None:
+    """All Accelerators of a process share what the first one is told, and the loaders that are being read."""
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_step_that_its_scaler_skips_counts_nothing() -> None:
@@ -46,3 +60,54 @@ def test_accumulated_micro_batches_are_one_step() -> None:
         return optimizer.global_step, optimizer.collaboration.progress.known.own.samples
 
     assert alone(train) == (0, 12.0)
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_prepared_loaders_are_read_by_each_peer_in_an_order_of_its_own(
+    seedable: bool, tmp_path: Path
+) -> None:
+    def train(swarm: Swarm) -> tuple[list[int], list[int]]:
+        torch.manual_seed(42)
+        options = DataLoaderConfiguration(use_seedable_sampler=seedable)
+        accelerator, net = Accelerator(cpu=True, dataloader_config=options), perceptron()
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = swarm.optimizer(inner, target_batch_size=1000, model=net)
+
+        def read(count: int) -> list[int]:
+            rows = DataLoader(TensorDataset(torch.arange(24)), batch_size=6, shuffle=True)
+            batches = swarm.batches(accelerator.prepare(rows), optimizer, max_steps=1)
+            return [row for _ in range(count) for row in next(batches)[0].tolist()]
+
+        before = read(2)
+        optimizer.save(tmp_path / swarm.name)
+        optimizer.load(tmp_path / swarm.name)
+        return before, read(10)
+
+    with cs.simulate(2) as simulation:
+        (alices, alices_rest), (bobs, bobs_rest) = simulation.run(train).values()
+    assert alices != bobs
+    for before, rest in ((alices, alices_rest), (bobs, bobs_rest)):
+        rows = before + rest
+        passes = [rows[at : at + 24] for at in (0, 24, 48)]
+        assert all(sorted(one) == list(range(24)) for one in passes) and passes[0] != passes[1]
+
+
+@pytest.mark.parametrize("accumulated", [2, 3])
+def test_accumulated_batches_of_the_swarm_count_together(accumulated: int) -> None:
+    def train(swarm: Swarm) -> list[float]:
+        accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=accumulated), perceptron()
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = swarm.optimizer(inner, target_batch_size=1000, model=net)
+        model, wrapped = accelerator.prepare(net, optimizer)
+        counted = []
+        for batch, _ in zip(
+            swarm.batches([torch.ones(4, 8)], optimizer, max_steps=1), range(6), strict=False
+        ):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                wrapped.step()
+                wrapped.zero_grad()
+            counted.append(optimizer.collaboration.progress.known.own.samples)
+        return counted
+
+    assert alone(train) == [4.0 * (count // accumulated * accumulated) for count in range(1, 7)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from colab_swarm.events import StepFinished
+import colab_swarm as cs
+from colab_swarm.events import Notice, StepFinished
 from colab_swarm.integrations.lightning import SwarmSteps
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import alone
@@ -173,3 +174,117 @@ def test_the_loss_of_accumulated_batches_is_their_mean(accumulated: int) -> None
     # Three batches of 4 fill a step; of pairs, two.
     expected = {1: (6.0 + 5.0 + 4.0) / 3, 2: (6.0 + 5.0 + 4.0 + 3.0) / 4}
     assert alone(train)[0] == pytest.approx(expected[accumulated])
+
+
+class Regression(Model):
+    """A model of this process, the same at all peers, with the rows that it has seen."""
+
+    def __init__(self, swarm: Swarm, target_batch_size: int, *, automatic: bool = True) -> None:
+        super().__init__(None)
+        torch.manual_seed(0)
+        self.net = nn.Linear(8, 2)
+        inner = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.optimizer = swarm.optimizer(inner, target_batch_size=target_batch_size, model=self)
+        self.automatic_optimization = automatic
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        self.seen.append(batch[0][:, 0].int().tolist())
+        loss = self.net(batch[0]).square().mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss / 2)
+            if batch_idx % 2:
+                self.optimizers().step()
+        return loss
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
+
+
+def fitted(model: Regression, loader: Any, steps: int, **options: Any) -> torch.Tensor:
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(steps)], **{**QUIET, **options}
+    )
+    trainer.fit(model, loader)
+    return model.net.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "accumulated"),
+    [(40, 8, 1), (40, 8, 4), (20, 8, 2), (21, 4, 3)],
+    ids=["no accumulation", "a lone last batch", "a short last batch", "a lone and short last batch"],
+)
+def test_a_step_is_the_mean_over_its_rows_however_they_were_accumulated(
+    rows: int, batch_size: int, accumulated: int
+) -> None:
+    x_BI = rows_of(rows)
+
+    def train(swarm: Swarm) -> tuple[torch.Tensor, float | None]:
+        model = Regression(swarm, rows)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x_BI), batch_size)
+        weight = fitted(model, data, 1, accumulate_grad_batches=accumulated)
+        return weight, swarm.events.recent(StepFinished)[-1].loss
+
+    def alone_with_all(swarm: Swarm) -> torch.Tensor:
+        model = Regression(swarm, rows)
+        model.net(x_BI).square().mean().backward()
+        return (model.net.weight - 0.1 * model.net.weight.grad).detach()  # type: ignore[operator]
+
+    weight, loss = alone(train)
+    torch.testing.assert_close(weight, alone(alone_with_all), rtol=0, atol=1e-5)
+    torch.manual_seed(0)
+    assert loss == pytest.approx(float(nn.Linear(8, 2)(x_BI).square().mean()), rel=1e-5)
+
+
+def test_manual_optimisation_counts_the_batches_since_the_last_step() -> None:
+    def train(swarm: Swarm) -> list[float]:
+        model = Regression(swarm, 16, automatic=False)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows_of(16)), 4)
+        fitted(model, data, 2)
+        return [step.samples for step in swarm.events.recent(StepFinished)]
+
+    assert alone(train) == [16, 16]
+
+
+def loaders(workers: int = 0, **options: Any) -> Any:
+    data = torch.utils.data.TensorDataset(torch.arange(64.0)[:, None].expand(-1, 8))
+    return torch.utils.data.DataLoader(
+        data, batch_size=4, num_workers=workers, **{"shuffle": True, **options}
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        loaders,
+        lambda: loaders(generator=torch.Generator().manual_seed(42)),
+        lambda: loaders(
+            shuffle=False, sampler=torch.utils.data.WeightedRandomSampler(torch.ones(64).tolist(), 64)
+        ),
+        pytest.param(lambda: loaders(1), marks=pytest.mark.slow),
+    ],
+    ids=["shuffled", "with a seeded generator", "with a sampler", "by a process"],
+)
+def test_peers_that_seed_alike_read_each_in_an_order_of_its_own(make: Callable[[], Any]) -> None:
+    def train(swarm: Swarm) -> list[list[int]]:
+        lightning.seed_everything(42, verbose=False)
+        model = Regression(swarm, 4)
+        fitted(model, make(), 5)
+        assert not swarm.events.recent(Notice)
+        return model.seen[:5]
+
+    orders = []
+    for seed in (1, 2):
+        with cs.simulate(1, seed=seed) as simulation:
+            orders.append(simulation.run(train)["alice"])
+    assert orders[0] != orders[1]
+
+
+def test_a_loader_without_an_order_is_told_of_once() -> None:
+    def train(swarm: Swarm) -> list[str]:
+        fitted(Regression(swarm, 4), loaders(shuffle=False), 3)
+        return [notice.text for notice in swarm.events.recent(Notice)]
+
+    (sentence,) = alone(train)
+    assert sentence.startswith("all peers read this loader in one order, unless their data differ")

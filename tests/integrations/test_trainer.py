@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, StepFinished
-from colab_swarm.integrations import transformers as module
+from colab_swarm.events import BatchDropped, Notice, StepFinished
 from colab_swarm.integrations.trackers import track
 from colab_swarm.integrations.transformers import attach
 from colab_swarm.swarm.swarm import Swarm
@@ -110,22 +109,45 @@ def test_samples_are_counted_whatever_comes_first_in_a_batch(collate: Any, tmp_p
     assert alone(train) == [TARGET, TARGET]
 
 
-def test_a_batch_that_nobody_can_count_asks_for_batch_size() -> None:
-    batch = {"mask": torch.ones(35, 35), "x": torch.ones(3, 35)}
-    with pytest.raises(ValueError, match=r"pass batch_size=… to attach"):
-        module._samples_in(batch, 4, None)
-    assert module._samples_in(batch, 4, 3) == 3
+def test_a_batch_that_nobody_can_count_asks_for_batch_size(tmp_path: Path) -> None:
+    def unclear(rows: list[Any]) -> dict[str, Any]:
+        return {
+            "mask": torch.ones(35, 35),
+            **{name: part.repeat(2, 1)[:7] for name, part in padded(rows).items()},
+        }
+
+    def train(swarm: Swarm) -> list[float]:
+        found = []
+        for options in ({}, {"batch_size": 3, "name": "counted"}):
+            plain = trainer_of(tmp_path / swarm.name, remove_unused_columns=False)
+            arguments = plain.args
+            arguments.per_device_train_batch_size = 4
+            trainer = Detector(plain.model, arguments, train_dataset=texts("alice"), data_collator=unclear)
+            attach(trainer, swarm, target_batch_size=TARGET, max_steps=1, **options)
+            if not options:
+                with pytest.raises(ValueError, match=r"pass batch_size=… to attach"):
+                    trainer.train()
+                swarm.optimizers["model"].close()
+                continue
+            trainer.train()
+            found = [step.samples for step in swarm.events.recent(StepFinished)]
+        return found
+
+    assert alone(train) == [TARGET]
 
 
 def test_logged_losses_are_means_over_what_was_accumulated(tmp_path: Path) -> None:
     def train(swarm: Swarm) -> tuple[list[float], list[float]]:
         trainer, seen = trainer_of(tmp_path), []
         optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=3)
-        step, sums = optimizer.step, []
+        step, say, sums, said = optimizer.step, optimizer.next_batch, [], dict[str, Any]()
+
+        def heard(**named: Any) -> None:
+            said.update(named)
+            say(**named)
 
         def spied(*given: Any, **named: Any) -> Any:
-            _, weight, loss = optimizer._next
-            seen.append((float(loss), weight))  # type: ignore[arg-type]
+            seen.append((float(said["loss"]), said["weight"]))
             before = optimizer.global_step
             result = step(*given, **named)
             if optimizer.global_step > before:
@@ -134,6 +156,7 @@ def test_logged_losses_are_means_over_what_was_accumulated(tmp_path: Path) -> No
             return result
 
         optimizer.step = spied  # type: ignore[method-assign]
+        optimizer.next_batch = heard  # type: ignore[method-assign]
         trainer.train()
         return [log["loss"] for log in trainer.state.log_history if "loss" in log], sums
 
@@ -357,3 +380,180 @@ def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_c
         assert (
             again.returncode == 0 and f"joined at {reached}" in output and f"ended at {reached + 2}" in output
         )
+
+
+def samples_of_steps(swarm: Swarm) -> list[float]:
+    return [step.samples for step in swarm.events.recent(StepFinished)]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}])
+def test_texts_in_one_row_count_as_many_as_they_are(tmp_path: Path, options: dict[str, Any]) -> None:
+    def train(swarm: Swarm) -> list[float]:
+        plain = trainer_of(tmp_path, remove_unused_columns=False)
+        data = texts("alice")[:10]
+        trainer = Trainer(
+            plain.model, plain.args, train_dataset=data, data_collator=DataCollatorWithFlattening()
+        )
+        attach(trainer, swarm, target_batch_size=10, max_steps=2, **options)
+        trainer.train()
+        return samples_of_steps(swarm)
+
+    # Of batches of 4, 4 and 2 texts; the user's word is for each batch.
+    assert alone(train) == ([10, 10] if not options else [12, 12])
+
+
+class Lengths(torch.utils.data.Sampler[int]):
+    """A sampler of the user's own, which draws from torch's global random numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.count).tolist())
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Own(Trainer):
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return Lengths(len(self.train_dataset))
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_each_way_to_sample_gives_each_peer_an_order_of_its_own(tmp_path: Path, strategy: str) -> None:
+    def train(swarm: Swarm) -> list[int]:
+        trainer = trainer_of(tmp_path / swarm.name, train_sampling_strategy=strategy)
+        attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
+        # what a Trainer does as it begins
+        torch.manual_seed(42)
+        rows = [row for batch in trainer.get_train_dataloader() for row in batch["input_ids"]]
+        assert not swarm.events.recent(Notice)
+        return [int(row.sum()) for row in rows]
+
+    with cs.simulate(2, seed=1) as simulation:
+        alices, bobs = simulation.run(train).values()
+    assert alices != bobs and sorted(alices) == sorted(bobs)
+
+
+def test_an_order_that_peers_may_share_is_told_of(tmp_path: Path) -> None:
+    def train(swarm: Swarm) -> list[list[str]]:
+        told = []
+        plain = trainer_of(tmp_path, train_sampling_strategy="sequential")
+        own = Own(plain.model, plain.args, train_dataset=texts("alice"), data_collator=padded)
+        for name, trainer in (("plain", plain), ("own", own)):
+            attach(trainer, swarm, target_batch_size=TARGET, max_steps=1, name=name)
+            trainer.train()
+            told.append([notice.text for notice in swarm.events.recent(Notice)])
+        return told
+
+    first, both = alone(train)
+    assert len(first) == 1 and first[0].startswith("all peers read this loader in one order")
+    assert len(both) == 2 and "the same random seed" in both[1] and "Lengths" in both[1]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+
+
+def settings_of(folder: Path, accumulated: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": accumulated,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+    }
+
+
+def trained_micro_batches(trainer: Any, swarm: Swarm) -> int:
+    """Train two steps of 16 samples; return the micro-batches that it took."""
+    computed = []
+    compute = trainer.training_step
+
+    def counted(*given: Any, **named: Any) -> Any:
+        computed.append(0)
+        return compute(*given, **named)
+
+    trainer.training_step = counted
+    attach(trainer, swarm, target_batch_size=16, max_steps=2)
+    trainer.train()
+    return len(computed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2, 4])
+def test_grpo_counts_the_completions_of_each_micro_batch(tmp_path: Path, accumulated: int) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    prompts = datasets.Dataset.from_dict({"prompt": [f"w{index % 9 + 2} w3" for index in range(64)]})
+
+    def train(swarm: Swarm) -> int:
+        arguments = trl.GRPOConfig(
+            **settings_of(tmp_path, accumulated), num_generations=2, max_completion_length=4
+        )
+        trainer = trl.GRPOTrainer(
+            language_model(),
+            lambda completions, **_: [float(len(text)) for text in completions],
+            arguments,
+            prompts,
+            processing_class=tokenizer(),
+        )
+        return trained_micro_batches(trainer, swarm)
+
+    assert alone(train) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_pair_of_texts_is_one_sample(tmp_path: Path, accumulated: int) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"prompt": f"w{index % 9 + 2}", "chosen": " w3 w4", "rejected": " w5 w6 w7"} for index in range(64)
+    ]
+
+    def train(swarm: Swarm) -> int:
+        arguments = trl.DPOConfig(**settings_of(tmp_path, accumulated))
+        trainer = trl.DPOTrainer(
+            language_model(),
+            language_model(),
+            args=arguments,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+        return trained_micro_batches(trainer, swarm)
+
+    assert alone(train) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_fine_tuning_without_padding_counts_examples(tmp_path: Path, packed: bool) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [2, 3, 4, 5][: 2 + index % 3]} for index in range(96)]
+
+    def train(swarm: Swarm) -> int:
+        options = {"padding_free": True, "packing": packed, "max_length": 6 if packed else None}
+        arguments = trl.SFTConfig(**settings_of(tmp_path, 1), **options)
+        trainer = trl.SFTTrainer(
+            language_model(),
+            args=arguments,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+        return trained_micro_batches(trainer, swarm)
+
+    assert alone(train) == 8

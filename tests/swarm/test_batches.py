@@ -329,3 +329,273 @@ def test_a_panel_that_the_form_shows_is_not_drawn_twice(
 
     toy.alone(train)
     assert displayed == [panel] * count
+
+
+def mean_over(rows: torch.Tensor) -> torch.nn.Module:
+    """One process that takes a step with the mean over these rows."""
+    net = toy.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    net(rows).square().mean().backward()
+    optimizer.step()
+    return net
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 4])
+def test_a_step_over_several_batches_counts_them_all_and_is_their_mean(accumulated: int) -> None:
+    x_BI = rows_of(32)
+
+    def train(swarm: Swarm) -> tuple[int, torch.Tensor]:
+        net, optimizer = begin(swarm, target_batch_size=32)
+        read = 0
+        for batch in swarm.batches([*x_BI.split(4)], optimizer, max_steps=1):
+            read += len(batch)
+            (net(batch).square().mean() / accumulated).backward()
+            if read % (4 * accumulated) == 0:
+                optimizer.step()
+        return read, toy.parameters_of(net)
+
+    read, trained = toy.alone(train)
+    assert read == 32
+    torch.testing.assert_close(trained, toy.parameters_of(mean_over(x_BI)), rtol=0, atol=1e-5)
+
+
+def test_peers_that_accumulate_other_numbers_of_batches_weigh_by_their_samples() -> None:
+    x_BI = rows_of(48)
+    parts = {"alice": x_BI[:32], "bob": x_BI[32:]}
+
+    def train(swarm: Swarm) -> torch.Tensor:
+        net, optimizer = begin(swarm, target_batch_size=48)
+        accumulated = {"alice": 4, "bob": 1}[swarm.name]
+        batches = swarm.batches([*parts[swarm.name].split(8)], optimizer, max_steps=1)
+        for index in range({"alice": 4, "bob": 2}[swarm.name]):
+            (net(next(batches)).square().mean() / accumulated).backward()
+            if (index + 1) % accumulated == 0:
+                optimizer.step()
+        if not optimizer.global_step:
+            optimizer.wait_step()
+        return toy.parameters_of(net)
+
+    with cs.simulate(2, seed=1) as simulation:
+        alices, bobs = simulation.run(train).values()
+    torch.testing.assert_close(alices, bobs, rtol=0, atol=0)
+    torch.testing.assert_close(alices, toy.parameters_of(mean_over(x_BI)), rtol=0, atol=1e-5)
+
+
+def compute(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
+    net(x_BI).square().mean().backward()
+
+
+def pass_over(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
+    """Take the next batch."""
+
+
+def clear(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
+    compute(net, optimizer, x_BI)
+    optimizer.zero_grad()
+
+
+def clear_and_compute(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    compute(net, optimizer, x_BI)
+
+
+def clear_by_the_model(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
+    net(x_BI).square().mean().backward()
+    net.zero_grad()
+
+
+def samples_counted(sizes: list[int], use: Any) -> float:
+    """Samples of one step over batches of these sizes, each used by its function in ``use``."""
+
+    def train(swarm: Swarm) -> float:
+        net, optimizer = begin(swarm, target_batch_size=1000)
+        batches = swarm.batches([torch.ones(size, 8) for size in sizes], optimizer, max_steps=1)
+        for function in use:
+            function(net, optimizer, next(batches))
+        optimizer.step()
+        return optimizer.collaboration.progress.known.own.samples
+
+    return toy.alone(train)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("use", "counted"),
+    [
+        ([compute, compute, compute], 7),
+        ([pass_over, compute, compute], 3),
+        ([compute, pass_over, compute], 5),
+        ([clear, compute, compute], 3),
+        ([compute, clear, compute], 1),
+        ([compute, clear_by_the_model, compute], 1),
+        ([compute, compute, clear_and_compute], 1),
+    ],
+    ids=[
+        *("all", "the first passed over", "the second passed over", "the first cleared", "all cleared"),
+        *("all cleared by the model", "cleared before the last"),
+    ],
+)
+def test_a_step_counts_the_batches_whose_gradients_are_in_it(use: Any, counted: float) -> None:
+    assert samples_counted([4, 2, 1], use) == counted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch_size", "counted"),
+    [([1, 1, 1], 8, 24.0), ([8, 8, 3], 8, 19.0), ([16, 16], 8, 16.0)],
+    ids=["rows are something else", "rows are samples", "two rows a sample"],
+)
+def test_batch_size_says_what_a_batch_counts(sizes: list[int], batch_size: int, counted: float) -> None:
+    def train(swarm: Swarm) -> float:
+        net = toy.model()
+        inner = torch.optim.SGD(net.parameters(), lr=0.01)
+        optimizer = swarm.optimizer(inner, target_batch_size=1000, batch_size=batch_size, model=net)
+        batches = swarm.batches([torch.ones(n, 8) for n in sizes], optimizer, max_steps=1)
+        for _ in sizes:
+            net(next(batches)).square().mean().backward()
+        optimizer.step()
+        return optimizer.collaboration.progress.known.own.samples
+
+    assert toy.alone(train) == counted
+
+
+def without_gaps(items: list[Any]) -> tuple[torch.Tensor]:
+    """Collate what could be read."""
+    return (torch.stack([item for item in items if item is not None]),)
+
+
+def test_what_a_collate_function_drops_does_not_count() -> None:
+    x_BI = rows_of(9)
+    rows: Any = [*x_BI[:5], None, *x_BI[5:7], None, None, *x_BI[7:]]
+
+    def train(swarm: Swarm) -> torch.Tensor:
+        net, optimizer = begin(swarm, target_batch_size=9)
+        data = DataLoader(rows, 5, collate_fn=without_gaps)
+        for (batch,) in swarm.batches(data, optimizer, max_steps=1):
+            net(batch).square().mean().backward()
+            optimizer.step()
+        return toy.parameters_of(net)
+
+    torch.testing.assert_close(toy.alone(train), toy.parameters_of(mean_over(x_BI)), rtol=0, atol=1e-5)
+
+
+def test_rows_that_may_be_columns_are_asked_for() -> None:
+    """Two rows of eight values: two samples of eight that were drawn, or eight with time first."""
+
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        data = DataLoader([*rows_of(2), *[None] * 6], 8, collate_fn=without_gaps)  # type: ignore[arg-type]
+        (batch,) = next(swarm.batches(data, optimizer, max_steps=1))
+        net(batch).square().mean().backward()
+        with pytest.raises(ValueError, match=r"optimizer.step\(samples=len"):
+            optimizer.step()
+        optimizer.step(samples=2)
+
+    toy.alone(train)
+
+
+def numbers(count: int, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(
+        TensorDataset(torch.arange(count)), **{"batch_size": batch_size, "shuffle": True, **options}
+    )
+
+
+def read_both(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module, count: int) -> list[list[int]]:
+    """Read two loaders side by side, of 32 and of 24 rows."""
+    first = swarm.batches(numbers(32, 8), optimizer, max_steps=10**9)
+    second = swarm.batches(numbers(24, 4), optimizer, max_steps=10**9)
+    rows: list[list[int]] = [[], []]
+    for _ in range(count):
+        for mine, batches in zip(rows, (first, second), strict=True):
+            (index_B,) = next(batches)
+            mine += index_B.tolist()
+        net(torch.ones(4, 8)).mean().backward()
+        optimizer.step(samples=4)
+    return rows
+
+
+def test_loaders_side_by_side_have_positions_of_their_own_which_a_checkpoint_keeps(tmp_path: Any) -> None:
+    def train(swarm: Swarm) -> list[list[int]]:
+        net, optimizer = begin(swarm)
+        before = read_both(swarm, optimizer, net, 5)
+        optimizer.save(tmp_path / "saved")
+        net, again = begin(swarm)
+        after = read_both(swarm, again, net, 7)
+        again.load(tmp_path / "saved")
+        assert read_both(swarm, again, net, 7) == after
+        return [one + two for one, two in zip(before, after, strict=True)]
+
+    first, second = toy.alone(train)
+    for rows, size in ((first, 32), (second, 24)):
+        passes = [rows[at : at + size] for at in range(0, len(rows), size)]
+        assert all(sorted(one) == list(range(size)) for one in passes[: len(rows) // size])
+    assert first[:24] != second[:24]
+
+
+def test_a_loader_after_another_begins_at_its_first_batch() -> None:
+    def train(swarm: Swarm) -> list[int]:
+        net, optimizer = begin(swarm)
+        found = []
+        kept = [(torch.full((4,), at), torch.ones(4, 8)) for at in range(9)]
+        for steps, data in ((3, kept), (5, [*kept]), (7, kept)):
+            rows = run(swarm, steps, data, optimizer, net)
+            found += [*dict.fromkeys(rows)]
+        return found
+
+    # The first list goes on where it was.
+    assert toy.alone(train) == [0, 1, 2, 0, 1, 3, 4]
+
+
+class Shuffler(torch.utils.data.Sampler[int]):
+    """A sampler of the user's own."""
+
+    def __init__(self, **options: Any) -> None:
+        vars(self).update(options)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(ROWS, generator=getattr(self, "generator", None)).tolist())
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class ShuffledBatches(Shuffler):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(ROWS, generator=getattr(self, "generator", None)).split(ROWS))
+
+    def __len__(self) -> int:
+        return 1
+
+
+OWN_SAMPLERS = {
+    "a sampler": lambda **options: loader(shuffle=False, batch_size=ROWS, sampler=Shuffler(**options)),
+    "a batch sampler": lambda **options: DataLoader(
+        loader().dataset, batch_sampler=ShuffledBatches(**options)
+    ),
+    "a sampler in batches": lambda **options: DataLoader(
+        loader().dataset, batch_sampler=BatchSampler(Shuffler(**options), ROWS, drop_last=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_SAMPLERS)
+def test_a_sampler_with_global_randomness_is_told_of_in_words_that_are_true(kind: str) -> None:
+    (sentence,) = notices(OWN_SAMPLERS[kind])
+    assert sentence.startswith("peers whose scripts set the same random seed") and "generator" in sentence
+
+
+@pytest.mark.parametrize("kind", OWN_SAMPLERS)
+def test_a_sampler_with_a_generator_has_an_order_of_each_peers_own(kind: str) -> None:
+    def train(swarm: Swarm) -> list[int]:
+        torch.manual_seed(42)
+        _, optimizer = begin(swarm)
+        data = OWN_SAMPLERS[kind](generator=None)
+        index_B, _ = next(swarm.batches(data, optimizer, max_steps=1))
+        assert not swarm.events.recent(Notice)
+        return index_B.tolist()  # type: ignore[no-any-return]
+
+    with cs.simulate(2) as simulation:
+        first, second = simulation.run(train).values()
+    assert first != second and sorted(first) == sorted(second) == list(range(ROWS))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from colab_swarm.tensors.samples import samples_by_parts, samples_of
+from colab_swarm.tensors.samples import RowCounter, samples_by_parts, samples_of
 
 
 def zeros(*shape: int) -> Tensor:
@@ -140,3 +140,67 @@ def test_a_known_full_batch_decides_between_readings() -> None:
 def test_columns_of_different_kinds_are_counted_whatever_their_sizes(rows: int, widths: list[int]) -> None:
     columns = {f"column {at}": zeros(rows, width) for at, width in enumerate(widths)}
     assert samples_of(columns) == samples_of([*columns.values(), ids(rows)]) == rows
+
+
+def one_row(*lengths: int) -> dict[str, Tensor]:
+    """Texts of these lengths in one row, without padding."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return {
+        "input_ids": ids(1, sum(lengths)),
+        "labels": ids(1, sum(lengths)),
+        "position_ids": positions[None],
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ((zeros(2, 9), zeros(2, 3)), 2),
+        ({"input_ids": ids(3, 12), "labels": ids(3)}, 3),
+        ((zeros(1, 9), zeros(1, 2)), 1),
+        (one_row(5, 3, 4), 8),
+        ([zeros(3, 4, 4)] * 2, None),
+        (zeros(2, 8), None),
+        ({"input_ids": ids(1, 12), "labels": ids(1, 12)}, None),
+        ((ids(5, 8), ids(7, 8)), 8),
+    ],
+    ids=[
+        *("rows", "texts", "one row", "texts in one row", "two images or channels", "time first or two rows"),
+        *("one text or several", "time first"),
+    ],
+)
+def test_fewer_rows_than_were_drawn_count_as_they_are_where_that_is_clear(
+    batch: object, samples: int | None
+) -> None:
+    loader = DataLoader(Rows(), batch_size=8, collate_fn=lambda rows: batch)
+    assert samples_of(next(iter(loader)), loader, 0) == samples
+
+
+def text(*shape: int) -> dict[str, Tensor]:
+    return {"input_ids": ids(*shape), "labels": ids(*shape)}
+
+
+@pytest.mark.parametrize(
+    ("batches", "counted"),
+    [
+        ([text(4, 9), text(3, 9), text(1, 9)], [4, 3, 1]),
+        ([text(8, 9), text(8, 9), text(2, 9)], [4, 4, 1]),
+        ([one_row(5, 2, 3, 3), one_row(5, 2)], [4, 2]),
+        ([one_row(5, 2, 3, 3, 7, 1), one_row(9)], [4, 1]),
+        ([text(1, 30), text(1, 28)], [4, 4]),
+        ([(zeros(1, 9), zeros(1, 2))], [1]),
+    ],
+    ids=[
+        "rows",
+        "pairs",
+        "texts in one row",
+        "packed rows",
+        "one row without positions",
+        "one row of values",
+    ],
+)
+def test_micro_batches_count_examples_of_which_a_full_one_has_four(
+    batches: list[Any], counted: list[float]
+) -> None:
+    counter = RowCounter(4)
+    assert [counter.count(batch) for batch in batches] == counted
