@@ -45,15 +45,17 @@ rate, and M^2 and sigma^2 are the second moment and the variance of the gradient
 | `WaitingPeer` | DHT record, signed: this peer waits for a group with these terms |
 | the messages of `colab_swarm.averaging.group` | agree on the members |
 | `ElasticLink(prefix, members)` | opens the one stream between two members, for the life of the group |
-| `Piece(step, bucket, …)` | one bucket; its encoded values (120 KiB at most) are the payload |
+| `Piece(step, bucket, …, rates)` | one bucket; its encoded values (120 KiB at most) are the payload |
 
 ## States
 
     waiting --all present, terms agree--> formed --state of the first member--> ready --> step 0, 1, 2 …
                                                                        a stream breaks: that member is lost
 
-A group starts complete. All members agree on size, scheduler, codec and layout (`ElasticSettings.terms`), or get an
-error that names the difference. The first member, by id, sends its parameters and optimizer state to the others.
+A group starts complete. All members agree on size, scheduler, codec, layout, and the optimizer with its options and
+learning rates, or get an error that names the difference. The first member, by id, sends its parameters and optimizer
+state to the others. Step a scheduler of learning rates yourself, after each `step()`: the first bucket carries the
+rates, and a member whose rates of a step are not the first member's gets a `MismatchError`.
 
 | timeout | value |
 |---|---|

@@ -27,8 +27,11 @@ from colab_swarm.errors import NoGradientError, StateError, require
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
+from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.flat import reals
+from colab_swarm.training.records import Rates
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
+from colab_swarm.training.settings import TrainingSettings
 
 EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
 """Finds the other members, loads the first one's state into the replica, and gives an exchange.
@@ -65,6 +68,9 @@ class Buckets:
     def begin(self) -> None:
         self.vector: Floats = np.empty(sum(self.sizes), np.float32)  # the gradient so far
         self._tensor = torch.from_numpy(self.vector)
+        self._sent: dict[
+            torch.Tensor, tuple[torch.Tensor, int]
+        ] = {}  # gradients, and how often they were changed
         self._absent = dict.fromkeys(self._starts)  # in order
         self._open_parts = Counter(chain.from_iterable(map(self._overlapping, self._starts)))
 
@@ -74,9 +80,21 @@ class Buckets:
         require(
             not shapes,
             f"{len(shapes)} of {len(self._starts)} parameters got no gradient, such as one of shape {shapes[:1]}: call "
-            "loss.backward() before each step(), and freeze what the loss does not use, or use swarm.optimizer(…)",
+            "loss.backward() before each step(), and freeze what the loss does not use before "
+            "swarm.elastic_optimizer(…), or use swarm.optimizer(…)",
             NoGradientError,
         )
+
+    def check_unchanged(self) -> None:
+        """Raise `RuntimeError` if gradients were changed after they were sent: the step would not see it."""
+        for parameter, (gradient, version) in self._sent.items():
+            require(
+                parameter.grad is gradient and gradient._version == version,
+                "gradients were changed or cleared between backward() and step(), as by clip_grad_norm_, but they had "
+                "been sent before. Change them in a hook, parameter.register_hook(…), which comes first, or use "
+                "swarm.optimizer(…, max_grad_norm=…)",
+                RuntimeError,
+            )
 
     def span(self, bucket: int) -> slice:
         return slice(bucket * self._size, bucket * self._size + self.sizes[bucket])
@@ -99,13 +117,21 @@ class Buckets:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
-            require(
-                parameter in self._absent,
-                "the gradients of this step are already being sent: call optimizer.step() after each backward()",
-                RuntimeError,
-            )
-            assert parameter.grad is not None
-            self._take(parameter, reals(parameter.grad.detach().to_dense()))
+            if parameter not in self._absent:
+                # The step goes on with what was sent, as after an interrupt, whatever this backward() left.
+                self._sent = {}
+                raise RuntimeError(
+                    "the gradients of this step are already being sent: call optimizer.step() after each backward()"
+                )
+            gradient = parameter.grad
+            if gradient is None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward pass and "
+                    "backward(): freeze parameters before swarm.elastic_optimizer(…), and make a new one to change "
+                    "which are trained"
+                )
+            self._take(parameter, reals(gradient.detach().to_dense()))
+            self._sent[parameter] = gradient, gradient._version
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         del self._absent[parameter]
@@ -127,10 +153,13 @@ class ElasticOptimizer(WrappedOptimizer):
 
     So p members with batches of n train like one process with p n, except for what is late. With
     `BoundedStaleness(single_steps=True)` it steps once for each gradient (equation 10). Call
-    `step` once after each ``backward()``. Parameters must stay the same tensors; buffers are local.
+    `step` once after each ``backward()``. Parameters must stay the same tensors; buffers are local. Gradients cannot
+    be changed before `step`, as they are sent by then: neither clipped nor divided by a GradScaler.
     """
 
     made_by = "swarm.elastic_optimizer(…)"
+    # So that a GradScaler calls `step`, which refuses it, also where a gradient overflows.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -171,7 +200,7 @@ class ElasticOptimizer(WrappedOptimizer):
         terms = (  # that all members must agree on
             f"{settings.peers} peers, {settings.scheduler!r}, {settings.compression}, "
             f"error_feedback={settings.error_feedback}, {sum(sizes)} values in {len(sizes)} buckets, "
-            f"model {self._replica.schema.hex()[:8]}"
+            f"model {self._replica.schema.hex()[:8]}, {self._optimizer_terms()}"
         )
         async with enter(settings, terms, self._replica) as exchange:
             self._exchange = exchange
@@ -181,6 +210,15 @@ class ElasticOptimizer(WrappedOptimizer):
             except BaseException:  # a cancel included: the others must not wait for this member
                 exchange.kill()
                 raise
+
+    def _optimizer_terms(self) -> str:
+        """Return class, options and learning rates of the optimizer, as a collaboration's peers compare them."""
+        rates = [group.get("lr", 0.0) for group in self._wrapped.param_groups]
+        text = "the optimizer has lr=None, which members cannot compare: Adafactor(…, lr=1e-3, relative_step=False)"
+        require(None not in rates, text)
+        agreement = dict(agreement_of(self._replica, TrainingSettings("", target_batch_size=1)))
+        names = ("optimizer", "optimizer options", "learning rate")
+        return ", ".join(f"{name} {agreement[name]}" for name in names if name in agreement)
 
     @property
     def member(self) -> int:
@@ -210,8 +248,15 @@ class ElasticOptimizer(WrappedOptimizer):
             "this optimizer has left its group: create a new one with swarm.elastic_optimizer(…)",
             RuntimeError,
         )
+        require(
+            not hasattr(self, "found_inf"),
+            "a GradScaler divides gradients after backward(), which has sent them before: train without one, in "
+            "float32 or torch.autocast(…, dtype=torch.bfloat16), or use swarm.optimizer(…), which takes it",
+            RuntimeError,
+        )
         if self._steps.finished is None:
             self._buckets.check()
+            self._buckets.check_unchanged()
             self._runtime.call(self._steps.finish(self._pace(samples) if self._pace else 0.0))
         return uninterrupted(self._apply)
 
@@ -263,7 +308,10 @@ class ElasticOptimizer(WrappedOptimizer):
             span = self._buckets.span(bucket)
             payload, arrived = self._feedback.encode(self._codec, span.start, values)
             residual_squares = _squares(values + self._feedback.residual[span] - arrived)
-        self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares), arrived, payload)
+        rates: Rates = ()
+        if bucket == 0:
+            rates = self._replica.evidence.rates
+        self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares, rates), arrived, payload)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and this member's debts: residuals, corrections."""

@@ -16,11 +16,13 @@ import msgspec
 
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
-from colab_swarm.errors import require
+from colab_swarm.errors import MismatchError, require
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
+from colab_swarm.training.election import equal_rates
+from colab_swarm.training.records import Rates
 
 MAX_PEERS = 16
 
@@ -96,6 +98,7 @@ class Piece(Message, frozen=True):
     bucket: int
     squares: Squares = 0.0  # of the values before compression
     residual_squares: Squares = 0.0  # of the residual that compression keeps for the next step
+    rates: Rates = ()  # with the first bucket: the sender's learning rates, highest first
 
 
 logger = logging.getLogger(__name__)
@@ -158,6 +161,8 @@ class ElasticSteps:
         self._loop = asyncio.get_running_loop()
         self._woken = self._left = False
         self._own: deque[tuple[Piece, Floats, Buffer]] = deque()
+        self._rates: dict[int, dict[int, Rates]] = {}  # by step and member, until they are compared
+        self._other_rates = ""  # how this member's differ from the first one's
 
     def hand_over(self, piece: Piece, arrived: Floats, payload: Buffer) -> None:
         """Send a full bucket; ``arrived`` are the values as others decode it. Thread-safe."""
@@ -173,6 +178,7 @@ class ElasticSteps:
             self._exchange.send(piece, payload)
             self.ledger.on_own(piece.step, piece.bucket, arrived, now=self._loop.time())
             self.meter.on_norms(self._exchange.me, piece.step, piece.squares, piece.residual_squares)
+            self._compare_rates(self._exchange.me, piece)
 
     def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
         """Add a received bucket; a member that sends what no honest peer would is dropped."""
@@ -188,7 +194,27 @@ class ElasticSteps:
             self._exchange.lose(peer, str(error))
             return
         self.meter.on_norms(peer, piece.step, piece.squares, piece.residual_squares)
+        self._compare_rates(peer, piece)
         self._changed.set()
+
+    def _compare_rates(self, member: int, piece: Piece) -> None:
+        """Compare this member's learning rates of a step with those of the first one, whose state all began with."""
+        me = self._exchange.me
+        first = min(set(range(self._exchange.members)) - self._exchange.lost.keys())
+        if not piece.rates or me == first or member not in (me, first):
+            return
+        rates = self._rates.setdefault(piece.step, {})
+        rates[member] = piece.rates
+        if rates.keys() >= {me, first}:
+            if not equal_rates(rates[me], rates[first]) and not self._other_rates:
+                mine = ", ".join(f"{rate:g}" for rate in rates[me])
+                theirs = ", ".join(f"{rate:g}" for rate in rates[first])
+                self._other_rates = (
+                    f"at step {piece.step} the group's first member has the learning rate {theirs}, this one {mine}: "
+                    "change rates at all members alike, by the same scheduler after each step(), and make the "
+                    "optimizer again at all peers"
+                )
+            self._rates = {step: found for step, found in self._rates.items() if step > piece.step}
 
     def on_lost(self, peer: int, reason: str) -> None:
         logger.info("member %d of the elastic group is lost: %s", peer, reason)
@@ -204,7 +230,8 @@ class ElasticSteps:
     async def finish(self, compute_s: float = 0.0) -> None:
         """Wait until the open step may end, and close it; the result is in `finished`.
 
-        ``compute_s`` simulates the next passes. Raises `RuntimeError` if this member leaves.
+        ``compute_s`` simulates the next passes. Raises `RuntimeError` if this member leaves, and `MismatchError` if
+        its learning rates differ from the first member's.
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):
@@ -216,6 +243,7 @@ class ElasticSteps:
             self._changed.clear()
             seconds = self._scheduler.ask_again_s(status)
             await wait_until(None if seconds is None else self._loop.time() + seconds, self._changed)
+        require(not self._other_rates, self._other_rates, MismatchError)
         measured = self.meter.measured
         lost = tuple(sorted(self.ledger.lost))
         bound = self._scheduler.bound(self.meter.facts(gamma=self._gamma, crashed=len(lost)))

@@ -1,5 +1,7 @@
 """Forming a group, in simulated swarms."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -59,6 +61,28 @@ def test_different_settings_are_reported_to_both_peers_at_once(theirs: dict[str,
         results = sim.run(begin)
         assert sim.time < 30
     assert len(results) == 2 and all(named in text for text in results.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), "learning rate 0.1"),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=0.01), "weight_decay=0.01"),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), "momentum=0.9"),
+        (lambda parameters: torch.optim.Adagrad(parameters, lr=0.05), "Adagrad"),
+    ],
+    ids=["rate", "weight decay", "momentum", "class"],
+)
+def test_another_optimizer_or_option_is_reported_to_both_peers(make: Any, named: str) -> None:
+    def begin(swarm: Swarm) -> str:
+        parameters = [*torch.nn.Linear(8, 2).parameters()]
+        mine = torch.optim.SGD(parameters, lr=0.05)
+        with pytest.raises(ValueError, match="same settings") as raised:
+            swarm.elastic_optimizer(make(parameters) if swarm.name == "bob" else mine, peers=2)
+        return str(raised.value)
+
+    with cs.simulate(2, network="lan", seed=1) as sim:
+        assert all(named in text for text in sim.run(begin).values())
 
 
 def test_a_timeout_reports_how_many_peers_came_and_joining_can_be_repeated() -> None:

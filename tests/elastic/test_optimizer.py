@@ -11,7 +11,7 @@ from colab_swarm.elastic import BoundedStaleness, CrashTolerant, NormBounded, Sy
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.schedulers import Scheduler
 from colab_swarm.elastic.steps import ElasticStep
-from colab_swarm.errors import NoGradientError, StateError
+from colab_swarm.errors import MismatchError, NoGradientError, StateError
 from colab_swarm.events import BatchDropped, PeerLeft
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -361,3 +361,139 @@ def test_a_scheduler_of_learning_rates_is_stepped_by_each_member_itself() -> Non
     with simulation() as sim:
         for parameters in sim.run(run).values():
             torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
+
+
+def clip(net: torch.nn.Module, *_: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def clip_values(net: torch.nn.Module, *_: Any) -> None:
+    torch.nn.utils.clip_grad_value_(net.parameters(), 0.1)
+
+
+def divide(net: torch.nn.Module, *_: Any) -> None:
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 2
+
+
+def clear(_: Any, optimizer: ElasticOptimizer) -> None:
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", [clip, clip_values, divide, clear])
+def test_gradients_that_are_changed_after_they_were_sent_are_refused(change: Any) -> None:
+    def run(swarm: Swarm) -> None:
+        optimizer = join_group(swarm, net := model(), 2)
+        before = parameters_of(net)
+        loss_of(net, 0).backward()
+        change(net, optimizer)
+        with pytest.raises(
+            RuntimeError, match=r"register_hook\(…\).* or use swarm.optimizer\(…, max_grad_norm"
+        ):
+            optimizer.step()
+        assert torch.equal(parameters_of(net), before)
+        optimizer.close()
+
+    with simulation() as sim:
+        sim.run(run)
+
+
+@pytest.mark.parametrize("scale", [1.0, 256.0, 2.0**127], ids=["one", "usual", "overflows"])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_grad_scaler_is_refused_and_one_that_is_off_is_not(scale: float, unscaled: bool) -> None:
+    def run(swarm: Swarm) -> None:
+        optimizer = join_group(swarm, net := model(), 2)
+        off = torch.amp.GradScaler("cpu", enabled=False)
+        off.scale(loss_of(net, 0)).backward()
+        off.step(optimizer)
+        before = parameters_of(net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(loss_of(net, 1)).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        with pytest.raises(
+            RuntimeError, match=r"a GradScaler divides gradients after .* or use swarm.optimizer"
+        ):
+            scaler.step(optimizer)
+        assert torch.equal(parameters_of(net), before)
+        optimizer.close()
+
+    with simulation() as sim:
+        sim.run(run)
+
+
+def test_gradients_that_hooks_clip_are_sent_clipped() -> None:
+    def hooked(net: torch.nn.Module) -> torch.nn.Module:
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))  # type: ignore[no-untyped-call]
+        return net
+
+    def run(swarm: Swarm) -> torch.Tensor:
+        optimizer = join_group(swarm, net := hooked(model()), 2)
+        for step in range(3):
+            loss_of(net, step).backward()
+            optimizer.step()
+        optimizer.close()
+        return parameters_of(net)
+
+    net = hooked(model())
+    plain = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    for step in range(3):
+        plain.zero_grad()
+        loss_of(net, step).backward()
+        plain.step()
+    with simulation() as sim:
+        for parameters in sim.run(run).values():
+            torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
+
+
+def test_a_parameter_that_is_frozen_before_backward_is_named() -> None:
+    def run(swarm: Swarm) -> None:
+        optimizer = join_group(swarm, net := model(), 2)
+        loss = loss_of(net, 0)
+        first = next(net.parameters())
+        first.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"was frozen between .* before swarm.elastic_optimizer"):
+            loss.backward()
+        optimizer.close()
+
+    with simulation() as sim:
+        sim.run(run)
+
+
+def change_the_rate(optimizer: ElasticOptimizer, _: Any) -> None:
+    optimizer.param_groups[0]["lr"] /= 2
+
+
+def step_a_scheduler(_: Any, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    scheduler.step()
+
+
+@pytest.mark.parametrize("change", [change_the_rate, step_a_scheduler])
+@pytest.mark.parametrize("of_first", [False, True])
+def test_a_member_whose_learning_rates_leave_the_first_ones_is_told_at_that_step(
+    change: Any, of_first: bool
+) -> None:
+    def run(swarm: Swarm) -> str:
+        inner = torch.optim.SGD((net := model()).parameters(), lr=0.1)
+        optimizer = swarm.elastic_optimizer(inner, peers=2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        try:
+            for step in range(5):
+                take(optimizer, net, step)
+                if step == 2 and (optimizer.member == 0) == of_first:
+                    change(optimizer, scheduler)
+        except MismatchError as error:
+            optimizer.close()
+            return str(error)
+        optimizer.close()
+        return f"member {optimizer.member}"
+
+    with simulation() as sim:
+        said = sorted(sim.run(run).values())
+    mine, theirs = ("0.1", "0.05") if of_first else ("0.05", "0.1")
+    assert said[1] == "member 0"
+    assert said[0].startswith(
+        f"at step 3 the group's first member has the learning rate {theirs}, this one {mine}"
+    )
