@@ -96,6 +96,8 @@ What a peer does next is in `view`, which manifest stands in `branches`, and the
   is left.
 - *Members stay away* without a farewell. The next round waits for them once, and later ones do not.
 - *An object is damaged, too large or forged.* It does not count, and a `Fault` event names it.
+- *A contribution is deleted* before a manifest lists it. Its author says so (`Notice`) and writes it
+  again.
 - *The bucket does not answer*, or a call into the folder does not return for 30 s. A `Fault` event
   says so, and it is asked again until it does. With ``overlap=True`` local steps go on meanwhile.
   `Swarm.optimizer` raises `BucketAway`.

@@ -43,7 +43,9 @@ class _Written:
 
     round: int
     path: str
-    # As it is there, to know what compression cut off; empty if an earlier session wrote it.
+    # The whole object, to write it again if it is deleted.
+    data: bytes
+    # Its values, to know what compression cut off; empty if an earlier session wrote it.
     content: bytes
     # When it was written, by this peer's clock. None: an earlier session wrote it, or the store's time
     # of it is known.
@@ -78,6 +80,7 @@ class ChainFollower:
     - ``_upload_s``: how long `write` took to upload the last contribution.
     - ``_listed_at``: when the last look had its list of objects.
     - ``_late_round``: the last round of which `_tell_late` said for whom it waits.
+    - ``_restored_round``: the last round of which `_restore` said that the contribution was deleted.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class ChainFollower:
         self._followed_at = loop_now()
         self._upload_s = 0.0
         self._late_round = -1
+        self._restored_round = -1
         self._listed_at = loop_now()
 
     @property
@@ -147,15 +151,15 @@ class ChainFollower:
         content = await asyncio.to_thread(encode, journal.codec, vector)
         data = self._sealed(contribution, content, chain, record)
         began_at = loop_now()
-        path, is_new = await journal.contribute(f"{chain.folder}/{self._me.hex()}", data)
+        path, written = await journal.contribute(f"{chain.folder}/{self._me.hex()}", data)
         self._upload_s = loop_now() - began_at
         written_at: float | None = loop_now()
-        if not is_new:
+        if written != data:
             # A contribution of an earlier session counts.
             content = b""
             written_at = None
             await asyncio.to_thread(_keep_loss, vector, journal.codec, content)
-        self._own = _Written(chain.round, path, content, written_at)
+        self._own = _Written(chain.round, path, written, content, written_at)
         return chain.round
 
     def _sealed(
@@ -242,6 +246,8 @@ class ChainFollower:
         """Look at the bucket, and return what to do next."""
         journal = self._journal
         branches = await journal.look(chain)
+        if await self._restore(branches):
+            branches = await journal.look(chain)
         self._listed_at = loop_now()
         own = self._own_place(branches)
         view = RoundView(chain, branches, self._last, own, self.min_peers, self._patience_s)
@@ -276,6 +282,25 @@ class ChainFollower:
         self._standing.settle("a manifest that can be followed", view.unread_s(closed), awaited, now)
         for entry in closed.manifest.entries:
             self._standing.earn(entry.member, now)
+
+    async def _restore(self, branches: Branches) -> bool:
+        """Write the own contribution again if somebody has deleted it; return whether that was so."""
+        own = self._own
+        journal = self._journal
+        if own is None or branches.listing.at(own.path) is not None:
+            return False
+        if not await journal.patiently(journal.bucket.create, own.path, own.data):
+            return False
+        own.written_at = loop_now()
+        if own.round != self._restored_round:
+            self._restored_round = own.round
+            text = (
+                f"this peer's contribution to round {own.round} was deleted from {journal.bucket.address}, and is "
+                "written again: does somebody's program or a rule of the store delete objects there?"
+            )
+            logger.warning("%s", text)
+            self._standing.events.emit(Notice(loop_now(), text, logged=True))
+        return True
 
     def _own_place(self, branches: Branches) -> StoredObject | None:
         """Return the own contribution that is not listed yet, and set the store's clock by it."""

@@ -126,8 +126,8 @@ class Journal:
             await self.bucket.create(numbered(CARD, attempt), own)
         raise BucketError(f"{self.bucket.address} has no place left for this model: it is full of garbage")
 
-    async def contribute(self, path: str, data: bytes) -> tuple[str, bool]:
-        """Write a contribution, and return its place, and True if it is ``data``.
+    async def contribute(self, path: str, data: bytes) -> tuple[str, bytes]:
+        """Write a contribution, and return its place, and what is there: ``data``, if this is the first.
 
         Another one of this peer stays: an earlier session wrote it. Objects of others in its place are
         passed over.
@@ -136,13 +136,13 @@ class Journal:
         place = path
         for _ in range(MOST_PLACES):
             if await self.patiently(self.bucket.create, place, data):
-                return place, True
+                return place, data
             places = await self.patiently(self.bucket.list, path.rpartition("/")[0])
             taken = RoundListing.of(places).at(place)
             if taken is not None:
                 with suppress(PeerError, ValueError):
                     written, _, _ = await self.reader.whole(taken, PseudoGradient, content_bytes)
-                    return place, written == data
+                    return place, written
             place = elsewhere(path)
         raise BucketAway(f"others wrote to all places of this peer's contribution, {path}")
 
