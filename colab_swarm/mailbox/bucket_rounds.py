@@ -166,6 +166,9 @@ class BucketRounds(Rounds):
         """Write the contribution, and yield means until one counts it, or none will."""
         began_at = loop_now()
         bytes_before = self.bucket_bytes
+        if contribution.samples and not contribution.weight and math.isinf(self.until):
+            # The others may have no weight either, so nobody would end the round: look once, and compute on.
+            self.until = began_at
         try:
             round = await self._follower.write(contribution, self.progress.known.own)
             if self._follower.min_peers > 1:

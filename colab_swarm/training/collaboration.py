@@ -5,6 +5,7 @@ call is an event of the table in `colab_swarm.training.trainer_state`.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from enum import Enum
@@ -18,6 +19,8 @@ from colab_swarm.training.records import StepTaken
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds
 from colab_swarm.training.settings import RoundInput
 from colab_swarm.training.trainer_state import TrainerEvent, TrainerState, next_state
+
+logger = logging.getLogger(__name__)
 
 
 class Due(Enum):
@@ -44,6 +47,7 @@ class Collaboration:
         self._aside = False  # a round runs beside the trainer, which computes on
         self._steps_alone = 0  # since the last round
         self._private_steps = 0  # global steps that no other peer took part in, since the last that one did
+        self._told_of_weights = False  # since the last step, whether a word on rounds without weight was said
         self._dropped = ""  # what a peer that catches up loses, in words; empty if it had no state
         self._complete = False  # whether enough peers have trained at the same time, for the first step
 
@@ -236,8 +240,24 @@ class Collaboration:
                 self.rounds.throughput.work(loop_now())
             self.on_gate()
             known.news.set()
+        self._tell_of_weights(contribution, over=over)
         if not (over or aside):
             self.rounds.check()
+
+    def _tell_of_weights(self, contribution: RoundInput, *, over: bool) -> None:
+        """Say that a round without any weight trains nothing; once, until there is a step again."""
+        if over:
+            self._told_of_weights = False
+        if over or contribution.weight or not contribution.samples or self._told_of_weights:
+            return
+        self._told_of_weights = True
+        text = (
+            f"a round trained nothing: this peer's {contribution.samples:g} samples have the weight 0, and no mean of "
+            f"others came. The weight counts {self.rounds.settings.weight_unit}; are all labels masked (-100), as by a "
+            "wrong template?"
+        )
+        logger.warning("%s", text)
+        self._services.events.emit(Notice(loop_now(), text, logged=True))
 
     def _begin_averaging(self) -> None:
         self._enter(TrainerEvent.CONTRIBUTED)
