@@ -47,12 +47,12 @@ def write_file(
             file.writelines(parts)
             if sync:
                 file.flush()
-                _sync(file.fileno())
+                sync_through(file.fileno())
         os.replace(partial, path)
         if sync and os.name == "posix":  # Windows has no such call
             descriptor = os.open(path.parent, os.O_RDONLY)
             try:
-                _sync(descriptor)
+                sync_through(descriptor)
             finally:
                 os.close(descriptor)
     except OSError as error:
@@ -63,7 +63,7 @@ def write_file(
             partial.unlink()
 
 
-def _sync(descriptor: int) -> None:
+def sync_through(descriptor: int) -> None:
     """Write a file or folder through to the disk, where its file system can."""
     try:
         os.fsync(descriptor)

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, JoinError, require
+from colab_swarm.files import sync_through
 from colab_swarm.mailbox.address import checked_address, folder_at, options_of
 from colab_swarm.net.peers import Buffer, PeerId, remember
 from colab_swarm.runtime import DeviceThread, loop_now
@@ -210,7 +211,11 @@ class FolderStore:
             file = self._make_way(path)
             draft = file.with_name(f"{file.name}#{os.urandom(8).hex()}")
             try:
-                draft.write_bytes(data)
+                with draft.open("xb") as content:
+                    content.write(data)
+                    content.flush()
+                    # After a power cut, a manifest that others have followed must not be empty.
+                    sync_through(content.fileno())
                 os.link(draft, file)
             except FileExistsError:
                 return False
