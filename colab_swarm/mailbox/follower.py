@@ -289,6 +289,9 @@ class ChainFollower:
         journal = self._journal
         if own is None or branches.listing.at(own.path) is not None:
             return False
+        # others went on, and may have deleted old rounds
+        if branches.listing.latest > own.round + WINDOW:
+            return False
         if not await journal.patiently(journal.bucket.create, own.path, own.data):
             return False
         own.written_at = loop_now()
