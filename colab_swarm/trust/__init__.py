@@ -81,7 +81,8 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | strangers' connections, garbage | by address; the oldest half-open goes first | `attacks/test_strangers` |
 | victims dialled through peers | only where the caller was seen; by target | `attacks/test_strangers` |
 | a guest's network, by an invitation | private addresses are dialled from their block only | `net/test_addresses` |
-| a guest's token and keys, by an invitation | sent and used only with consent | `swarm/test_membership`, `mailbox/test_address` |
+| a guest's token, by an invitation | sent only with consent | `swarm/test_membership` |
+| a guest's keys, by an invitation | a foreign endpoint is confirmed | `mailbox/test_address` |
 | idle visitors of a page | the fullest network loses its oldest idle one | `notebook/test_page` |
 | calls of experts that are never sent | only received bytes count; by voucher | `moe/test_server`, `test_batching` |
 | false claims of experts | no claim is older than its first sight | `moe/test_host` |
