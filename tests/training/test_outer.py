@@ -1,8 +1,10 @@
 """Local steps with error feedback, sparse codecs and overlap equal a straight single-process reference.
 
-Processors sum in different orders, so a value that lies between two codes may get either. The comparison
-allows that: where a nudge of the rounding's size changes what a value decodes to, the result may differ by
-as much. All other values agree to `EXACT`.
+Processors sum in different orders, so a value that lies between two codes may get either, and what it got
+changes all that follows. So the reference goes on from what each peer did: its contributions and the swarm's
+parameters must agree with the reference to `EXACT`, and then take its place. What is encoded is the peer's own,
+but for the residual: where a nudge of the rounding's size changes what a value decodes to, the mean may differ by
+as much.
 """
 
 from collections import defaultdict
@@ -20,6 +22,7 @@ from colab_swarm.averaging.result import RoundResult
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Codec, Floats, codec_of
 from colab_swarm.tensors.sparse import Sparse
+from colab_swarm.training.flat import FlatValues
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.settings import RoundInput
@@ -28,7 +31,7 @@ from tests.training.toy import ROWS, join_training, loss_of, model, parameters_o
 ROUNDS, STEPS, TARGET = 5, 3, 40  # a peer's micro-batches are a tenth to four tenths of `TARGET` samples
 SPARSE = ("sparseloco", "topk:0.05")
 EXACT = 1e-5
-NUDGE = 2e-6  # of the largest value; float32 rounds by 6e-8 of each, and a gradient sums a few dozen
+NUDGE = 2e-6  # of the largest value; float32 rounds by 6e-8 of each
 NUDGES = 16  # random ones, besides all values up and all down
 
 
@@ -38,9 +41,9 @@ class Told:
 
     acts: list[str] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    shared: list[Floats] = field(
-        default_factory=list
-    )  # the swarm's parameters when each contribution was given
+    # The swarm's parameters when each contribution was given, and that pseudo-gradient.
+    shared: list[Floats] = field(default_factory=list)
+    given: list[Floats] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
 
     def listen(self, optimizer: SwarmOptimizer) -> None:
@@ -60,9 +63,10 @@ class Told:
         noted(replica, "pseudo_gradient", "give")
         pseudo_gradient = replica.pseudo_gradient
 
-        def given(out: Floats) -> None:
+        def given(out: FlatValues) -> None:
             self.shared.append(flat(replica.parameters))
             pseudo_gradient(out)
+            self.given.append(np.concatenate([part.numpy().ravel() for part in out.parts]))
 
         replica.pseudo_gradient = given  # type: ignore[method-assign]
         noted(replica, "land", "show")
@@ -146,6 +150,13 @@ class Straight:
                     moved = self.of(name) - self.left[name] if self.delayed else np.float32(0)
                     self.put(name, self.theta + moved)
 
+    def follow(self, name: str, given: Floats) -> None:
+        """Compare a peer's contribution, and go on from it."""
+        np.testing.assert_allclose(given, self.given[name], rtol=0.0, atol=EXACT)
+        self.given[name] = given
+        self.left[name] = self.theta - given
+        self.put(name, self.left[name])
+
     def average(self, group: Group, names: dict[bytes, str], weights: dict[str, float]) -> None:
         mean, mean_codec = np.zeros_like(self.theta), codec_of(group.terms.mean_codec)
         decay, total = 0.95 if self.sparse else 1.0, sum(weights.values())
@@ -173,7 +184,7 @@ class Straight:
             self.theta = self.theta - np.float32(0.7) * (mean + np.float32(0.9) * self.velocity)
 
     def compare(self, theta: Floats) -> None:
-        """Compare with the swarm's parameters, and go on from those: a tie changes all later gradients.
+        """Compare with the swarm's parameters, and go on from those.
 
         A tie's difference is in the mean, in the momentum (0.7 + 0.7 * 0.9 of it and less from round to
         round), and with the other sign in the residual, so in the next mean.
@@ -223,6 +234,8 @@ def test_combinations_equal_the_published_algorithm(
     working = {name: straight.work(name, iter(told[name].acts)) for name in results}
     for number in range(ROUNDS):
         assert {next(work) for work in working.values()} == {"give"}
+        for name, one in told.items():
+            straight.follow(name, one.given[number])
         weights = {name: one.weights[number] for name, one in told.items()}
         straight.average(told["alice"].groups[number], names, weights)
         last = number == ROUNDS - 1
