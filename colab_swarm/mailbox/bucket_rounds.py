@@ -23,8 +23,8 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.known import KnownRecords
-from colab_swarm.training.records import PLAUSIBLE, Mean, ProgressRecord, StepTaken, differing
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.records import PLAUSIBLE, Agreement, Mean, ProgressRecord, StepTaken, differing
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel, other_settings
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 STOP_S = 60.0  # for a state to be written by a peer that leaves
@@ -78,11 +78,14 @@ class BucketRounds(Rounds):
         differences = differing(theirs.agreement, agreed)
         require(
             not differences and theirs.schema == schema,
-            f"the run trains this model with other settings: {differences or 'another model'}. Use the run's, or "
-            "pass another name=… to swarm.optimizer(…)",
+            other_settings(differences or "another model"),
             MismatchError,
         )
         self._follower.min_peers = asked or theirs.min_peers
+
+    def refusal_of(self, agreement: Agreement) -> str:
+        # The bucket keeps the card.
+        return other_settings(differing(self.progress.known.own.agreement, agreement))
 
     async def stop(self) -> None:
         if self._saving is not None:

@@ -194,14 +194,15 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     ) -> "SwarmOptimizer":
         """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
 
-        A second call with the same ``name`` replaces the first optimizer and resumes its state.
+        A second call with the same ``name`` replaces the first optimizer and resumes its state. One that is
+        refused leaves the first as it is.
         Models that were initialised differently take the state of the peer that began.
 
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
             target_batch_size: samples of all peers together for one global step.
-            model: whose parameters these are: its buffers (BatchNorm's statistics) are averaged by the same
-                weights, and a peer whose frozen parameters differ from the others' is refused. None: neither.
+            model: whose parameters these are. Then peers match them by name, average its statistics (BatchNorm's
+                buffers) by the same weights, and refuse a peer with other frozen parameters. None: none of it.
             scheduler: of ``optimizer``, stepped once per global step, a plateau with the swarm's loss; by nothing else.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
@@ -227,16 +228,16 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         rule = UpdateRule(
             optimizer, scheduler, max_grad_norm, settings.overlap, is_local, model, settings.is_sparse_local
         )
-        previous = self.optimizers.pop(name, None)
-        if previous is not None:
-            previous.close()
         folder = None
         if self.network is not None and self.network.store is not None:
             folder = CheckpointFolder(self.network.store.checkpoints(name), keep=2)
         rounds = rounds_for(self.services, settings)
+        before = self.optimizers.get(name)
         trained = SwarmOptimizer(
-            self.runtime, self.services, settings, rule, self.name, folder, previous, rounds
+            self.runtime, self.services, settings, rule, self.name, folder, before, rounds
         )
+        # The newest is the last.
+        self.optimizers.pop(name, None)
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
         return trained

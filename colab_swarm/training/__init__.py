@@ -15,7 +15,9 @@ sleep or die; the others do not wait for them, and all end with equal parameters
 
 *Samples* n fill the batch. The *weight* w of a gradient in the mean is n, or what ``step(weight=…)`` says: with the
 number of target tokens, ragged texts give exactly the gradient of one process with the joined batch. With ``model=``
-the change of its buffers (BatchNorm's statistics) is averaged beside the gradient, by the same weights.
+tensors are matched by name, and the change of the model's statistics (BatchNorm's) is averaged beside the gradient,
+by the same weights. Other buffers, in modules with an integer or a flag, each peer keeps; a late joiner takes them
+from its donor, and so frozen parameters that change, such as a teacher's.
 
 Each peer publishes its progress in the DHT. All peers add up the samples and know when the batch is full. A called
 peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the round itself.
@@ -40,10 +42,11 @@ The table of states and events is in `trainer_state`.
 - **Lineage** and **branch** name the parameters that most of the swarm holds, and **votes** elect them: see `election`.
   A round admits one step of one lineage. A trainer is idle, and has no vote, after 10 of its own micro-batches' time,
   120 s at least, without a micro-batch. It catches up before it trains again.
-- **Agreement.** A record says, in words, what must be equal at all peers: the trained tensors, a digest of the frozen
-  ones, optimizer, learning rate, batch size, unit of weight, compression. A peer that differs from most votes on the
-  branch is refused with both values before it trains (`MismatchError`). Once it has averaged with others, no record
-  can refuse it. The agreement is in each round's schema, so peers that differ never share a round.
+- **Agreement.** A record says, in words, what must be equal at all peers: the trained tensors with their names, a
+  digest of the frozen ones, an adapter's scale, optimizer, learning rate, batch size, unit of weight, compression. A
+  peer that differs from most votes on the branch is refused with both values before it trains (`MismatchError`). Once
+  it has averaged with others, no record can refuse it. The agreement is in each round's schema, so peers that differ
+  never share a round.
 - **Catching up.** The state arrives in chunks of 256 KiB or more, from four donors at once, each chunk checked by its
   hash; donors train on meanwhile. The late joiner follows the rounds, however long the download takes: see
   `catch_up`.

@@ -12,25 +12,40 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.markup import count, plain
 from colab_swarm.training.digests import digest_of
-from colab_swarm.training.flat import layout_of
 from colab_swarm.training.records import MAX_PAIR_TEXT
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import TrainingSettings
 
 # What is no option of a group, and options that say how a step is computed, not what it does.
+FROZEN_BASE = "frozen base"
+_ADAPTER_OPTIONS = (
+    "r",
+    "lora_alpha",
+    "alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+)  # of PEFT; names and shapes of tensors tell the others
 _NOT_COMPARED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
-def agreement_of(replica: Replica, settings: TrainingSettings) -> tuple[tuple[str, str], ...]:
-    """Return readable names and values of the settings; unset ones are omitted."""
+def agreement_of(
+    replica: Replica, settings: TrainingSettings, *, frozen_base: str = ""
+) -> tuple[tuple[str, str], ...]:
+    """Return readable names and values of the settings; unset ones are omitted.
+
+    ``frozen_base``: that of this model at the beginning, if it has moved since.
+    """
     rule = replica.rule
-    trained = [*replica.model, *replica.buffers.shared]
-    layout = blake3(layout_of(trained).encode()).hexdigest(4)
+    layout = blake3(repr(replica.kinds).encode()).hexdigest(4)
     values = {
-        "model": f"{replica.numel:,} trained values in {len(trained)} tensors (layout {layout})",
-        "frozen base": _frozen_base(rule.model, replica.model),
+        "model": f"{replica.numel:,} trained values in {len(replica.kinds)} tensors (layout {layout})",
+        FROZEN_BASE: frozen_base or frozen_base_of(rule.model, replica.model),
+        "adapters": _adapters(rule.model),
         "optimizer": type(rule.optimizer).__name__,
-        "optimizer options": _options(rule.optimizer, rule.scheduler),
+        "optimizer options": _options(rule.optimizer, rule.scheduler, replica.name_by_id),
         "learning rate": _learning_rates(rule.optimizer),
         "scheduler": "",
         "max_grad_norm": "",
@@ -57,8 +72,11 @@ def _learning_rates(optimizer: Optimizer) -> str:
     return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
 
-def _options(optimizer: Optimizer, scheduler: LRScheduler | None) -> str:
-    """Return a digest of the groups' options, and as text those that differ from the class's defaults."""
+def _options(optimizer: Optimizer, scheduler: LRScheduler | None, names: Mapping[int, str]) -> str:
+    """Return a digest of the groups' options, and as text those that differ from the class's defaults.
+
+    Where there are several groups, the ``names`` of their parameters are in the digest.
+    """
     defaults = _defaults(type(optimizer))
     skipped = {*_NOT_COMPARED, "lr"}
     if getattr(scheduler, "cycle_momentum", False):
@@ -67,7 +85,8 @@ def _options(optimizer: Optimizer, scheduler: LRScheduler | None) -> str:
     texts = Counter[str]()
     for group in optimizer.param_groups:
         options = {name: _plain(group[name]) for name in sorted(defaults.keys() & group.keys() - skipped)}
-        exact.append((options, [tuple(parameter.shape) for parameter in group["params"]]))
+        members = sorted(names.get(id(parameter), "") for parameter in group["params"])
+        exact.append((options, members if len(optimizer.param_groups) > 1 else ()))
         chosen = [f"{name}={value}" for name, value in options.items() if value != _plain(defaults[name])]
         texts[" ".join(chosen) or "defaults"] += len(group["params"])
     text = ", ".join(texts)
@@ -95,6 +114,8 @@ def _plain(value: object) -> str:
     """Return an option as text, equal for equal numbers of different types."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_plain, value))})"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -102,7 +123,24 @@ def _plain(value: object) -> str:
     return str(value)
 
 
-def _frozen_base(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
+def _adapters(model: torch.nn.Module | None) -> str:
+    """Return a PEFT model's adapters with the options that scale them, and a digest; empty without any."""
+    adapters: Mapping[str, Any] = getattr(getattr(model, "module", model), "peft_config", {})
+    texts = []
+    for name, config in sorted(adapters.items()):
+        text = name
+        for option in _ADAPTER_OPTIONS:
+            value = getattr(config, option, None)
+            if value:
+                text += f" {option}={_plain(value)}"
+        texts.append(text)
+    if not texts:
+        return ""
+    text = ", ".join(texts)
+    return plain(f"{blake3(text.encode()).hexdigest(4)}: {text}", MAX_PAIR_TEXT)
+
+
+def frozen_base_of(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
     """Return a digest and the size of the parameters that nothing trains; empty without any.
 
     Of those that another optimizer may train, as they take gradients, only the layout counts.

@@ -111,6 +111,10 @@ class Evidence:
         self.on_step()
         self._changed = False
 
+    def on_changed(self) -> None:
+        """The user changed the swarm's parameters, which are copies."""
+        self._changed = True
+
     def _present_versions(self) -> list[tuple[int, int]]:
         return [(parameter._version, parameter.data_ptr()) for parameter in self._model]
 

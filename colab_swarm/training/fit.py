@@ -1,7 +1,6 @@
 """Whether peers can step an optimizer together, and whether a peer's state fits it. No state is trusted."""
 
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,12 +8,10 @@ from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError, require
+from colab_swarm.training.names import state_by_position
 from colab_swarm.training.schedule import steps_with
 
 _MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
-_NAMED = 3  # tensors of other shapes that an error names
-
-Shape = tuple[int, ...]
 
 
 def check_steppable(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
@@ -32,43 +29,20 @@ def check_steppable(optimizer: Optimizer, scheduler: LRScheduler | None) -> None
         require(is_ours, f"{name} is over another optimizer: make it over the {kind} that you pass here")
 
 
-def names_of(model: torch.nn.Module | None, parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return the names of parameters in the model, or their numbers."""
-    names: dict[int, str] = {}
-    if model is not None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)]
-
-
-def differing_shapes(names: Sequence[str], own: Sequence[Shape], theirs: Sequence[Shape]) -> str:
-    """Say which own tensors have other shapes than a peer's: three with their ``names``, and how many more."""
-    differing = []
-    for name, here, there in zip_longest(names, own, theirs):
-        if here != there:
-            differing.append(f"{name or 'one more tensor'}: {there} there, {here} here")
-    text = "; ".join(differing[:_NAMED])
-    if len(differing) > _NAMED:
-        text += f"; and {len(differing) - _NAMED} more"
-    return text
-
-
-def tensors_in(state: Any) -> list[Any]:
-    """Return the parameters and buffers of a peer's state; raises `StateError` if it is none."""
+def tensors_in(state: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a peer's parameters, buffers and changed frozen parameters, by name; raises `StateError` without them."""
     match state:
         case {
             "step": int(),
             "lineage": bytes(),
-            "parameters": list(parameters),
+            "parameters": dict(parameters),
+            "buffers": dict(buffers),
+            "frozen": dict(frozen),
             "optimizer": _,
             "scheduler": _,
         }:
-            return [*parameters, *state.get("buffers", ())]
+            return parameters, buffers, frozen
     raise StateError("this is not the state of a collaboration")
-
-
-def shapes_of(tensors: Sequence[Any]) -> list[Shape]:
-    """Return the shapes; () of what is no tensor."""
-    return [tuple(getattr(tensor, "shape", ())) for tensor in tensors]
 
 
 def check_options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -90,18 +64,24 @@ def check_options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 
 def load_optimizers(
-    state: Mapping[str, Any], optimizer: Optimizer, local: Optimizer, scheduler: LRScheduler | None
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    local: Optimizer,
+    scheduler: LRScheduler | None,
+    names: Mapping[int, str],
 ) -> None:
     """Load the optimizer that takes the swarm's steps, that of local steps if the state has it, and the scheduler.
+
+    ``names``: of the parameters of both, by their ``id``.
 
     Raises `StateError`, with both optimizers unchanged, if the state is another's, or would ruin the model.
     """
     before = optimizer.state_dict()
     local_before = local.state_dict()
     try:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state_by_position(state["optimizer"], optimizer, names))
         if "local" in state:
-            local.load_state_dict(state["local"])
+            local.load_state_dict(state_by_position(state["local"], local, names))
         for own, theirs in zip(before["param_groups"], optimizer.param_groups, strict=True):
             check_options(own, theirs)
         if scheduler is not None and state["scheduler"] is not None:

@@ -15,7 +15,6 @@ from colab_swarm.tensors.device import (
     Flag,
     copy_in,
     copy_out,
-    floats_of,
     host_copy,
     in_main_memory,
     moved,
@@ -63,11 +62,6 @@ def small_values(tensors: Iterable[torch.Tensor]) -> int:
         if not _is_large(tensor):
             count += reals(tensor).numel()
     return count
-
-
-def layout_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Return shapes and types as text: equal at all peers with the same model."""
-    return repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors])
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -175,11 +169,6 @@ class FlatValues:
     def multiply(self, factor: float) -> None:
         for segment in self.segments:
             segment.mul_(factor)
-
-    def norm(self) -> float:
-        """Return the Euclidean norm, and wait for it."""
-        norm = torch.nn.utils.get_total_norm(self.segments)
-        return float(floats_of(norm.reshape(1))[0])
 
     def lies_with(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True if gradients of these tensors can be added: a model may have moved."""

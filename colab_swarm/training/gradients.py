@@ -2,8 +2,6 @@
 
 import logging
 import math
-import statistics
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +15,15 @@ from colab_swarm.tensors.codecs import ErrorFeedback
 from colab_swarm.tensors.device import Flag, all_finite, hand_over, in_main_memory
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector, Vector
-from colab_swarm.training.fit import names_of
-from colab_swarm.training.flat import FlatValues, GradientSum, clear_gradients
+from colab_swarm.training.flat import GradientSum, clear_gradients
 from colab_swarm.training.placement import ModelVector, Placement
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import RoundInput
+from colab_swarm.training.watch import TrainedParameters
 
 logger = logging.getLogger(__name__)
 
 _FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
-_USUAL_ROUNDS = 5  # whose pseudo-gradients say what is usual
-_LOOK_STEPS = 10  # in which another optimizer has taken a step
 
 
 def _brought(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
@@ -79,57 +75,6 @@ def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
         "no parameter has a gradient since the last step(): call loss.backward() before optimizer.step()",
         NoGradientError,
     )
-
-
-class TrainedParameters:
-    """Finds parameters that were frozen meanwhile, and those that no optimizer trains."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._trainable = self._present_trainable()
-        # When to look whether another optimizer trains the bystanders; none: it is done.
-        self._look_step = replica.step + _LOOK_STEPS
-        self._bystanders = self._present_bystanders()
-
-    def _all(self) -> Iterable[torch.Tensor]:
-        """Return the model's parameters, as far as they are known."""
-        if self._replica.rule.model is None:
-            return self._replica.model
-        return self._replica.rule.model.parameters()
-
-    def _present_trainable(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._all()]
-
-    def _present_bystanders(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the parameters that take gradients, but are not this optimizer's, and how often each was changed."""
-        trained = set(map(id, self._replica.model))
-        bystanders = []
-        for parameter in self._all():
-            if parameter.requires_grad and id(parameter) not in trained:
-                bystanders.append((parameter, parameter._version))
-        return bystanders
-
-    def check(self) -> None:
-        """Raise `RuntimeError` if some were frozen or unfrozen; say once which ones nothing trains."""
-        require(
-            self._trainable == self._present_trainable(),
-            "parameters were frozen or unfrozen: make a new optimizer over the trainable ones, and pass it to "
-            "swarm.optimizer(…) again, at all peers",
-            RuntimeError,
-        )
-        if not self._bystanders or self._replica.step < self._look_step:
-            return
-        left = []
-        for parameter, version in self._bystanders:
-            if parameter.grad is not None and parameter._version == version:
-                left.append(parameter)
-        self._bystanders = []
-        if left:
-            logger.warning(
-                "no optimizer trains %s of model=… (%d in all), nor are they compared: train or freeze them",
-                names_of(self._replica.rule.model, left)[0],
-                len(left),
-            )
 
 
 @dataclass(frozen=True)
@@ -195,15 +140,15 @@ class Gradients:
         # Of each parameter, whether no gradient came since the last round; with local steps, since the last of them.
         self._unused = self._all_unused()
         self.loss = MeanLoss()
-        self._norms: deque[float] = deque(maxlen=_USUAL_ROUNDS)  # of the last pseudo-gradients
 
     def _all_unused(self) -> list[bool]:
         return [True] * len(self._replica.model)
 
-    def check(self) -> None:
-        """Raise `RuntimeError` if parameters were frozen or unfrozen, or there is no gradient to count."""
-        self._trained.check()
+    def check(self) -> list[str]:
+        """Return new sentences for the user; raise `RuntimeError` if something else is trained, or nothing."""
+        sentences = self._trained.check()
         require_gradient(self._replica.model)
+        return sentences
 
     def add(
         self,
@@ -281,9 +226,6 @@ class Gradients:
                 raise
             vector, feedback = self._new_contribution()
         # From here on nothing takes a device's memory, and nothing is lost.
-        times_usual = 1.0
-        if self._replica.rule.local:
-            times_usual = self._times_usual(self.placement.values_of(vector))
         self._sum = None
         if feedback is not None:
             self.feedback = feedback
@@ -294,9 +236,7 @@ class Gradients:
         unused = b""
         if self.weight and not self._replica.rule.local:
             unused = bits_of(self._unused)
-        self._given = RoundInput(
-            vector, self.weight, self.samples, encoding, self.loss.value, unused, times_usual
-        )
+        self._given = RoundInput(vector, self.weight, self.samples, encoding, self.loss.value, unused)
         return self._given
 
     def _new_contribution(self) -> tuple[ModelVector, Any]:
@@ -317,15 +257,6 @@ class Gradients:
             feedback = DeviceFeedback(vector, feedback)
         feedback.begin()
         return vector, feedback
-
-    def _times_usual(self, pseudo_gradient: FlatValues) -> float:
-        """Return how many times as long it is as those of the last rounds; 1 at the beginning."""
-        if not self.weight:
-            return 1.0
-        norm = pseudo_gradient.norm()
-        usual = statistics.median(self._norms) if len(self._norms) == _USUAL_ROUNDS else norm
-        self._norms.append(norm)
-        return norm / usual if usual else 1.0
 
     def state(self) -> dict[str, Any]:
         if self.feedback is None:

@@ -312,7 +312,8 @@ class HostOptimizer(WrappedOptimizer):
             device = self._parameters[0].device
             for tensor in sent:
                 values = tensor.detach().to(device).contiguous()
-                dist.broadcast(values, _LEAD, group=self._tensors)
+                # As bytes: gloo has no bool.
+                dist.broadcast(values.view(-1).view(torch.uint8), _LEAD, group=self._tensors)
                 if own is None:
                     tensor.copy_(values)
         except RuntimeError as error:

@@ -26,7 +26,7 @@ from colab_swarm.training.catch_up import CatchUp
 from colab_swarm.training.meetings import Meetings
 from colab_swarm.training.record_exchange import RecordExchange
 from colab_swarm.training.records import Mean, ProgressRecord, StepTaken
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel
+from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel, other_settings
 from colab_swarm.training.settings import (
     PeerServices,
     RoundInput,
@@ -108,10 +108,7 @@ class LinkRounds(Rounds):
         differs = self.progress.election.disagreement()
         if differs:
             self.services.events.emit(Fault(loop_now(), "this peer's settings", differs))
-            raise MismatchError(
-                f"the swarm trains this model with other settings: {differs}. Use the swarm's, or pass another "
-                "name=… to swarm.optimizer(…)"
-            )
+            raise MismatchError(other_settings(differs))
         self.comparison.check()
 
     @property

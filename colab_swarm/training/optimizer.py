@@ -19,17 +19,17 @@ import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.errors import UnnamedValueError, require
+from colab_swarm.errors import MismatchError, UnnamedValueError, require
 from colab_swarm.events import Notice
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
-from colab_swarm.training.agreement import agreement_of
+from colab_swarm.training.agreement import FROZEN_BASE, agreement_of
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.drawn import NextStep
 from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.link_rounds import LinkRounds
-from colab_swarm.training.records import LINEAGE_BYTES, ProgressRecord
+from colab_swarm.training.records import LINEAGE_BYTES, Agreement, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 from colab_swarm.training.rounds import Rounds, TrainedModel
 from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint, checkpoint_at
@@ -59,6 +59,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     made_by = "swarm.optimizer(…)"
     grad_scale: torch.Tensor | None  # set by a GradScaler
+    _agreement: Agreement
 
     def __init__(
         self,
@@ -71,7 +72,10 @@ class SwarmOptimizer(WrappedOptimizer):
         before: "SwarmOptimizer | None" = None,
         rounds: RoundsFor = LinkRounds,
     ) -> None:
-        """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the closed one of this name."""
+        """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the one of this name so far.
+
+        It is closed once nothing refuses the new one.
+        """
         self._runtime = runtime
         self._services = services
         self.settings = settings
@@ -86,10 +90,14 @@ class SwarmOptimizer(WrappedOptimizer):
             error_feedback=settings.error_feedback,
             device_memory=settings.device_memory,
         )
-        self._agreement = agreement_of(self._replica, settings)
+        frozen_base = ""
+        if before is not None and before.rule.model is rule.model and before._replica.moved:
+            frozen_base = dict(before._agreement).get(FROZEN_BASE, "")
+        self._agreement = agreement_of(self._replica, settings, frozen_base=frozen_base)
         _warn_of_frozen(rule)
         self._next = NextStep(lambda: self._replica.model, settings.batch_size)
         self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
+        self._told: set[str] = set()
         self.raises_at_end = True  # after the session's end; else `step` does nothing
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
@@ -97,9 +105,16 @@ class SwarmOptimizer(WrappedOptimizer):
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
         self.checkpoint = TrainerCheckpoint(self._replica, self._gathered)
         self._saver = ProgressSaver(services, folder, self.checkpoint, runtime.time)
+        if before is not None:
+            self._replace(before)
         if before is not None and before._agreement == self._agreement:
             self.checkpoint.take_up(before.checkpoint.state())
             resumed = True
+            if before.rule.model is not rule.model:
+                self._tell_once(
+                    f"this model takes the weights of step {self.global_step} that were trained here as "
+                    f"{settings.prefix.rpartition('/')[-1]!r}: to begin anew, pass another name=… to swarm.optimizer(…)"
+                )
         else:
             resumed = self.checkpoint.resume(folder)
         self.collaboration = runtime.call(self._start(rounds, name, syncing=not resumed))
@@ -117,6 +132,21 @@ class SwarmOptimizer(WrappedOptimizer):
                 self.collaboration.kill()
                 raise
             raise
+
+    def _replace(self, before: "SwarmOptimizer") -> None:
+        """Close the optimizer of this name so far.
+
+        Raises `MismatchError`, with nothing changed, if the others would refuse this one.
+        """
+        if not before.closed.is_set():
+            differs = before.collaboration.rounds.refusal_of(self._agreement)
+            require(not differs, f"{differs} Your first optimizer goes on as it was", MismatchError)
+            before._why = (
+                "a later swarm.optimizer(…) of the same name has closed this one: use what that returned"
+            )
+            before.close()
+        # Closing it has shown the newest parameters.
+        self._replica.take_model()
 
     async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Collaboration:
         replica = self._replica
@@ -252,7 +282,8 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _count(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> RoundResult | None:
         """Count a gradient, and do what is due then."""
-        self._gathered.check()
+        for sentence in (*self._gathered.check(), self._replica.take_written()):
+            self._tell_once(sentence)
         landed = self._trainer.land()
         self._trainer.recover()
         scale = getattr(self, "grad_scale", None)
@@ -270,6 +301,12 @@ class SwarmOptimizer(WrappedOptimizer):
             due = Due.LANDING
         self.times.end(self._runtime.time(), due)
         return result
+
+    def _tell_once(self, sentence: str) -> None:
+        if sentence and sentence not in self._told:
+            self._told.add(sentence)
+            self._services.events.emit(Notice(self._runtime.time(), sentence, logged=True))
+            logger.warning("%s", sentence)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -313,6 +350,7 @@ class SwarmOptimizer(WrappedOptimizer):
         """
         self.times.begin(self._runtime.time())
         with self._trainer_call():
+            self._tell_once(self._replica.take_written())
             return self._trainer.wait_step(timeout_s)
 
     def save(self, target: str | Path | CheckpointFolder) -> None:

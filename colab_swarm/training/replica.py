@@ -27,20 +27,11 @@ from colab_swarm.tensors.device_vector import DeviceVector
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
 from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
-from colab_swarm.training.fit import (
-    Shape,
-    check_steppable,
-    differing_shapes,
-    load_optimizers,
-    names_of,
-    shapes_of,
-    tensors_in,
-)
+from colab_swarm.training.fit import check_steppable, load_optimizers, tensors_in
 from colab_swarm.training.flat import (
     FlatValues,
     clear_gradients,
     copy_of,
-    layout_of,
     move_state,
     move_to_copies,
     outer_optimizer,
@@ -51,9 +42,11 @@ from colab_swarm.training.flat import (
     trained_by,
     within,
 )
+from colab_swarm.training.names import ModelNames, differing_kinds, kinds_of, named_state
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.schedule import Schedule
 from colab_swarm.training.sketch import StateSketch
+from colab_swarm.training.written import LOADED, WrittenWeights
 
 _MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 
@@ -116,23 +109,39 @@ class Replica:
         stepping: the optimizer that takes the swarm's steps.
         schedule: the settings of the wrapped optimizer, which change once per step.
         buffers: the model's, and the swarm's copies of them, which change with ``parameters``.
+        names: of the parameters, in their order.
+        name_by_id: of the parameters of both, and of frozen ones of the optimizer.
+        kinds: types and shapes of parameters and buffers, by name.
         step, lineage: of ``parameters``; they change together, in `apply` and in loading.
         together: the last step at which the state was bit-equal with the swarm's, as far as this peer knows: it began
             the run, or loaded another peer's state. Since then, processors may have rounded differently.
         evidence: what other peers compare with theirs.
+        moved: frozen parameters that changed since the beginning, by name; `TrainedParameters` finds them.
         lock: held during updates and copies.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
         self.rule = rule
-        self.model = trained_by(rule.optimizer)
+        names = ModelNames(rule.model)
+        trained = trained_by(rule.optimizer)
+        text = "model=… has none of the optimizer's parameters: pass the model that this optimizer trains"
+        require(rule.model is None or any(parameter in names for parameter in trained), text)
+        named = names.named(trained)
+        self.names = list(named)
+        self.model = list(named.values())
+        self.name_by_id = {}
+        for name, parameter in names.named(tensors_of(rule.optimizer)).items():
+            if parameter in names:
+                self.name_by_id[id(parameter)] = name
         self.parameters = self.model
         self.stepping = rule.optimizer
         if rule.mode is Mode.LOCAL:
             self.parameters = [copy_of(parameter) for parameter in self.model]
             self.stepping = outer_optimizer(self.parameters, sparse=rule.sparse)
         elif rule.mode is Mode.DELAYED:
-            self.parameters = move_to_copies(rule.optimizer)
+            self.parameters = self._copies_in_order(move_to_copies(rule.optimizer), trained)
+        for parameters in (self.model, self.parameters):
+            self.name_by_id |= zip(map(id, parameters), self.names, strict=True)
         self.schedule = Schedule(rule.optimizer, rule.scheduler)
         # The model's parameters as a delayed round left them, in `Mode.LOCAL`. `depart` remembers them; they are
         # forgotten when the round ends (`land`, `stay`), and when the model shows newer ones (`show`).
@@ -143,13 +152,24 @@ class Replica:
         self.front = self.buffers.numel
         self.numel = self.front + sum(reals(parameter).numel() for parameter in self.model)
         self.fine = self.front + small_values(self.model)
-        layout = layout_of((*self.model, *self.buffers.shared))
-        self.schema = hashlib.sha256(f"({layout}, {rule.local})".encode()).digest()[:16]
+        self._buffer_names = [names.bare(name) for name in self.buffers.names]
+        self.kinds = kinds_of({**named, **dict(zip(self._buffer_names, self.buffers.shared, strict=True))})
+        self.schema = hashlib.sha256(f"({self.kinds}, {rule.local})".encode()).digest()[:16]
         self.step = 0
         self.together = 0
         self.lineage = digest_of((*self.model, *self.buffers.shared))
         self.lock = threading.RLock()
         self.evidence = Evidence(rule.optimizer, self.stepping, self.model, self.parameters)
+        self.moved: dict[str, torch.Tensor] = {}
+        # Where the model's own weights are the swarm's, whatever is written to them counts.
+        self._written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
+
+    def _copies_in_order(
+        self, copies: list[torch.Tensor], originals: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return copies of ``originals`` in the order of ``model``."""
+        copy_by_id = dict(zip(map(id, originals), copies, strict=True))
+        return [copy_by_id[id(parameter)] for parameter in self.model]
 
     def place(self, *, beside_model: bool) -> None:
         """Bring the swarm's copies, and its optimizer's state, to the model's devices or to main memory."""
@@ -218,6 +238,7 @@ class Replica:
                 self.rule.optimizer, self.model, gradient, unused, max_grad_norm=max_grad_norm, ours=True
             )
             self.schedule.accept()
+            self._written.on_written()
 
     @torch.no_grad()
     def pseudo_gradient(self, out: FlatValues) -> None:
@@ -249,6 +270,7 @@ class Replica:
                 hand_over(self.model)
             self._departed = []
             self.buffers.show()
+            self._written.on_written()
 
     def refresh(self) -> None:
         """`show`, unless the model takes local steps: it would lose those since the last round."""
@@ -276,6 +298,39 @@ class Replica:
                 mine.add_(newest - left)
             self._departed = []
             self.buffers.show()
+            self._written.on_written()
+
+    def take_written(self) -> str:
+        """Take weights that the user loaded into the model for the swarm's; return a sentence about it, or nothing.
+
+        Smaller changes count as a part of local steps. With delayed updates they do not last.
+        """
+        change = self._written.change()
+        if change >= LOADED:
+            self.take_model()
+            self.evidence.on_changed()
+            return "weights were loaded into the model: they count from now on; load the same at all peers"
+        if change > self.evidence.tolerance and self.rule.mode is Mode.DELAYED:
+            return (
+                "parameters are changed outside optimizer.step(): with overlap=True that lasts until the next step of "
+                "the swarm only"
+            )
+        return ""
+
+    @torch.no_grad()
+    def take_model(self) -> None:
+        """Make the model's present weights the swarm's."""
+        with self.lock:
+            for copy, shown in zip(self.parameters, self.model, strict=True):
+                if copy is shown:
+                    continue
+                if self._beside_model:
+                    copy.copy_(shown)
+                else:
+                    copy_out(shown, copy)
+            if self._departed:
+                self.depart()
+            self._written.on_written()
 
     # The optimizer, as its user sees it.
 
@@ -321,13 +376,7 @@ class Replica:
             fits = mark.get("digest", before) == before
             if fits and digest_with_optimizer(self.parameters, optimizer) == before:
                 return
-            for copy, shown in zip(self.parameters, self.model, strict=True):
-                if copy is shown:
-                    continue
-                if self._beside_model:
-                    copy.copy_(shown)
-                else:
-                    copy_out(shown, copy)
+            self.take_model()
             if mark.get("digest") == digest_with_optimizer(self.parameters, optimizer):
                 self.step = mark["step"]
                 self.together = mark.get("together", self.step)
@@ -345,41 +394,48 @@ class Replica:
         state: dict[str, Any] = {
             "step": self.step,
             "lineage": self.lineage,
-            "parameters": [parameter.detach() for parameter in self.parameters],
-            "buffers": self.buffers.shared,
-            "optimizer": self.stepping.state_dict(),
+            "parameters": {name: one.detach() for name, one in zip(self.names, self.parameters, strict=True)},
+            "buffers": dict(zip(self._buffer_names, self.buffers.shared, strict=True)),
+            "frozen": {name: parameter.detach() for name, parameter in self.moved.items()},
+            "optimizer": named_state(self.stepping, self.name_by_id),
             "scheduler": None,
         }
         if self.rule.scheduler is not None:
             state["scheduler"] = self.rule.scheduler.state_dict()
         if self.rule.mode is Mode.LOCAL:
-            state["local"] = self.rule.optimizer.state_dict()
+            state["local"] = named_state(self.rule.optimizer, self.name_by_id)
         return state
-
-    def differing(self, shapes: Sequence[Shape]) -> str:
-        """Name the own tensors of other shapes than a peer's parameters and buffers: three, and how many more."""
-        names = names_of(self.rule.model, self.model) + self.buffers.names
-        return differing_shapes(names, shapes_of((*self.model, *self.buffers.shared)), shapes)
 
     def load(self, state: Any) -> None:
         """Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model."""
-        tensors = tensors_in(state)
-        differing = self.differing(shapes_of(tensors))
+        parameters, buffers, moved = tensors_in(state)
+        differing = differing_kinds(self.kinds, kinds_of({**parameters, **buffers}))
         text = "build the model with the same settings as the swarm"
         require(not differing, f"the state belongs to another model: {differing}; {text}", StateError)
         problem = "in this swarm either all peers take local_steps, or none does"
         require(("local" in state) == self.rule.local, problem, StateError)
         with self.lock:
-            load_optimizers(state, self.stepping, self.rule.optimizer, self.rule.scheduler)
+            load_optimizers(state, self.stepping, self.rule.optimizer, self.rule.scheduler, self.name_by_id)
             self.schedule.accept()
             with torch.no_grad():
-                for mine, theirs in zip((*self.parameters, *self.buffers.shared), tensors, strict=True):
-                    mine.copy_(theirs)
+                for name, mine in zip(self.names, self.parameters, strict=True):
+                    mine.copy_(parameters[name])
+                self._load_moved(moved)
+            self.buffers.load(buffers[name] for name in self._buffer_names)
             self.step = state["step"]
             self.lineage = state["lineage"]
-            self.buffers.changed = True
             self.evidence.on_loaded()
         self.show()
+
+    def _load_moved(self, moved: Mapping[str, torch.Tensor]) -> None:
+        """Take another peer's frozen parameters that changed."""
+        if not moved or self.rule.model is None:
+            return
+        named = ModelNames(self.rule.model).named([*self.rule.model.parameters()])
+        for name, theirs in moved.items():
+            mine = named.get(name)
+            if mine is not None and not mine.requires_grad and mine.shape == theirs.shape:
+                copy_in(to_host(theirs), mine)
 
     def snapshot(self) -> Snapshot:
         """Return a copy for late joiners. Thread-safe; training continues."""

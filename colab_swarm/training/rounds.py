@@ -21,10 +21,11 @@ from colab_swarm.events import Notice, PeerRefused
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.training.communication import elected_agreement
 from colab_swarm.training.comparison import Comparison
 from colab_swarm.training.forecast import ThroughputEstimator
 from colab_swarm.training.progress import Progress
-from colab_swarm.training.records import Mean, ProgressRecord, StepTaken
+from colab_swarm.training.records import Agreement, Mean, ProgressRecord, StepTaken, differing
 from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,14 @@ class TrainedModel:
     snapshot: Callable[[], Snapshot]
     tolerance: float
     loss: Callable[[], float | None]
+
+
+def other_settings(differs: str) -> str:
+    """Return the text of an error for settings that differ from the run's; empty if none do."""
+    if not differs:
+        return ""
+    text = f"the run trains this model with other settings: {differs}."
+    return f"{text} Use the run's, or pass another name=… to swarm.optimizer(…)"
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,13 @@ class Rounds(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise what keeps this peer from training, such as `MismatchError`."""
+
+    def refusal_of(self, agreement: Agreement) -> str:
+        """Return why the run would not let this peer train by another ``agreement`` than its own, or nothing."""
+        known = self.progress.known
+        others = {peer: record for peer, record in known.all.items() if peer != known.me}
+        elected = elected_agreement(others)
+        return other_settings(differing(elected, agreement)) if elected else ""
 
     @property
     @abstractmethod

@@ -97,8 +97,7 @@ class PeerServices(RunServices):
 class RoundInput:
     """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count.
 
-    ``unused``: the bits of the tensors without a gradient, as in `Ticket`. ``times_usual``: of local steps, how many
-    times as long it is as the last ones.
+    ``unused``: the bits of the tensors without a gradient, as in `Ticket`.
     """
 
     vector: Vector
@@ -107,7 +106,6 @@ class RoundInput:
     encoding: UploadEncoding
     loss: float | None = None
     unused: bytes = b""
-    times_usual: float = 1.0
 
     @property
     def host_memory(self) -> Floats:

@@ -47,6 +47,7 @@ from colab_swarm.tensors.statedict import (
     unflatten,
     write_tensors,
 )
+from colab_swarm.training.names import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -208,15 +209,20 @@ async def download_state(
     return Snapshot(manifest, download.blob, tuple(sorted(download.used)))
 
 
-async def shapes_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters and buffers of the donors' state; none if no donor answers."""
+async def kinds_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> dict[str, Kind]:
+    """Return the types and shapes of the donors' parameters and buffers, by name; none if no donor answers."""
     manifest, _, _ = await _agree_on_state(
         peers, DescribeState(prefix), donors, Standing(peers.id), limit=4, timeout_s=5.0
     )
     if manifest is None:
-        return []
+        return {}
     entries = decoded(manifest.layout, Layout, "the layout of the state cannot be read", StateError).tensors
-    return [shape for name, _, shape in entries if name.startswith(("parameters/", "buffers/"))]
+    kinds = {}
+    for path, kind, shape in entries:
+        part, _, name = path.partition("/")
+        if part in ("parameters", "buffers"):
+            kinds[name] = kind, shape
+    return kinds
 
 
 async def _agree_on_state(

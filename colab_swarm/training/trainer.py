@@ -21,16 +21,16 @@ from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.names import differing_kinds
 from colab_swarm.training.records import Mean, StepTaken
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.rounds import CaughtUp, RoundOutcome
 from colab_swarm.training.settings import PeerServices, RoundInput
-from colab_swarm.training.state import shapes_at
+from colab_swarm.training.state import kinds_at
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0  # how often a waiting trainer checks whether this peer is to leave
-_MOST_TIMES_USUAL = 10.0
 _END_S = 60.0  # for a round that was interrupted
 
 
@@ -143,13 +143,6 @@ class Trainer:
             return None
 
     async def _averaged(self, contribution: RoundInput, *, aside: bool) -> RoundResult | None:
-        if contribution.times_usual > _MOST_TIMES_USUAL:
-            text = (
-                f"this peer's local steps moved its parameters {contribution.times_usual:,.0f} times as far as usual: "
-                "were they loaded or changed? The others average it all the same"
-            )
-            logger.warning("%s", text)
-            self._services.events.emit(Notice(self._runtime.time(), text, logged=True))
         result = None
         async with aclosing(self._collaboration.contribute(contribution, aside=aside)) as outcomes:
             async for outcome in outcomes:
@@ -229,10 +222,11 @@ class Trainer:
                 raise
             progress = self._collaboration.progress
             donors = sorted(progress.election.branch().peers - {progress.known.me})
-            shapes = self._runtime.call(shapes_at(self._services.peers, progress.prefix, donors))
-            if not (shapes and (differs := self._replica.differing(shapes))):
+            kinds = self._runtime.call(kinds_at(self._services.peers, progress.prefix, donors))
+            differs = differing_kinds(self._replica.kinds, kinds)
+            if not (kinds and differs):
                 raise
-            raise MismatchError(f"{error}. Other shapes: {differs}") from error
+            raise MismatchError(f"{error}. Other tensors: {differs}") from error
 
     def _catch_up(self, snapshot: Snapshot, means: Iterable[Mean]) -> None:
         try:

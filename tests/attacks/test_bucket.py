@@ -87,7 +87,7 @@ def forged(mallory: Mallory, chain: RoundChain) -> Snapshot:
     held = mallory.rounds.model.snapshot()
     state = unpack(held.manifest.layout, held.blob.copy())
     state["step"] = chain.round
-    state["parameters"] = [torch.full_like(one, 7.0) for one in state["parameters"]]
+    state["parameters"] = {name: torch.full_like(one, 7.0) for name, one in state["parameters"].items()}
     state["lineage"] = lineage = chain.base[:LINEAGE_BYTES]
     return Snapshot.of(lineage, chain.round, *pack(state))
 

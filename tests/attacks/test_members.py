@@ -129,7 +129,7 @@ def poisoned(trainer: Trainer, poison: float) -> Snapshot:
     held = trainer.optimizer.collaboration.rounds.model.snapshot()
     state = unpack(held.manifest.layout, held.blob.copy())
     state["step"], state["lineage"] = 5000, b"m" * 16
-    state["parameters"] = [torch.full_like(one, poison) for one in state["parameters"]]
+    state["parameters"] = {name: torch.full_like(one, poison) for name, one in state["parameters"].items()}
     for group in state["optimizer"]["param_groups"]:
         group["lr"] = 9.9e5
     return Snapshot.of(b"m" * 16, 5000, *pack(state))
@@ -167,7 +167,7 @@ def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted()
         forged.append(forger.optimizer.collaboration.rounds.model.snapshot())
         honest_one = forged[-1].manifest
         state = unpack(honest_one.layout, forged[-1].blob.copy())
-        state["parameters"] = [one + 1.0 for one in state["parameters"]]
+        state["parameters"] = {name: one + 1.0 for name, one in state["parameters"].items()}
         return Snapshot.of(honest_one.subject, honest_one.step, *pack(state))
 
     forged: list[Snapshot] = []

@@ -67,7 +67,7 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
     ),
     "rank": (
         r"model: 32 trained values in 2 tensors .* there, 64 trained values in 2 tensors .* here.*"
-        r"Other shapes: down: \(2, 8\) there, \(4, 8\) here; up: \(8, 2\) there, \(8, 4\) here$",
+        r"Other tensors: down: \(2, 8\) there, \(4, 8\) here; up: \(8, 2\) there, \(8, 4\) here$",
         lambda swarm: begin(swarm, Adapted(rank=4)),
     ),
     "batch": ("target_batch_size: 4 there, 512 here", lambda swarm: begin(swarm, target_batch_size=512)),

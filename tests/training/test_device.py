@@ -47,7 +47,6 @@ OUT_OF_A_DEVICE = ("cpu", "numpy", "item", "tolist")
 @pytest.fixture
 def meta_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Flag, "read", lambda flag: True)
-    monkeypatch.setattr(FlatValues, "norm", lambda values: 1.0)
 
 
 def moved_to_meta(net: torch.nn.Module) -> None:
@@ -281,8 +280,8 @@ def test_a_local_step_copies_nothing_and_a_round_only_what_a_member_reduces() ->
             device.copied.out_bytes = device.copied.in_bytes = 0
             optimizer.step(samples=10)
             rounds = optimizer.global_step - step
-            # Alone in the group it reduces all, in main memory. The norm is one more value.
-            assert device.copied.out_bytes == rounds * (numel_bytes + 4)
+            # Alone in the group it reduces all, in main memory.
+            assert device.copied.out_bytes == rounds * numel_bytes
             assert device.copied.in_bytes == rounds * numel_bytes
         assert optimizer.global_step == 6
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.events import Notice, RoundFinished
+from colab_swarm.events import RoundFinished
 from colab_swarm.net.carrier import Metering, NodeSettings, Path
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
@@ -65,24 +65,6 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
             join_training(swarm, model(), local_steps=steps)
 
     toy.alone(train)
-
-
-@pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_a_move_far_beyond_the_last_ones_is_said_to_its_owner(factor: float) -> None:
-    def train(swarm: Swarm) -> list[str]:
-        optimizer = join_training(swarm, net := model(), local_steps=STEPS)
-        while optimizer.global_step < 7:
-            take(optimizer, net, optimizer.global_step)
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.mul_(factor)
-        while optimizer.global_step < 8:
-            take(optimizer, net, optimizer.global_step)
-        notices = swarm.events.recent(Notice)
-        return [event.text for event in notices if isinstance(event, Notice) and "as far" in event.text]
-
-    texts = toy.alone(train)
-    assert len(texts) == (factor != 1.0) and all("were they loaded or changed?" in text for text in texts)
 
 
 MB = 1_000_000

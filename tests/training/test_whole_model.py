@@ -105,7 +105,7 @@ def test_buffers_are_averaged_and_equal_at_all_peers_also_at_one_that_comes_late
             optimizer.step()
         net.eval()
         optimizer.save(path := tmp_path / swarm.name)
-        return optimizer.lineage, net(batch(0)[0]).detach(), load_checkpoint(path)["buffers"]
+        return optimizer.lineage, net(batch(0)[0]).detach(), [*load_checkpoint(path)["buffers"].values()]
 
     with cs.simulate(2, seed=1, samples_per_s=20.0) as simulation:
         simulation.join("carol", at=6.0)

@@ -1,0 +1,150 @@
+"""Names of trained parameters: peers match tensors by name, in whatever order their optimizers hold them.
+
+A set of names has another order in each process, and equal shapes would be averaged crosswise. So the
+swarm's vector is in the model's order, and the training state has the names.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+from colab_swarm.errors import require
+
+# Of a tensor: its data type, as torch prints it without "torch.", and its shape.
+Kind: TypeAlias = tuple[str, tuple[int, ...]]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_NAMED = 3  # differing tensors that an error names
+
+
+class ModelNames:
+    """The names of a model's tensors, without what wrappers add to them.
+
+    That is also the path of modules that all names share: so a model has the same names alone, compiled, and as a
+    part of a `LightningModule`.
+    """
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._names: dict[int, str] = {}
+        self._shared = 0  # modules on the path
+        if model is None:
+            return
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        paths = []
+        for name in (*self._names.values(), *(name for name, _ in model.named_buffers())):
+            paths.append(_path_of(name)[:-1])
+        if paths:
+            # What the first and the last one share, all share.
+            pairs = zip(min(paths), max(paths), strict=False)
+            self._shared = len(list(takewhile(_are_equal, pairs)))
+
+    def bare(self, name: str) -> str:
+        """Return a name of ``model.named_parameters()`` or ``named_buffers()`` as peers know it."""
+        return ".".join(_path_of(name)[self._shared :])
+
+    def named(self, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return parameters by name, in the model's order; last those that it has not, by number."""
+        there = {id(parameter): parameter for parameter in parameters}
+        named = {}
+        for key, name in self._names.items():
+            if key in there:
+                named[self.bare(name)] = there.pop(key)
+        for index, parameter in enumerate(parameters):
+            if id(parameter) in there:
+                named[f"parameter {index}"] = parameter
+        return named
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._names
+
+
+def _are_equal(pair: tuple[str, str]) -> bool:
+    return pair[0] == pair[1]
+
+
+def _path_of(name: str) -> list[str]:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.split(".")
+
+
+def kinds_of(tensors: Mapping[str, Any]) -> dict[str, Kind]:
+    """Return types and shapes by name; those of what is no tensor are empty."""
+    kinds = {}
+    for name, tensor in tensors.items():
+        kind = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+        kinds[name] = kind, tuple(getattr(tensor, "shape", ()))
+    return kinds
+
+
+def differing_kinds(own: Mapping[str, Kind], theirs: Mapping[str, Kind]) -> str:
+    """Say which tensors a peer has not, or has with another shape or type: three, and how many more."""
+    differing = []
+    for name in dict.fromkeys((*own, *theirs)):
+        here = own.get(name)
+        there = theirs.get(name)
+        if here == there:
+            continue
+        if here is None:
+            differing.append(f"{name}: only there")
+        elif there is None:
+            differing.append(f"{name}: only here")
+        elif here[1] == there[1]:
+            differing.append(f"{name}: {there[0]} there, {here[0]} here")
+        else:
+            differing.append(f"{name}: {there[1]} there, {here[1]} here")
+    text = "; ".join(differing[:_NAMED])
+    if len(differing) > _NAMED:
+        text += f"; and {len(differing) - _NAMED} more"
+    return text
+
+
+def named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` with names in place of the parameters' positions.
+
+    ``names``: of parameters, by their ``id``.
+    """
+    by_position: dict[Any, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            by_position[len(by_position)] = _name_in(names, parameter, len(by_position))
+    return _renamed(optimizer.state_dict(), by_position)
+
+
+def state_by_position(
+    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return what `named_state` gave, of any peer, as this ``optimizer.load_state_dict`` takes it.
+
+    Raises ValueError if a group of the optimizer has other parameters there.
+    """
+    positions: dict[Any, Any] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        first = len(positions)
+        for parameter in group["params"]:
+            positions[_name_in(names, parameter, len(positions))] = len(positions)
+        groups.append(list(range(first, len(positions))))
+    loaded = _renamed(state, positions)
+    for number, (own, theirs) in enumerate(zip(groups, loaded["param_groups"], strict=True)):
+        text = f"its parameter group {number} has other parameters"
+        require(set(own) == set(theirs["params"]), text)
+        theirs["params"] = own
+    return loaded
+
+
+def _name_in(names: Mapping[int, str], parameter: torch.Tensor, position: int) -> str:
+    """Return a parameter's name; that of a frozen one of an unknown model is its position."""
+    return names.get(id(parameter), f"frozen {position}")
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with other keys for its parameters; those without a new one stay."""
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": [names.get(key, key) for key in group["params"]]})
+    renamed = {names.get(key, key): value for key, value in state["state"].items()}
+    return {**state, "state": renamed, "param_groups": groups}
