@@ -236,8 +236,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         trained = SwarmOptimizer(
             self.runtime, self.services, settings, rule, self.name, folder, before, rounds
         )
-        # The newest is the last.
-        self.optimizers.pop(name, None)
+        self.optimizers.pop(name, None)  # the newest is the last
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
         return trained

@@ -305,8 +305,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def _tell_once(self, sentence: str) -> None:
         if sentence and sentence not in self._told:
             self._told.add(sentence)
-            self._services.events.emit(Notice(self._runtime.time(), sentence, logged=True))
-            logger.warning("%s", sentence)
+            self.warn(sentence)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
