@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from colab_swarm.averaging.member import Chunk, ReduceSpan, RoundMember
+from colab_swarm.averaging.member import LARGEST_MEAN, Chunk, ReduceSpan, RoundMember
 from colab_swarm.averaging.reducer import digest_of
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
@@ -13,8 +13,6 @@ from colab_swarm.tensors.codecs import Buffer, codec_of
 from colab_swarm.tensors.sparse import SPARSE16, restore_zeros
 
 logger = logging.getLogger(__name__)
-
-_LARGEST_MEAN = 100.0  # most times that a reducer's mean is larger than any contribution is believed to be
 
 
 class Collection:
@@ -86,7 +84,7 @@ class Collection:
         if name == SPARSE16 and len(payload):
             name = "float16"
             payload = restore_zeros(payload, own.ledger.chunk(reducer, message.index).numel)
-        most_rms = _LARGEST_MEAN * own.usual.most_rms
+        most_rms = LARGEST_MEAN * own.usual.most_rms
         own.ledger.place(
             reducer, message.index, codec_of(name), payload, message.missing, digest, most_rms=most_rms
         )

@@ -17,6 +17,7 @@ from colab_swarm.events import MemberTrace
 from colab_swarm.net.peers import Message, PeerId, Peers
 from colab_swarm.tensors.vector import Vector
 
+LARGEST_MEAN = 100.0  # most times that a mean is larger than any contribution is believed to be
 LEFT_OUT = "a reducer did not receive its whole contribution"
 
 

@@ -15,17 +15,19 @@ An assistant collects no means; it recovers a span on request.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 from colab_swarm.averaging.lateness import Lateness
-from colab_swarm.averaging.member import Chunk, RecallSpan, RoundMember
+from colab_swarm.averaging.member import LARGEST_MEAN, Chunk, RecallSpan, RoundMember
 from colab_swarm.averaging.reducer import average_chunk, digest_of
 from colab_swarm.averaging.upload import Upload
 from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Buffer, Refusal, Stream, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
+from colab_swarm.tensors.sparse import drop_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +135,14 @@ class Recovery:
                 stream.reset(str(error))
 
         await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
-        for _, (message, values) in sorted(received.items()):
-            if message.averaged:
-                self._place(reducer, message, values)
-                return
+        for member, (message, values) in sorted(received.items()):
+            if not message.averaged:
+                continue
+            try:
+                return self._place(reducer, message, values)
+            except ValueError as error:
+                logger.debug("%s gave no mean: %s", short(own.member(member).id), error)
+                received[member] = message, None
         chunk = own.ledger.chunk(reducer, index)
         contributions = {member: values for member, (_, values) in received.items() if values is not None}
         with suppress(ValueError):  # it may not be finite
@@ -149,15 +155,41 @@ class Recovery:
             return own.ledger.vector.read(*chunk)
 
         mean, lacking = average_chunk(chunk, weights, contributions, own.usual.most_rms, own=own_values)
-        self._place(reducer, Chunk(index, True, lacking), mean)
+        self._place(reducer, Chunk(index, True, lacking), mean, most_rms=math.inf)
 
-    def _place(self, reducer: int, message: Chunk, mean: Floats | None) -> None:
+    def _place(
+        self, reducer: int, message: Chunk, mean: Floats | None, *, most_rms: float | None = None
+    ) -> None:
+        """Place a mean; raises ValueError if it cannot be one, as it is over ``most_rms``: by default the usual."""
+        own = self.own
         exact = codec_of("float32")
         payload: Buffer = b""
+        digest = digest_of(payload)
         if mean is not None:
             payload = exact.encode(mean)
-        digest = message.digest or digest_of(payload)
-        self.own.ledger.place(reducer, message.index, exact, payload, message.missing, digest)
+            digest = self._digest_of_mean(mean, message.digest)
+        if most_rms is None:
+            most_rms = LARGEST_MEAN * own.usual.most_rms
+        own.ledger.place(reducer, message.index, exact, payload, message.missing, digest, most_rms=most_rms)
+
+    def _digest_of_mean(self, mean: Floats, claimed: bytes) -> bytes:
+        """Return the digest of a mean, as its reducer encoded it; raises ValueError if it is not the ``claimed`` one.
+
+        What a codec decodes, it encodes to the same bytes. So equal digests mean equal values, whoever gave them.
+        Without a claim, as of a mean that was recomputed, it is the digest of the values.
+        """
+        if not claimed:
+            return digest_of(codec_of("float32").encode(mean))
+        mean_codec = self.own.group.terms.mean_codec
+        names = {"float32", mean_codec}
+        if mean_codec == "adaptive":
+            names = {"float32", "float16", "int8"}
+        for name in names:
+            encoded = codec_of(name).encode(mean.copy())
+            for payload in (encoded, drop_zeros(encoded) if name == "float16" else b""):
+                if len(payload) and digest_of(payload) == claimed:
+                    return claimed
+        raise ValueError("the mean is not the one that its digest is of")
 
     @asynccontextmanager
     async def _recall(self, member: int, reducer: int, *, contributions: bool) -> AsyncIterator[Stream]:

@@ -83,7 +83,7 @@ class Comparison:
     def _text_of(self, deviation: Deviation) -> str:
         if deviation.donors:
             donors = ", ".join(map(short, deviation.donors))
-            return f"most peers hold another than {donors} gave: it is loaded again"
+            return f"is not what most peers hold, since {donors} gave it: it is loaded again, from others"
         if deviation.drifts:
             return f"is rounded in another way than the first one's, by {deviation.gap:.1e} of its norm: that is loaded"
         cause = "its learning rates, its optimizer or its data type may differ"

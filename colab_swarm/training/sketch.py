@@ -66,7 +66,7 @@ class Deviation:
 
     Attributes:
         gap: the difference, in norms.
-        donors: who gave this peer its state; empty if it was the swarm's, and left it since.
+        donors: who may have given this peer a false state; empty if its own steps moved it.
         again: it left the swarm's for the second time.
         drifts: it is within the tolerance.
     """
@@ -88,6 +88,9 @@ class StateCheck:
         self._tolerance = tolerance
         self._deviated = False  # whether `judge` has found once that the state left the swarm's by itself
         self._donors: tuple[PeerId, ...] = ()  # of a state, from `on_loaded` until it is confirmed
+        self._suspects = (
+            True  # donors; False from the first one that `judge` has named until a state is confirmed
+        )
         self._compared = False  # whether `judge` has seen a vote on ``own``
         self._reload_at = -math.inf  # no state is given up before; set when one is
 
@@ -104,7 +107,7 @@ class StateCheck:
     def on_sketch(self, sketch: StateSketch) -> None:
         """Take the own sketch of a step; the state counts as confirmed if nobody had one of the last."""
         if self.own is not None and not self._compared:
-            self._donors = ()
+            self._confirm()
         self.own = sketch
         self._compared = False
 
@@ -126,6 +129,9 @@ class StateCheck:
         that have a sketch to be confirmed, and more than half of all the others' to be given up. Among confirmed
         states one must win, so `Election.senior` breaks ties.
 
+        A given-up state was false, or this peer's own steps are. If its donors hold what most do, another donor
+        decides: a state that leaves that one's too, or without another one, was moved by the own steps.
+
         ``votes``: of all other trainers, with a sketch or without.
         ``senior``: a peer whose sketch counts most, this peer's own included; None: too few have one.
         ``corrects``: also if it drifts by little.
@@ -138,18 +144,29 @@ class StateCheck:
         if not self._donors:
             return self._deviation(own, sketches.get(senior) if senior else None, corrects=corrects)
         if 2 * self._votes_for(own, sketches, votes) > sum(votes[peer] for peer in sketches):
-            self._donors = ()
+            self._confirm()
             return None
         total = sum(votes.values())
         others = [
             sketch for sketch in sketches.values() if 2 * self._votes_for(sketch, sketches, votes) > total
         ]
-        if now < self._reload_at or not others:
+        if not others:
+            return None
+        agreeing = {peer for peer, sketch in sketches.items() if self.agree(sketch, others[0])}
+        has_other_donors = bool(agreeing.difference(self._donors))
+        if agreeing.intersection(self._donors) and not (self._suspects and has_other_donors):
+            return self._deviation(own, others[0], corrects=False)
+        if now < self._reload_at:
             return None
         deviation = Deviation(own.distance(others[0]), self._donors)
         self._reload_at = now + RELOAD_S
+        self._suspects = False
         self.on_loaded(())
         return deviation
+
+    def _confirm(self) -> None:
+        self._donors = ()
+        self._suspects = True
 
     def _deviation(self, own: StateSketch, theirs: StateSketch | None, *, corrects: bool) -> Deviation | None:
         if theirs is None:

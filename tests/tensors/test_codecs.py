@@ -332,3 +332,16 @@ def test_the_residual_stays_bounded(name: str) -> None:
         feedback.settle()
         norms.append(float(np.linalg.norm(feedback.residual)))
     assert max(norms[100:]) <= 1.2 * max(norms[:100])
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8", "onebit"])
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3 * BLOCK_VALUES), st.floats(-30, 30))
+@settings(max_examples=25, deadline=None)
+def test_what_a_codec_decodes_it_encodes_to_the_same_bytes(
+    name: str, seed: int, numel: int, exponent: float
+) -> None:
+    """So a mean that another member passes on is known by the digest of its reducer's encoding."""
+    codec = codec_of(name)
+    values = np.random.default_rng(seed).standard_normal(numel).astype(np.float32) * np.float32(2.0**exponent)
+    encoded = bytes(codec.encode(values))
+    assert bytes(codec.encode(codec.decode(encoded, numel).copy())) == encoded

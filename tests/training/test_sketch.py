@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.errors import StateError
+from colab_swarm.errors import MismatchError, StateError
 from colab_swarm.events import Fault, Notice, StateReceived
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
@@ -123,10 +123,10 @@ def test_a_minority_moves_nobody_though_it_is_most_of_those_with_a_sketch() -> N
 
 def test_a_state_is_given_up_once_in_ten_minutes() -> None:
     check = loaded_from(ALICE)
-    for now, donors in ((0.0, (ALICE,)), (RELOAD_S - 1, ()), (RELOAD_S, (BOB,))):
+    for now, donors in ((0.0, (ALICE,)), (RELOAD_S - 1, ()), (RELOAD_S, (DAVE,))):
         assert judged(check, {BOB: TRUE, CAROL: TRUE}, now) == donors
         if check.own is None:
-            check.on_loaded((BOB,))
+            check.on_loaded((DAVE,))
             check.on_sketch(FALSE)
 
 
@@ -348,3 +348,55 @@ def test_other_rounding_stays_bounded(bounded: bool, tmp_path: Path, monkeypatch
     assert (together >= 2 * SKETCH_STEPS) is bounded
     assert torch.equal(states["alice", together], states["bob", together])
     assert load_checkpoint(tmp_path / "alice")["together"] == 0
+
+
+def judge_again(check: StateCheck, sketches: dict[PeerId, StateSketch], donor: PeerId) -> Deviation | None:
+    """Judge, after this peer has loaded a donor's state and left it again."""
+    check.on_loaded((donor,))
+    check.on_sketch(FALSE)
+    return check.judge(sketches, {peer: VOTES[peer] for peer in sketches}, None, 0.0)
+
+
+def test_a_joiner_that_leaves_its_only_donors_state_is_told_itself_and_then_refused() -> None:
+    check = StateCheck(TOLERANCE)
+    gap = FALSE.distance(TRUE)
+    assert judge_again(check, {BOB: TRUE}, BOB) == Deviation(gap)
+    assert judge_again(check, {BOB: TRUE}, BOB) == Deviation(gap, again=True)
+
+
+def test_a_joiner_that_leaves_a_second_donors_state_too_is_told_itself() -> None:
+    check = StateCheck(TOLERANCE)
+    gap = FALSE.distance(TRUE)
+    sketches = {BOB: TRUE, CAROL: TRUE, DAVE: TRUE}
+    assert judge_again(check, sketches, BOB) == Deviation(gap, (BOB,)), "bob may have given another state"
+    assert judge_again(check, sketches, CAROL) == Deviation(gap)
+    assert judge_again(check, sketches, DAVE) == Deviation(gap, again=True)
+
+
+def shrink_uncounted(net: torch.nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.data.mul_(0.99)
+
+
+@pytest.mark.parametrize("honest", [1, 3])
+def test_a_joiner_whose_own_steps_differ_is_refused_and_no_donor_loses_its_state(honest: int) -> None:
+    def train(swarm: Swarm) -> int:
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net)
+        try:
+            while optimizer.global_step < 60:
+                if swarm.name == "zoe":
+                    shrink_uncounted(net)
+                toy.take(optimizer, net, optimizer.global_step, slice(0, 2))
+        except MismatchError as error:
+            assert swarm.name == "zoe" and "For the second time" in str(error)
+        return optimizer.global_step
+
+    with cs.simulate(honest, network="lan", seed=3, samples_per_s=2.0) as sim:
+        sim.join("zoe", at=17.0)
+        steps = sim.run(train)
+        faults = {name: swarm.events.recent(Fault) for name, swarm in sim.swarms.items()}
+    assert steps.pop("zoe") < 60 and set(steps.values()) == {60}
+    assert all(not events for name, events in faults.items() if name != "zoe")
+    blamed = [event for event in faults["zoe"] if isinstance(event, Fault) and "gave it" in event.text]
+    assert len(blamed) == (honest > 1)

@@ -1,0 +1,80 @@
+"""A member that gives another one false means, which it recalls as their reducer withholds them, moves nobody."""
+
+import asyncio
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.averaging.recovery import Recovery
+from colab_swarm.averaging.span_server import SpanServer
+from colab_swarm.events import Applied, Event, Fault
+from colab_swarm.net.peers import PeerId
+from colab_swarm.swarm.swarm import Swarm
+from tests.training import toy
+
+CALM_S = 12.0  # of virtual time
+ATTACK_S = 15.0
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "factor"), [("float32", 1 + 1e-6), ("int8", -3.0), ("float32", 1e6)])
+def test_equal_lineages_stay_equal_parameters(
+    monkeypatch: pytest.MonkeyPatch, codec: str, factor: float
+) -> None:
+    who: dict[str, PeerId] = {}
+    fired = Counter[str]()
+    return_means = SpanServer._return_means
+    serve = Recovery.serve
+
+    async def withhold(server: SpanServer, stream: Any) -> None:
+        if now() > CALM_S and server.own.peers.id == who["reducer"] and stream.peer == who["victim"]:
+            fired["withheld"] += 1
+            await asyncio.sleep(1e6)
+        await return_means(server, stream)
+
+    async def lie(recovery: Recovery, opening: Any, stream: Any) -> None:
+        own = recovery.own
+        if now() < CALM_S or own.peers.id != who["liar"] or stream.peer != who["victim"]:
+            return await serve(recovery, opening, stream)
+        await own.settled[opening.reducer].wait()
+        for index in opening.wanted:
+            message, payload = recovery._answer(opening, index)
+            if message.averaged and len(payload):
+                fired["lied"] += 1
+                payload = (np.frombuffer(bytes(payload), np.float32) * np.float32(factor)).tobytes()
+            await stream.send(message, bytes(payload))
+        await stream.end()
+
+    monkeypatch.setattr(SpanServer, "_return_means", withhold)
+    monkeypatch.setattr(Recovery, "serve", lie)
+    events: dict[str, list[Event]] = defaultdict(list)
+
+    def train(swarm: Swarm) -> None:
+        swarm.events.detailed = True
+        swarm.events.listen(events[swarm.name].append)
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=20, compression=codec)
+        while True:
+            toy.take(optimizer, net, optimizer.global_step, slice(0, 2))
+
+    with cs.simulate(4, network="lan", seed=0, samples_per_s=4.0) as simulation:
+        names = {swarm.id: name for name, swarm in simulation.swarms.items()}
+        ids = sorted(names)
+        who |= {"reducer": ids[0], "liar": ids[1], "victim": ids[3]}
+        simulation.run(train, seconds=CALM_S + ATTACK_S)
+    assert fired["withheld"] >= 2 and fired["lied"] >= 2
+    applied = {}
+    for peer in (ids[2], ids[3]):
+        found = [event for event in events[names[peer]] if isinstance(event, Applied)]
+        applied[peer] = {(event.step, event.lineage): event.state for event in found}
+    shared = applied[ids[2]].keys() & applied[ids[3]].keys()
+    assert len(shared) >= 10
+    assert all(applied[ids[2]][key] == applied[ids[3]][key] for key in shared)
+    assert not [event for event in events[names[ids[3]]] if isinstance(event, Fault)]
