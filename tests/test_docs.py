@@ -138,6 +138,13 @@ def test_make_installs_known_good_versions_or_the_newest(setting: str, option: s
     assert ("-c constraints.txt" in line) is bool(option)
 
 
+def test_the_readmes_install_names_known_good_versions_and_the_index_of_a_torch_for_cpus() -> None:
+    (block,) = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    options = block.split()
+    assert options[options.index("-c") + 1] == "constraints.txt"
+    assert options[options.index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
+
+
 def test_names_in_the_readme_are_public() -> None:
     assert {name for name in re.findall(r"\bcs\.(\w+)", README) if not hasattr(cs, name)} == set()
     assert {name for name in re.findall(r"\bswarm\.(\w+)\(", README) if not hasattr(cs.Swarm, name)} == set()
