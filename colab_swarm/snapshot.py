@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ class PeerRow:
     id: str  # short hex id
     role: str  # trainer, idle, paused, catching up, away, assistant or peer; in a simulation its state
     step: int  # its global step
-    samples_per_s: float  # its speed
+    samples_per_s: float  # of its own in the last rounds, by the clock; 0 if this peer does not train with it
     samples: float  # accumulated towards the next step
     reachable: bool | None  # whether others can dial it; None if unknown
     me: bool  # whether it is this peer
@@ -29,9 +29,33 @@ class PeerRow:
     download_bps: float | None = None
     loss: float | None = None  # of its last batches; None if unknown
     heard_s: float | None = None  # since it was last heard of, seconds; None: it is this peer, or unknown
+    compute_samples_per_s: float = 0.0  # by its own report, while it computes; 0 if it does not train
+
+    @property
+    def computes(self) -> bool:
+        """True if it has a speed, so it trains."""
+        return self.samples_per_s > 0 or self.compute_samples_per_s > 0
 
 
-_COLUMNS = ("peer", "role", "step", "samples/s", "loss", "last heard of")
+def speeds_of(peers: Iterable[PeerRow]) -> tuple[str, dict[str, float]]:
+    """Return what peers' speeds are, for a heading, and the speeds by peer id.
+
+    They are samples/s by the clock, if this peer trains with some; else only what each says of its computing.
+    """
+    rows = list(peers)
+    by_clock = {peer.id: peer.samples_per_s for peer in rows}
+    if any(by_clock.values()):
+        return "samples/s", by_clock
+    return "compute rate", {peer.id: peer.compute_samples_per_s for peer in rows}
+
+
+def speed_words(samples_per_s: float, compute_samples_per_s: float) -> str:
+    """Return the speed of all peers together in words; empty if it is unknown."""
+    if samples_per_s:
+        return f"{samples_per_s:,.1f} samples/s"
+    if compute_samples_per_s:
+        return f"compute rate {compute_samples_per_s:,.1f} samples/s"
+    return ""
 
 
 class PeerTable(tuple[PeerRow, ...]):
@@ -40,13 +64,14 @@ class PeerTable(tuple[PeerRow, ...]):
     __slots__ = ()
 
     def progress(self) -> dict[str, Any]:
-        """Return the trainers' step, mean loss, speed and names: of those that are there."""
+        """Return the trainers' step, mean loss, speeds and names: of those that are there."""
         training = [peer for peer in self if peer.role == "trainer"]
         losses = [peer.loss for peer in training if peer.loss is not None]
         return {
             "step": max((peer.step for peer in training), default=0),
             "loss": statistics.fmean(losses) if losses else None,
             "samples_per_s": sum(peer.samples_per_s for peer in training),
+            "compute_samples_per_s": sum(peer.compute_samples_per_s for peer in training),
             "training": [plain(peer.name, 40) for peer in training],
         }
 
@@ -56,26 +81,29 @@ class PeerTable(tuple[PeerRow, ...]):
         if not progress["training"]:
             return f"nobody trains; {count(len(self), 'peer')} here"
         loss = "" if progress["loss"] is None else f"loss {progress['loss']:.3f}   "
-        speed = f"{progress['samples_per_s']:,.1f} samples/s"
-        return f"step {progress['step']}   {loss}{speed} from {', '.join(progress['training'])}"
+        speed = speed_words(progress["samples_per_s"], progress["compute_samples_per_s"])
+        speed = f"{speed} from " if speed else ""
+        return f"step {progress['step']}   {loss}{speed}{', '.join(progress['training'])}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = []
+        title, speeds = speeds_of(self)
+        rows: list[tuple[str, ...]] = [("peer", "role", "step", title, "loss", "last heard of")]
         for peer in self:
             name = plain(peer.name, 40)
             heard = "" if peer.heard_s is None else f"{duration(peer.heard_s)} ago"
             loss = "" if peer.loss is None else f"{peer.loss:.4f}"
             if peer.me:
                 name += " (me)"
-            speed = f"{peer.samples_per_s:,.1f}"
+            speed = f"{speeds[peer.id]:,.1f}"
             rows.append((name, plain(peer.role), f"{peer.step:,}", speed, loss, heard))
         return rows
 
     def __str__(self) -> str:
-        return "\n".join(aligned([_COLUMNS, *self._rows()]))
+        return "\n".join(aligned(self._rows()))
 
     def _repr_html_(self) -> str:
-        return facts(count(len(self), "peer"), {}, _COLUMNS, self._rows())
+        titles, *rows = self._rows()
+        return facts(count(len(self), "peer"), {}, titles, rows)
 
 
 @dataclass(frozen=True)
@@ -128,7 +156,9 @@ class SwarmSnapshot:
     state: str  # of this peer, in one word; ``left`` is the last one
     peers: tuple[PeerRow, ...]  # this peer and the others
     step: int  # global step
-    samples_per_s: float  # speed of all peers together
+    samples_per_s: (
+        float  # of all peers in the last rounds, by the clock; 0 before two rounds, or without training
+    )
     target_batch_size: float  # samples needed for a global step
     accumulated: float  # samples so far
     loss_history: tuple[tuple[int, float], ...]  # (step, loss), oldest first
@@ -136,7 +166,8 @@ class SwarmSnapshot:
     received_bytes: int
     uptime_s: float  # seconds since it joined
     log: tuple[str, ...]  # the last events as lines, oldest first
-    own_samples_per_s: float = 0.0  # speed of this peer
+    own_samples_per_s: float = 0.0  # of this peer, as ``samples_per_s``
+    compute_samples_per_s: float = 0.0  # of all peers together, while they compute
     computing: float = 0.0  # part of its time in the last minute outside `step()`; 0 if unknown
     eta_s: float | None = None  # until the next global step at this speed; None if no peer trains
     last_share: float | None = None  # its part of the last global step's samples; None before the first

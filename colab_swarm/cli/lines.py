@@ -66,8 +66,11 @@ def step_line(step: dict[str, Any], last: int = 0) -> str:
     """Return a step's line; ``last`` is the step that the training ends at, 0 if none is set."""
     loss = "" if step["loss"] is None else f"loss {step['loss']:.3f}   "
     goal = f"/{last}" if last else ""
-    speed = step["swarm_samples_per_s"]
-    return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}   {speed:.1f} samples/s"
+    speed = ""
+    # It takes two rounds to know it.
+    if step["swarm_samples_per_s"]:
+        speed = f"   {step['swarm_samples_per_s']:.1f} samples/s"
+    return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}{speed}"
 
 
 def report_facts(options: Options, facts: dict[str, str]) -> None:

@@ -245,7 +245,9 @@ class Spectator:
             if loss is not None and not math.isfinite(loss):
                 loss = None
             heard_s = max(0.0, self._bucket.now() - place.modified_at)
-            row = replace(row, name=head.name, samples_per_s=head.samples_per_s, loss=loss, heard_s=heard_s)
+            row = replace(
+                row, name=head.name, compute_samples_per_s=head.samples_per_s, loss=loss, heard_s=heard_s
+            )
         farewells = [place for place in listing.farewells.values() if place.member == member]
         left, _ = await self._first_of(reversed(farewells), Farewell)
         if left is not None and left.folder >= folder:

@@ -133,7 +133,7 @@ class LessonControls:
         def inject_at_peer(verb: Verb) -> Callable[..., None]:
             return lambda *arguments: inject(verb, self._peer.value, *arguments)
 
-        own_speed = snapshot.peers[0].samples_per_s
+        own_speed = snapshot.peers[0].compute_samples_per_s
         speeds = [round(own_speed * 2**power, 3) for power in range(-4, 5)]
         speed = self._slider("samples/s", speeds, own_speed, "{:g}", inject_at_peer("speed"))
         slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", inject_at_peer("slow"))

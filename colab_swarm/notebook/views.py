@@ -15,7 +15,7 @@ from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.page import Sample
-from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot, speed_words, speeds_of
 
 Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
@@ -27,7 +27,6 @@ _MAP_ROW = 30
 RELAYED = "relayed by "
 _ID_CHARS = 8
 MAX_NAME_CHARS = 40
-COLUMNS = ("peer", "role", "step", "samples/s", "samples", "averaged for others", "RTT", "link", "reachable")
 _REACHABLE = {True: "yes", False: "outgoing only", None: ""}
 _SOON_S = 1800.0  # the view warns this long before a session's end
 RECENT = 20  # rounds to choose from
@@ -43,10 +42,11 @@ GROUP = "forming the group"
 def summary(snapshot: SwarmSnapshot) -> str:
     parts = [_state(snapshot)]
     if snapshot.target_batch_size > 0:
-        if snapshot.samples_per_s:
-            trainers = [peer for peer in snapshot.peers if peer.samples_per_s > 0]
+        speed = speed_words(snapshot.samples_per_s, snapshot.compute_samples_per_s)
+        if speed:
+            trainers = [peer for peer in snapshot.peers if peer.computes]
             peers = count(len(snapshot.peers), "peer")
-            parts.append(f"{snapshot.samples_per_s:,.1f} samples/s from {len(trainers)} of {peers}")
+            parts.append(f"{speed} from {len(trainers)} of {peers}")
         if snapshot.state != "left":
             parts.append(f"{_collected(snapshot)} samples for the next step")
         loss = _loss(snapshot)
@@ -94,6 +94,8 @@ def _draw_peers(document: theme.Document, snapshot: SwarmSnapshot) -> None:
     peers = [*snapshot.peers, *_peers_away(snapshot)]
     name_counts = Counter(peer.name for peer in peers)
     names = {peer.id[:_ID_CHARS]: peer.name for peer in peers}
+    title, speeds = speeds_of(peers)
+    columns = ("peer", "role", "step", title, "samples", "averaged for others", "RTT", "link", "reachable")
 
     def cells(peer: PeerRow) -> tuple[str, ...]:
         contribution = contributions.get(peer.id)
@@ -101,7 +103,7 @@ def _draw_peers(document: theme.Document, snapshot: SwarmSnapshot) -> None:
             _distinct_name(peer, name_counts),
             _name(peer.role),
             _figure(peer.step, ",d"),
-            _figure(peer.samples_per_s, ",.1f"),
+            _figure(speeds[peer.id], ",.1f"),
             _figure(_samples(peer, contribution), ",.0f"),
             _reduced(contribution),
             milliseconds(peer.rtt_s),
@@ -109,7 +111,7 @@ def _draw_peers(document: theme.Document, snapshot: SwarmSnapshot) -> None:
             _REACHABLE[peer.reachable],
         )
 
-    document.table(COLUMNS, peers, cells, numbers=(2, 3, 4, 5, 6), what="peers")
+    document.table(columns, peers, cells, numbers=(2, 3, 4, 5, 6), what="peers")
 
 
 def _peers_away(snapshot: SwarmSnapshot) -> list[PeerRow]:
@@ -170,7 +172,7 @@ def _awaited(snapshot: SwarmSnapshot) -> str:
         return awaited
     if len(snapshot.peers) < 2:
         return "the first other peer"
-    if any(peer.samples_per_s > 0 for peer in snapshot.peers):
+    if any(peer.computes for peer in snapshot.peers):
         return ""
     return "a peer that trains"
 
@@ -198,6 +200,8 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     trains = snapshot.target_batch_size > 0 or snapshot.model
     if snapshot.samples_per_s and trains:
         figures["all peers"] = f"{snapshot.samples_per_s:,.1f}\nsamples/s"
+    elif snapshot.compute_samples_per_s and trains:
+        figures["compute rate"] = f"{snapshot.compute_samples_per_s:,.1f}\nsamples/s"
     if snapshot.kept is not None and snapshot.kept.checkpoints:
         saved = snapshot.kept.checkpoints[-1]
         figures["last saved"] = f"step {saved.step:,}\n{duration(snapshot.at - saved.at)} ago"
@@ -226,8 +230,11 @@ def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
         ("sent_bytes_total", run, snapshot.sent_bytes),
         ("received_bytes_total", run, snapshot.received_bytes),
         ("step", model, snapshot.step),
-        ("samples_per_second", model, snapshot.samples_per_s),
+        ("compute_samples_per_second", model, snapshot.compute_samples_per_s),
     ]
+    # A backbone trains nothing, so it knows only what peers say of their computing.
+    if snapshot.samples_per_s:
+        samples.append(("samples_per_second", model, snapshot.samples_per_s))
     if snapshot.loss_history:
         samples.append(("loss", model, snapshot.loss_history[-1][1]))
     role_counts = Counter(peer.role for peer in snapshot.peers)
@@ -335,7 +342,7 @@ def _mark_of(peer: PeerRow) -> Mark:
     for word, (hue, symbol) in marks.items():
         if word in role:
             return hue, symbol, role
-    if peer.samples_per_s > 0:
+    if peer.computes:
         return "green", "●", "training"
     return "soft", "○", role
 

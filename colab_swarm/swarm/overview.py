@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from colab_swarm.errors import require
@@ -183,6 +184,10 @@ class Overview:
         read_at = _NEVER if left else now
         names = self.names()
         trainers, assistants = self._records(read_at)
+        trained = self._trained()
+        speeds = {}
+        if trained is not None:
+            speeds = trained.collaboration.progress.pace.by_peer(now)
         total = self._services.peers.statistics()
         sent_bytes = total.sent_bytes
         received_bytes = total.received_bytes
@@ -195,7 +200,7 @@ class Overview:
             me=self._name,
             reached=reached,
             state="joined",
-            peers=peer_rows(self._services.peers, self._name, trainers, assistants, now),
+            peers=peer_rows(self._services.peers, self._name, trainers, assistants, now, speeds),
             step=0,
             samples_per_s=0.0,
             target_batch_size=0.0,
@@ -213,7 +218,6 @@ class Overview:
             session=session,
             paused=self._services.gate.closed,
         )
-        trained = self._trained()
         if trained is not None:
             snapshot = self._with_training(snapshot, trained, now)
         if left:
@@ -229,11 +233,12 @@ class Overview:
             snapshot,
             state="training",
             step=progress.known.own.step,
-            samples_per_s=sum(record.samples_per_s for record in there),
+            samples_per_s=progress.pace.samples_per_s(now),
+            compute_samples_per_s=sum(record.samples_per_s for record in there),
             target_batch_size=progress.forecast.round_samples,
             forecast=self._forecast(),
             accumulated=sum(record.samples for record in there),
-            own_samples_per_s=progress.known.own.samples_per_s,
+            own_samples_per_s=progress.pace.by_peer(now).get(progress.known.me, 0.0),
             computing=trained.times.share(now),
             eta_s=None if eta_s == float("inf") else eta_s,
         )
@@ -332,18 +337,24 @@ def peer_rows(
     trainers: Mapping[PeerId, ProgressRecord],
     assistants: Mapping[PeerId, AssistantRecord],
     now: float,
+    speeds: Mapping[PeerId, float] = MappingProxyType({}),
 ) -> tuple[PeerRow, ...]:
-    """Return a row per peer: those that train, those that assist, this one, others linked; ``now`` is loop time."""
+    """Return a row per peer: those that train, those that assist, this one, others linked.
+
+    ``now`` is loop time; ``speeds`` are samples/s by the clock, where this peer trains with others.
+    """
     rows: dict[PeerId, PeerRow] = {}
     step = statistics.median_high([0, *(record.step for record in trainers.values())])
     if peers.id in trainers:
         step = trainers[peers.id].step
     for peer, record in sorted(trainers.items()):
         role = _role(record, step)
+        trains = not record.absent and role != "away"
         rows[peer] = replace(
             _row(peers, peer, record.name, role, bool(record.addresses), now),
             step=record.step,
-            samples_per_s=0.0 if record.absent or role == "away" else record.samples_per_s,
+            samples_per_s=speeds.get(peer, 0.0) if trains else 0.0,
+            compute_samples_per_s=record.samples_per_s if trains else 0.0,
             samples=record.samples,
             upload_bps=record.upload_bps,
             download_bps=record.download_bps,

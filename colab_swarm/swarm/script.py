@@ -108,6 +108,9 @@ def _is_news(event: Event) -> bool:
 def _step_line(optimizer: "SwarmOptimizer", step: int, max_steps: int) -> str:
     metrics = optimizer.metrics()
     peers = count(int(metrics["swarm_peers"]), "peer")
-    speed = f"{metrics['swarm_samples_per_s']:,.1f} samples/s from {peers}"
+    speed = ""
+    # It takes two rounds to know it.
+    if metrics["swarm_samples_per_s"]:
+        speed = f"{metrics['swarm_samples_per_s']:,.1f} samples/s from "
     loss = "" if optimizer.loss is None else f"loss {optimizer.loss:.4f}, "
-    return f"step {step} of {max_steps}: {loss}{speed}"
+    return f"step {step} of {max_steps}: {loss}{speed}{peers}"

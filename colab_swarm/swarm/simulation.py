@@ -303,7 +303,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         speed = self.speed_of(name)
         if name not in self.swarms:
             state = "joining" if self.network.is_up(name) else "crashed"
-            return self._crashed.get(name, PeerRow(name, "", state, 0, speed, 0.0, None, me=False))
+            waiting = PeerRow(name, "", state, 0, 0.0, 0.0, None, me=False, compute_samples_per_s=speed)
+            return self._crashed.get(name, waiting)
         snapshot = self.swarms[name].snapshot()
         row = next(peer for peer in snapshot.peers if peer.me)
         loss = None
@@ -314,7 +315,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             state = "finished"
         elif row.role == "catching up":
             state = row.role
-        return replace(row, name=name, role=state, samples_per_s=speed, loss=loss)
+        return replace(row, name=name, role=state, compute_samples_per_s=speed, loss=loss)
 
     def __repr__(self) -> str:
         return f"Simulation({len(self.swarms)} peers on {self.network.profile.name}, {self.time:.1f} s)"

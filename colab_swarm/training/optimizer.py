@@ -214,12 +214,15 @@ class SwarmOptimizer(WrappedOptimizer):
         self._services.events.emit(Notice(self._runtime.time(), sentence, logged=True))
 
     def metrics(self) -> dict[str, float]:
-        """Return the swarm's step, the peers that train, and their samples per second."""
-        there = self.collaboration.progress.known.there.values()
+        """Return the swarm's step, the peers that train, and their samples per second.
+
+        These are by the clock, over the last half minute of rounds; 0 before the second round.
+        """
+        progress = self.collaboration.progress
         return {
             "swarm_step": float(self.global_step),
-            "swarm_peers": float(len(there)),
-            "swarm_samples_per_s": sum(record.samples_per_s for record in there),
+            "swarm_peers": float(len(progress.known.there)),
+            "swarm_samples_per_s": progress.pace.samples_per_s(self._runtime.time()),
         }
 
     @property

@@ -8,6 +8,7 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.training.election import Election
 from colab_swarm.training.forecast import BatchForecast
 from colab_swarm.training.known import KnownRecords
+from colab_swarm.training.pace import SwarmPace
 from colab_swarm.training.records import ProgressRecord, read_participants
 
 WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
@@ -27,6 +28,7 @@ class Progress:
         self.known = KnownRecords(me, own)
         self.election = Election(self.known)
         self.forecast = BatchForecast(self.known, round_samples)
+        self.pace = SwarmPace()
 
     async def refresh(self, dht: DHT, peers: Peers, suspects: Iterable[PeerId] = ()) -> None:
         """Read all records; raises `PeerError` if they cannot be read now."""
@@ -59,6 +61,7 @@ class Progress:
     ) -> None:
         """Take the result of a round: the ``samples`` in its mean, by contributor; these have applied it, too."""
         self.forecast.on_round(samples, step, now=now)
+        self.pace.on_round(samples, now=now)
         self.election.on_round(samples, now=now)
         self.known.on_round(samples, step, lineage, now=now)
 
@@ -66,4 +69,5 @@ class Progress:
         """Move this peer to a state that it has loaded or, ``syncing``, still needs."""
         if step < self.known.own.step:
             self.election.on_leap_back()
+        self.pace.begin_again()
         self.known.leap(step, lineage, syncing=syncing)

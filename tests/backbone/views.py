@@ -19,11 +19,23 @@ def view(
         reached=f"direct {evil}",
         state="joined",
         peers=tuple(
-            PeerRow(name, chr(97 + i) * 8, roles[i], 2400, 20.0, 0.0, None, False, connected="direct")
+            PeerRow(
+                name,
+                chr(97 + i) * 8,
+                roles[i],
+                2400,
+                0.0,
+                0.0,
+                None,
+                False,
+                connected="direct",
+                compute_samples_per_s=20.0,
+            )
             for i, name in enumerate((*NAMES, evil))
         ),
         step=steps,
-        samples_per_s=103.4,
+        samples_per_s=0.0,
+        compute_samples_per_s=103.4,
         target_batch_size=0.0,
         accumulated=0.0,
         loss_history=tuple((step, _loss(step)) for step in range(0, steps, max(1, steps // 300))),

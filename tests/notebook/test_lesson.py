@@ -13,7 +13,7 @@ from tests.notebook.test_views import parsed
 
 
 def peer(name: str, state: str, step: int = 0, samples: float = 0.0, loss: float | None = None) -> PeerRow:
-    return PeerRow(name, "", state, step, 8.0, samples, None, me=False, loss=loss)
+    return PeerRow(name, "", state, step, 8.0, samples, None, me=False, loss=loss, compute_samples_per_s=8.0)
 
 
 PEERS = (peer("alice", "training", 4, 64.0, 0.5), peer("<b>bob", "crashed", loss=float("nan")))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.notebook.views import MAX_ON_MAP, draw, draw_map, summary
+from colab_swarm.notebook.views import MAX_ON_MAP, draw, draw_map, metrics, summary
 from colab_swarm.snapshot import ContributionRow, PeerRow, PeerTable, SessionTime, SwarmSnapshot
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
@@ -259,6 +259,27 @@ def test_any_peers_can_be_drawn(peers: list[PeerRow]) -> None:
 )
 def test_the_peers_sum_up_who_trains(peers: tuple[PeerRow, ...], line: str) -> None:
     assert PeerTable(peers).line() == line
+
+
+def test_a_watcher_shows_the_speed_of_computing_under_its_own_name() -> None:
+    alice = dataclasses.replace(ALICE, samples_per_s=0.0, compute_samples_per_s=30.0)
+    watching = dataclasses.replace(
+        SNAPSHOT, samples_per_s=0.0, compute_samples_per_s=30.0, peers=(alice, BOB)
+    )
+    assert "compute rate 30.0 samples/s from 1 of 2 peers" in summary(watching)
+    assert "compute rate: 30.0 samples/s" in draw(watching).text()
+    table = PeerTable((alice, BOB))
+    assert table.line() == "step 12   compute rate 30.0 samples/s from alice"
+    for titles in (draw(watching).text(), str(table)):
+        assert "compute rate" in titles and "step  samples/s" not in titles
+
+
+def test_prometheus_gets_samples_per_second_only_by_the_clock() -> None:
+    figures = {name: value for name, _, value in metrics(SNAPSHOT)}
+    assert figures["samples_per_second"] == 20.0
+    watched = dataclasses.replace(SNAPSHOT, samples_per_s=0.0, compute_samples_per_s=30.0)
+    figures = {name: value for name, _, value in metrics(watched)}
+    assert "samples_per_second" not in figures and figures["compute_samples_per_second"] == 30.0
 
 
 def test_the_table_of_peers_says_when_each_was_last_heard_of() -> None:

@@ -45,9 +45,9 @@ def test_a_peer_that_computes_nothing_is_no_trainer(state: str) -> None:
         swarm = simulation.swarms["alice"]
         progress = join_training(swarm, model()).collaboration.progress
         progress.known.own = msgspec.structs.replace(progress.known.own, samples_per_s=5.0)
-        assert [(row.role, row.samples_per_s) for row in swarm.snapshot().peers] == [("trainer", 5.0)]
+        assert [(row.role, row.compute_samples_per_s) for row in swarm.snapshot().peers] == [("trainer", 5.0)]
         progress.known.own = msgspec.structs.replace(progress.known.own, **{state: True})
-        assert [(row.role, row.samples_per_s) for row in swarm.snapshot().peers] == [(state, 0.0)]
+        assert [(row.role, row.compute_samples_per_s) for row in swarm.snapshot().peers] == [(state, 0.0)]
 
 
 @pytest.mark.slow
