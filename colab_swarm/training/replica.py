@@ -10,7 +10,7 @@ the swarm's, which its steps update. `Mode` says how they are related.
 import enum
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -271,6 +271,15 @@ class Replica:
             self._departed = []
             self.buffers.show()
             self._written.on_written()
+
+    def follow(self, means: Iterable[Mean]) -> None:
+        """Take the steps that others took since a state was loaded, and show where they led."""
+        try:
+            for mean in means:
+                self.apply(mean)
+        finally:
+            # The model has the weights of the step that is reported, also if a mean could not be read.
+            self.show()
 
     def refresh(self) -> None:
         """`show`, unless the model takes local steps: it would lose those since the last round."""

@@ -231,8 +231,7 @@ class Trainer:
     def _catch_up(self, snapshot: Snapshot, means: Iterable[Mean]) -> None:
         try:
             self._replica.load_snapshot(snapshot)
-            for mean in means:
-                self._replica.apply(mean)
+            self._replica.follow(means)
             self._gathered.forget()
             loaded = self._collaboration.on_loaded(self._replica.step, self._replica.lineage, snapshot.donors)
             self._runtime.call(loaded)

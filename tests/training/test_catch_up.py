@@ -4,10 +4,12 @@ import asyncio
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import colab_swarm as cs
 from colab_swarm.errors import StateError
@@ -23,7 +25,7 @@ from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import DonorsSilent
-from tests.training.toy import alone, join_training, model, take
+from tests.training.toy import alone, join_training, model, parameters_of, take
 
 ME = PeerId(bytes(16))
 CHECKPOINT = 10
@@ -142,6 +144,51 @@ def test_a_late_joiner_follows_the_rounds_during_a_long_download(monkeypatch: py
     assert {one.share for one in members if not one.samples} == {0.0}  # it reduces nothing meanwhile
     assert len(downloaded) == 1 and results["bob"][0] >= downloaded[0] + 3
     assert results["alice"][1] == results["bob"][1]
+
+
+LOCAL = {"local_steps": 2, "target_batch_size": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": True}, LOCAL, {**LOCAL, "overlap": True}, {**LOCAL, "communication": "auto"}],
+    ids=["plain", "overlap", "local steps", "local steps and overlap", "auto"],
+)
+def test_a_late_joiner_holds_the_weights_of_the_step_that_it_reports(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The swarm takes steps during the download."""
+    download, downloaded = LinkRounds.download, []
+    weights: dict[int, torch.Tensor] = {}
+    options = dict(settings)
+    if "communication" in options:
+        del options["local_steps"]
+
+    async def slowly(joiner: LinkRounds, donors: list[PeerId], timeout_s: float) -> Snapshot:
+        snapshot = await download(joiner, donors, timeout_s)
+        downloaded.append(snapshot.manifest.step)
+        await asyncio.sleep(8)
+        return snapshot
+
+    def train(swarm: Swarm) -> int:
+        net = model(seed=len(swarm.name))
+        if swarm.name == "bob":
+            optimizer = join_training(swarm, net, **options)
+            assert torch.equal(parameters_of(net), weights[optimizer.global_step])
+            return optimizer.global_step
+        plain = {name: value for name, value in settings.items() if name in LOCAL}
+        optimizer = join_training(swarm, net, **plain)
+        while optimizer.global_step < 12:
+            if take(optimizer, net, optimizer.global_step, slice(0, 2)) is not None:
+                weights[optimizer.global_step] = parameters_of(net)
+        return optimizer.global_step
+
+    monkeypatch.setattr(LinkRounds, "download", slowly)
+    with cs.simulate(1, seed=1, samples_per_s=10.0) as sim:
+        sim.join("bob", at=4.0)
+        results = sim.run(train)
+    assert results["bob"] > downloaded[-1], "steps were taken during the download"
 
 
 def test_a_record_that_differs_from_the_state_is_put_right_before_the_next_batch() -> None:
