@@ -40,8 +40,9 @@ def agreement_of(
     """
     rule = replica.rule
     layout = blake3(repr(replica.kinds).encode()).hexdigest(4)
+    types = "/".join(sorted({kind for kind, _ in replica.kinds.values()}))
     values = {
-        "model": f"{replica.numel:,} trained values in {len(replica.kinds)} tensors (layout {layout})",
+        "model": f"{replica.numel:,} trained values in {len(replica.kinds)} {types} tensors (layout {layout})",
         FROZEN_BASE: frozen_base or frozen_base_of(rule.model, replica.model),
         "adapters": _adapters(rule.model),
         "optimizer": type(rule.optimizer).__name__,

@@ -424,6 +424,7 @@ class SwarmOptimizer(WrappedOptimizer):
             with self._replica.lock:
                 switch()
                 self._replica.refresh()
+                self._replica.accept_written()
 
         return switch_between_steps
 

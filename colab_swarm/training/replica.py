@@ -309,6 +309,10 @@ class Replica:
             self.buffers.show()
             self._written.on_written()
 
+    def accept_written(self) -> None:
+        """Take the model's present weights for the optimizer's own, as a schedule-free one has switched."""
+        self._written.on_written()
+
     def take_written(self) -> str:
         """Take weights that the user loaded into the model for the swarm's; return a sentence about it, or nothing.
 

@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
         lambda swarm: begin(swarm, Adapted(change=1e-3)),
     ),
     "rank": (
-        r"model: 32 trained values in 2 tensors .* there, 64 trained values in 2 tensors .* here.*"
+        r"model: 32 trained values in 2 float32 tensors .* there, 64 trained values in 2 float32 tensors .* here.*"
         r"Other tensors: down: \(2, 8\) there, \(4, 8\) here; up: \(8, 2\) there, \(8, 4\) here$",
         lambda swarm: begin(swarm, Adapted(rank=4)),
     ),
