@@ -10,6 +10,7 @@ Trainer(max_epochs=-1, callbacks=[SwarmSteps(500)]).fit(Model(), loader)
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from colab_swarm.errors import require
 from colab_swarm.swarm.order import give_order, seed_of
+from colab_swarm.swarm.script import done_line
 from colab_swarm.tensors.samples import SampleCounter
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.schedule import HOW_TO_SCHEDULE, GlobalScheduler
@@ -37,6 +39,7 @@ class SwarmSteps(Callback):
         self._max_steps = max_steps
         self._counter = SampleCounter()
         self._present: float | None = None  # samples of the present batch; None: its parts do not say
+        self._loops = ExitStack()  # of the optimizers, while they train
         self._begin()
 
     def _begin(self) -> None:
@@ -70,8 +73,11 @@ class SwarmSteps(Callback):
             "configure_optimizers() returned no optimizer of a swarm: return what swarm.optimizer(…) returns",
         )
         optimizers = _of_swarm(trainer)
+        self._loops.close()  # of a fit that raised
         for optimizer in optimizers:
-            optimizer.raises_at_end = False
+            self._loops.enter_context(optimizer.loop())
+            if optimizer.global_step >= self._max_steps:
+                print(done_line(optimizer.global_step, self._max_steps))
         self._counter = SampleCounter(trainer.train_dataloader, optimizers[0].settings.batch_size)
         self._begin()
         for number, loader in enumerate(_loaders_of(trainer.train_dataloader)):
@@ -88,6 +94,12 @@ class SwarmSteps(Callback):
         if not pl_module.automatic_optimization:
             for optimizer in _of_swarm(trainer):
                 optimizer.add_batch(self._present)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loops.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._loops.close()
 
     @property
     def _samples(self) -> float | None:

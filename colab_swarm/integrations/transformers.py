@@ -22,6 +22,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from colab_swarm.errors import SampleCountError, require
 from colab_swarm.swarm.order import give_order
+from colab_swarm.swarm.script import done_line
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.samples import RowCounter
 from colab_swarm.training.gradients import MeanLoss
@@ -82,7 +83,6 @@ def attach(
     optimizer = swarm.optimizer(
         trainer.optimizer, target_batch_size=target_batch_size, **{**defaults, **options}
     )
-    optimizer.raises_at_end = False
     trainer.optimizer = optimizer
     trainer.args = copy.copy(args)  # those of another Trainer stay
     trainer.args.max_steps = ENDLESS
@@ -228,8 +228,9 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         self._log(logs, *arguments, **named)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train to the swarm's last step."""
-        output = self._train(*arguments, **named)
+        """Train to the swarm's last step; raises RuntimeError if the optimizer has left or was replaced."""
+        with self.optimizer.loop():
+            output = self._train(*arguments, **named)
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def on_train_begin(
@@ -237,6 +238,8 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     ) -> None:
         state.compute_steps(args, self.max_steps)  # settings that are parts of all steps
         self._step = state.global_step = self.optimizer.global_step
+        if self._step >= self.max_steps:
+            print(done_line(self._step, self.max_steps))
         state.max_steps = self.max_steps
         self._total = MeanLoss()
         self._counted = 0.0

@@ -8,6 +8,7 @@ import torch
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.order import give_order, seed_of
+from colab_swarm.swarm.script import done_line
 from colab_swarm.tensors.samples import SampleCounter
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class BatchReader:
     """Reads a loader again and again for one trainer, from its own position, which the optimizer keeps.
 
-    ``peer`` seeds the order of each pass. ``warn`` takes a sentence for the user.
+    ``peer`` seeds the order of each pass. ``warn`` takes a sentence for the user. Raises RuntimeError if the
+    optimizer steps no more.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class BatchReader:
         peer: PeerId,
         warn: Callable[[str], None],
     ) -> None:
+        optimizer.check_open()
         self._loader = loader
         self._optimizer = optimizer
         self._peer = peer
@@ -44,17 +47,21 @@ class BatchReader:
     ) -> Iterator[Any]:
         """Yield batches until the swarm's step ``max_steps``. Without a panel, print ``lines``."""
         optimizer = self._optimizer
-        optimizer.raises_at_end = False
+        if panel is None:
+            lines.on_begin(max_steps)
+        elif optimizer.global_step >= max_steps:
+            print(done_line(optimizer.global_step, max_steps))
         # the form of cs.connect() shows it already
         if panel is not None and not panel.in_form:
             from IPython.display import display
 
             display(panel)  # type: ignore[no-untyped-call]
         passes = self._passes()
-        while not (optimizer.over or optimizer.global_step >= max_steps):
-            yield next(passes)
-            if panel is None:
-                lines.on_batch(max_steps)
+        with optimizer.loop():
+            while not (optimizer.over or optimizer.global_step >= max_steps):
+                yield next(passes)
+                if panel is None:
+                    lines.on_batch(max_steps)
         if panel is not None:
             panel.refresh()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 from colab_swarm.errors import require
 from colab_swarm.events import (
     Applied,
+    BatchDropped,
     Bottleneck,
     Contributed,
     Event,
@@ -123,7 +124,7 @@ class Overview:
                     # the first loss stays, as the panel compares with it
                     losses = (*self._losses, (step, loss))
                     self._losses = (losses[0], *losses[1:][1 - _MAX_LOSSES :])
-            case Applied() | Contributed():
+            case Applied() | Contributed() | BatchDropped(told=False):
                 pass
             case RoundFinished():
                 self._on_round(event)

@@ -80,6 +80,12 @@ class ScriptLines:
         for line in self._attendance.look(there):
             _say(line)
 
+    def on_begin(self, max_steps: int) -> None:
+        """Say so if the swarm has done all steps already."""
+        step = self._optimizer.global_step
+        if step >= max_steps:
+            print(self._prefix + done_line(step, max_steps), flush=True)
+
     def on_batch(self, max_steps: int) -> None:
         """Print what happened, and the step's line if one is due."""
         self.tick()
@@ -90,6 +96,11 @@ class ScriptLines:
         if is_due or is_last:
             print(self._prefix + _step_line(self._optimizer, step, max_steps), flush=True)
         self._printed_step = step
+
+
+def done_line(step: int, max_steps: int) -> str:
+    """Return what a loop says that is over before its first batch."""
+    return f"step {step} of {max_steps} is done: raise max_steps to train on"
 
 
 def _say(line: str) -> None:

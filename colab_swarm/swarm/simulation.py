@@ -161,6 +161,8 @@ class Simulation(AbstractContextManager["Simulation"]):
             if event.step <= self._told_step:
                 return
             self._told_step = event.step
+        if isinstance(event, BatchDropped) and not event.told:
+            return
         if isinstance(event, RoundFinished | StateReceived | BatchDropped | Fault):
             self.tell(f"{name}: {describe(event).partition(';')[0]}")
 

@@ -281,7 +281,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         pass ``samples=``. The panel stays live; without a front-end a line is printed for each event, and each
         ``log_every`` steps. The session's end hands samples over.
 
-        Raises ValueError if the loader gives no batch.
+        Raises ValueError if the loader gives no batch, RuntimeError if the optimizer has left or was replaced.
         """
         from colab_swarm.swarm.batches import BatchReader
         from colab_swarm.swarm.script import ScriptLines

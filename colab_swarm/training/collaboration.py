@@ -33,6 +33,13 @@ class Due(Enum):
     CATCH_UP = "catching up"  # the swarm moved on without it
 
 
+# Gradients in a row that are not finite: so many get the likely causes, and then one of so many a line.
+_MANY_DROPPED = 20
+_FEW_LINES = 100
+_LIKELY_CAUSES = (
+    ". Likely causes: a learning rate that is too high, NaN in the data, a division by zero or log(0) in the loss, "
+    "float16 without a GradScaler"
+)
 _IN_A_ROUND = (TrainerState.AVERAGING, TrainerState.APPLYING)
 
 
@@ -47,6 +54,7 @@ class Collaboration:
         self._aside = False  # a round runs beside the trainer, which computes on
         self._steps_alone = 0  # since the last round
         self._private_steps = 0  # global steps that no other peer took part in, since the last that one did
+        self._told_in_row = 0  # dropped batches in a row, at the last line on them
         self._told_of_weights = False  # since the last step, whether a word on rounds without weight was said
         self._dropped = ""  # what a peer that catches up loses, in words; empty if it had no state
         self._complete = False  # whether enough peers have trained at the same time, for the first step
@@ -105,11 +113,13 @@ class Collaboration:
             self.rounds.throughput.active_at = loop_now()
         return False
 
-    async def report(self, samples: float, *, dropped: float = 0.0, changed: bool = False) -> Due:
+    async def report(
+        self, samples: float, *, dropped: float = 0.0, in_row: int = 1, changed: bool = False
+    ) -> Due:
         """Count a micro-batch and return what to do next.
 
-        ``dropped``: samples, of this one or counted before, whose gradient was not finite. ``changed``: the parameters
-        were changed outside a step.
+        ``dropped``: samples, of this one or counted before, whose gradient was not finite; ``in_row``: the last
+        gradients of which none was. ``changed``: the parameters were changed outside a step.
 
         Raises `MismatchError` if most others train with other settings.
         """
@@ -122,20 +132,19 @@ class Collaboration:
         self.rounds.until = float("inf")
         self.rounds.throughput.on_batch(samples, loop_now())
         await self._end_idle()
-        self._count(samples, dropped)
+        self._count(samples, dropped, in_row)
         return self._take_due()
 
-    async def retract(self, dropped: float, due: Due) -> Due:
+    async def retract(self, dropped: float, due: Due, *, in_row: int = 1) -> Due:
         """Take back samples that were counted before ``due`` was known; return what to do now."""
         if due is Due.LOCAL_STEP:
             self._steps_alone -= 1
-        self._count(0.0, dropped)
+        self._count(0.0, dropped, in_row)
         return self._take_due()
 
-    def _count(self, samples: float, dropped: float) -> None:
+    def _count(self, samples: float, dropped: float, in_row: int) -> None:
         if dropped:
-            text = f"a gradient of {dropped:g} samples was not finite (NaN or Inf)"
-            self._services.events.emit(BatchDropped(loop_now(), text))
+            self._tell_of_dropped(dropped, in_row)
         known = self.progress.known
         throughput = self.rounds.throughput
         if not known.own.batch_s:
@@ -148,6 +157,23 @@ class Collaboration:
             counted_at=self._services.peers.time(),
         )
         self.rounds.on_batch(samples - dropped)
+
+    def _tell_of_dropped(self, dropped: float, in_row: int) -> None:
+        """Say that gradients were not finite; of many in a row, give the likely causes once, then few lines."""
+        if in_row < self._told_in_row:
+            self._told_in_row = 0
+        text = f"a gradient of {dropped:g} samples was not finite (NaN or Inf)"
+        if in_row >= _MANY_DROPPED:
+            text = (
+                f"{in_row} batches in a row had gradients that were not finite (NaN or Inf), and none counts"
+            )
+        is_first_of_many = in_row >= _MANY_DROPPED > self._told_in_row
+        told = in_row < _MANY_DROPPED or is_first_of_many or in_row >= self._told_in_row + _FEW_LINES
+        if is_first_of_many:
+            text += _LIKELY_CAUSES
+        if told:
+            self._told_in_row = in_row
+        self._services.events.emit(BatchDropped(loop_now(), text, told))
 
     async def wait_due(self, deadline: float) -> Due:
         """Wait until there is something to do, or the ``deadline`` (loop time)."""

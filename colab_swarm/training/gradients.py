@@ -135,6 +135,7 @@ class Gradients:
             self.feedback = ErrorFeedback(replica.numel)
         self.samples = 0.0
         self.dropped = 0.0  # samples that were not finite, until they are reported
+        self.dropped_in_row = 0  # the last gradients, none of which was finite
         self.weight = 0.0
         self._since = 0.0  # weight since the last local step
         # Of each parameter, whether no gradient came since the last round; with local steps, since the last of them.
@@ -183,9 +184,11 @@ class Gradients:
         while len(self._checks) > (not newest):
             check = self._checks.pop(0)
             if check.finite.read():
+                self.dropped_in_row = 0
                 for index in check.used:
                     self._unused[index] = False
             else:
+                self.dropped_in_row += 1
                 self.dropped += check.samples
                 self.samples = _less(self.samples, check.samples)
                 self.weight = _less(self.weight, check.weight)

@@ -98,7 +98,8 @@ class SwarmOptimizer(WrappedOptimizer):
         self._next = NextStep(lambda: self._replica.model, settings.batch_size)
         self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
         self._told: set[str] = set()
-        self.raises_at_end = True  # after the session's end; else `step` does nothing
+        self._loops = 0  # that run now, and end by themselves with the session
+        self._replaced = False  # by a later one of the same name
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
@@ -144,6 +145,7 @@ class SwarmOptimizer(WrappedOptimizer):
             before._why = (
                 "a later swarm.optimizer(…) of the same name has closed this one: use what that returned"
             )
+            before._replaced = True
             before.close()
         # Closing it has shown the newest parameters.
         self._replica.take_model()
@@ -265,7 +267,7 @@ class SwarmOptimizer(WrappedOptimizer):
         the first call after its end returns it; the model gets the parameters when the next begins.
 
         Raises:
-            RuntimeError: this peer has left, as you closed it or its session ends.
+            RuntimeError: this peer has left, as you closed it or its session ends; or a later optimizer replaced this.
             NoGradientError, SampleCountError, WeightError, UnnamedValueError: the call is wrong.
             MismatchError: most other peers train with other settings.
         """
@@ -277,7 +279,7 @@ class SwarmOptimizer(WrappedOptimizer):
         if loss is None:
             loss = computed if next_loss is None else next_loss
         require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
-        if self.closed.is_set() and not self.raises_at_end:
+        if self.closed.is_set() and self._is_quiet:
             return None
         self.times.begin(self._runtime.time())
         with self._trainer_call():
@@ -297,7 +299,9 @@ class SwarmOptimizer(WrappedOptimizer):
             return landed
         changed = self._replica.evidence.changed
         dropped = self._gathered.dropped
-        due = self._runtime.call(self.collaboration.report(samples, dropped=dropped, changed=changed))
+        in_row = self._gathered.dropped_in_row
+        report = self.collaboration.report(samples, dropped=dropped, in_row=in_row, changed=changed)
+        due = self._runtime.call(report)
         self._gathered.dropped = 0.0
         result = self._trainer.act(due) or landed
         if landed is not None and due is not Due.ROUND:
@@ -410,6 +414,27 @@ class SwarmOptimizer(WrappedOptimizer):
                 self._replica.show()
                 self._saver.save()
 
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """While this lasts, `step` does nothing after the session's end: the loop looks at `over`, and ends.
+
+        Raises RuntimeError if this peer has left already, or a later optimizer has replaced this one.
+        """
+        self.check_open()
+        self._loops += 1
+        try:
+            yield
+        finally:
+            self._loops -= 1
+
+    def check_open(self) -> None:
+        """Raise RuntimeError, with what to do, if this optimizer steps no more, or is about to leave."""
+        require(not self.over, self._why, RuntimeError)
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._loops > 0 and not self._replaced
+
     def end(self, why: str, *, hand_over_s: float) -> None:
         """Let the trainer's next call hand over, close and raise ``why``."""
         self._why = why
@@ -466,7 +491,7 @@ class SwarmOptimizer(WrappedOptimizer):
                 self._hand_over_s = None
                 if hand_over_s is not None:
                     self.close(hand_over_s=hand_over_s)
-                    require(not self.raises_at_end, self._why, RuntimeError)
+                    require(self._is_quiet, self._why, RuntimeError)
         except KeyboardInterrupt:
             uninterrupted(lambda: self._runtime.call(self._trainer.averaged()))
             threading.Thread(target=self._saver.save, name="colab-swarm-save", daemon=True).start()

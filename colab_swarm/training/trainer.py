@@ -105,7 +105,10 @@ class Trainer:
         if due in (Due.LOCAL_STEP, Due.ROUND):
             uninterrupted(self._gathered.read_checks)
             if self._gathered.dropped:
-                due = self._runtime.call(self._collaboration.retract(self._gathered.dropped, due))
+                retract = self._collaboration.retract(
+                    self._gathered.dropped, due, in_row=self._gathered.dropped_in_row
+                )
+                due = self._runtime.call(retract)
                 self._gathered.dropped = 0.0
         if due is Due.CATCH_UP:
             try:

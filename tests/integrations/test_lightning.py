@@ -158,6 +158,43 @@ def test_it_ends_with_the_session() -> None:
     assert alone(train) == 2
 
 
+def test_a_fit_that_is_over_says_so_and_one_without_its_optimizer_raises(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train(swarm: Swarm) -> None:
+        fit(swarm, model := Model(swarm))
+        assert "raise max_steps" not in capsys.readouterr().out
+        fit(swarm, model)
+        assert "step 3 of 3 is done: raise max_steps" in capsys.readouterr().out
+        model.optimizer.close()
+        with pytest.raises(RuntimeError, match="has left its swarm"):
+            model.optimizer.step(samples=4)
+        with pytest.raises(RuntimeError, match="has left its swarm"):
+            fit(swarm, model, steps=9)
+
+    alone(train)
+
+
+class Interrupted(Model):
+    """Its third batch fails."""
+
+    def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        assert batch_idx < 2, "a fault of the user"
+        return super().training_step(batch)
+
+
+def test_a_fit_that_failed_leaves_an_optimizer_that_raises_once_it_is_closed() -> None:
+    def train(swarm: Swarm) -> None:
+        model = Interrupted(swarm)
+        with pytest.raises(AssertionError, match="a fault of the user"):
+            fit(swarm, model)
+        model.optimizer.close()
+        with pytest.raises(RuntimeError, match="has left its swarm"):
+            model.optimizer.step(samples=4)
+
+    alone(train)
+
+
 class Descending(Model):
     """Each batch has another loss."""
 

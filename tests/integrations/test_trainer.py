@@ -80,6 +80,25 @@ def test_it_ends_logs_and_saves_by_the_swarms_steps(tmp_path: Path) -> None:
     ]
 
 
+def test_a_training_that_is_over_says_so_and_one_without_its_optimizer_raises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(swarm: Swarm) -> None:
+        trainer = trainer_of(tmp_path)
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
+        trainer.train()
+        assert "raise max_steps" not in capsys.readouterr().out
+        trainer.train()
+        assert "step 2 of 2 is done: raise max_steps" in capsys.readouterr().out
+        attach(trainer_of(tmp_path), swarm, target_batch_size=TARGET, max_steps=9)  # the cell again
+        with pytest.raises(RuntimeError, match="use what that returned"):
+            trainer.train()
+        with pytest.raises(RuntimeError, match="use what that returned"):
+            optimizer.step(samples=4, weight=4)
+
+    alone(train)
+
+
 def boxes_first(rows: list[Any]) -> dict[str, Any]:
     """A batch as of object detection: first a list of what is in each image."""
     return {"boxes": [{"boxes": torch.zeros(2, 4)} for _ in rows], **padded(rows)}

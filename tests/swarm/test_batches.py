@@ -70,7 +70,6 @@ def test_it_ends_at_the_step_and_prints_a_line_for_each(capsys: pytest.CaptureFi
     def train(swarm: Swarm) -> int:
         net, optimizer = begin(swarm)
         run(swarm, 3, loader(), optimizer, net)
-        assert run(swarm, 3, loader(), optimizer, net) == []
         return optimizer.global_step
 
     assert toy.alone(train) == 3
@@ -80,6 +79,96 @@ def test_it_ends_at_the_step_and_prints_a_line_for_each(capsys: pytest.CaptureFi
         and lines[2].startswith("alice: step 3 of 3: loss ")
         and lines[2].endswith("from 1 peer")
     )
+
+
+def test_a_loop_that_is_over_before_its_first_batch_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        run(swarm, 3, loader(), optimizer, net)
+        capsys.readouterr()
+        for steps in (3, 2):
+            assert run(swarm, steps, loader(), optimizer, net) == []
+
+    toy.alone(train)
+    assert capsys.readouterr().out.splitlines() == [
+        "alice: step 3 of 3 is done: raise max_steps to train on",
+        "alice: step 3 of 2 is done: raise max_steps to train on",
+    ]
+
+
+def replace_it(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> None:
+    begin(swarm)
+
+
+def close_it(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> None:
+    optimizer.close()
+
+
+def end_its_session(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> None:
+    for _, x_BI in swarm.batches(loader(), optimizer, max_steps=10**9):
+        optimizer.end("the session is over: join again", hand_over_s=0.0)
+        net(x_BI).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (replace_it, "use what that returned"),
+        (close_it, "make a new one with swarm.optimizer"),
+        (end_its_session, "the session is over: join again"),
+    ],
+)
+def test_an_optimizer_that_steps_no_more_says_so_at_a_step_and_in_a_loop(end: Any, told: str) -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        run(swarm, 2, loader(), optimizer, net)
+        end(swarm, optimizer, net)
+        net(torch.ones(4, 8)).mean().backward()
+        with pytest.raises(RuntimeError, match=told):
+            optimizer.step(samples=4)
+        with pytest.raises(RuntimeError, match=told):
+            run(swarm, 10, loader(), optimizer, net)
+
+    toy.alone(train)
+
+
+def test_a_loop_whose_peer_leaves_meanwhile_ends_without_an_error_and_the_next_one_raises() -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        read = 0
+        for _, x_BI in swarm.batches(loader(), optimizer, max_steps=10**9):
+            read += 1
+            if read == 3:
+                optimizer.close()  # as the panel's button does
+            net(x_BI).square().mean().backward()
+            optimizer.step()
+        assert read == 3
+        with pytest.raises(RuntimeError, match="has left its swarm"):
+            optimizer.step(samples=4)
+
+    toy.alone(train)
+
+
+def test_a_replaced_optimizer_raises_within_its_loop_and_one_of_two_loops_keeps_it_quiet() -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        batches = swarm.batches(loader(), optimizer, max_steps=10**9)
+        others = swarm.batches(loader(), optimizer, max_steps=10**9)
+        next(batches), next(others)
+        others.close()
+        optimizer.end("the session is over", hand_over_s=0.0)
+        net(torch.ones(4, 8)).mean().backward()
+        optimizer.step(samples=4)
+        assert optimizer.step(samples=4) is None
+        net, second = begin(swarm)
+        batches = swarm.batches(loader(), second, max_steps=10**9)
+        next(batches)
+        begin(swarm)
+        with pytest.raises(RuntimeError, match="use what that returned"):
+            second.step(samples=4)
+
+    toy.alone(train)
 
 
 def test_it_continues_at_its_position_in_the_next_cell_and_from_a_checkpoint(tmp_path: Any) -> None:
