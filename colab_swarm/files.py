@@ -12,6 +12,7 @@ from colab_swarm.errors import StateError, require
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_ASIDE = ".aside"
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -74,7 +75,10 @@ def sync_through(descriptor: int) -> None:
 
 
 class StepFiles:
-    """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on."""
+    """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on.
+
+    Their order is that of their steps: times of files do not outlive a copy.
+    """
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         require(keep >= 1, f"keep={keep}: keep at least one checkpoint")
@@ -101,6 +105,20 @@ class StepFiles:
     def newest_step(self) -> int:
         """The step of the newest file; 0 if there is none."""
         return max((int(path.stem.partition("-")[2]) for path in self.paths()), default=0)
+
+    def set_aside(self, last: Path) -> None:
+        """Rename files of later steps than the ``last`` saved one's: training went back, and goes on from there.
+
+        Of files that were set aside, those of the latest steps stay, as many as of others.
+        """
+        later = [path for path in self.paths() if path > last]
+        for path in later:
+            with contextlib.suppress(FileNotFoundError):  # another process that saves here was first
+                os.replace(path, path.with_name(path.name + _ASIDE))
+        if later:
+            logger.warning("%s is the last checkpoint now: those of later steps end in %s", last, _ASIDE)
+        for path in sorted(self.path.glob(f"step-*{_ASIDE}"), reverse=True)[self.keep :]:
+            path.unlink(missing_ok=True)
 
     def prune(self, newest: Path) -> None:
         """Delete the oldest files beyond `keep`, never ``newest``, and killed processes' partial files."""

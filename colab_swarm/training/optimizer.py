@@ -362,6 +362,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
 
+        Checkpoints of later steps in the folder are set aside, as `CheckpointFolder` says.
         Its ``together`` is the last step at which this peer's state was bit-equal with the swarm's, as far as it knows:
         it began the run, or loaded another's state, as a late joiner does and a peer whose rounding differed too far.
         Raises `StateError` if it could not be written; an older file there is untouched.

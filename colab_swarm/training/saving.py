@@ -131,9 +131,6 @@ class ProgressSaver:
                 return
             try:
                 self._checkpoint.save(folder)
-                for path in folder.paths():
-                    if path > folder.file_of(self._checkpoint.step):
-                        path.unlink(missing_ok=True)  # of a branch that the swarm has left
             except (StateError, OSError) as error:
                 logger.warning("progress was not saved: %s", error)
                 self._events.emit(Fault(self._time(), "saving progress", str(error)))

@@ -78,17 +78,25 @@ def load_checkpoint(path: str | Path) -> Any:
 
 
 class CheckpointFolder(StepFiles):
-    """The last checkpoints of one run; older ones are deleted after a save."""
+    """The last checkpoints of one run; older ones are deleted after a save.
+
+    The last saved one comes back, also after training went back to an earlier step. Files of later steps
+    are set aside then: their names end in ``.aside``, and you can rename them to go on from there.
+    """
 
     def save(self, step: int, state: Any) -> Path:
-        """Write a checkpoint and delete those beyond ``keep``."""
+        """Write a checkpoint, set aside those of later steps, and delete those beyond ``keep``.
+
+        Raises `StateError` if the disk refuses it.
+        """
         path = self.file_of(step)
         save_checkpoint(path, state)
+        self.set_aside(path)
         self.prune(path)
         return path
 
     def latest(self) -> Any:
-        """Return the state in the newest readable checkpoint, or None; skips damaged ones with a warning."""
+        """Return the state of the last saved readable checkpoint, or None; skips damaged ones with a warning."""
         return self.newest(load_checkpoint)
 
 

@@ -142,6 +142,51 @@ def test_a_folder_keeps_the_newest_and_skips_the_unreadable(tmp_path: Path) -> N
     assert {*(tmp_path / "run").iterdir()} == {newest, older}
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([9, 10, 11], [1, 2, 3]), ([9, 10, 11], [1]), ([1], [0]), ([9, 10, 11], [10]), ([3, 4], [3, 4, 5, 2])],
+    ids=["far back", "one step", "to the beginning", "among the others", "back twice"],
+)
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_last_saved_checkpoint_comes_back_after_training_went_back(
+    before: list[int], after: list[int], keep: int, tmp_path: Path
+) -> None:
+    for step in before:
+        CheckpointFolder(tmp_path, keep=keep).save(step, {"step": step, "run": "first"})
+    for step in after:
+        CheckpointFolder(tmp_path, keep=keep).save(step, {"step": step, "run": "second"})
+        assert CheckpointFolder(tmp_path).latest() == {"step": step, "run": "second"}
+    assert len(list(tmp_path.iterdir())) <= 2 * keep
+    if max(before) > max(after):
+        newest_before = tmp_path / f"step-{max(before):012}.safetensors.aside"
+        assert load_checkpoint(newest_before) == {"step": max(before), "run": "first"}, "nothing is lost"
+
+
+def test_a_peer_that_restarts_without_load_gets_its_own_last_checkpoint_back(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+
+    def train(steps: int, seed: int) -> torch.Tensor:
+        def train_and_save(swarm: Swarm) -> torch.Tensor:
+            optimizer = toy.join_training(swarm, net := toy.model(seed))
+            while optimizer.global_step < steps:
+                toy.take(optimizer, net, optimizer.global_step)
+                optimizer.save(folder)
+            return toy.parameters_of(net)
+
+        return toy.alone(train_and_save)
+
+    def load(swarm: Swarm) -> tuple[int, torch.Tensor]:
+        optimizer = toy.join_training(swarm, net := toy.model(seed=3))
+        optimizer.load(folder)
+        return optimizer.global_step, toy.parameters_of(net)
+
+    train(5, seed=1)
+    saved = train(2, seed=2)
+    step, loaded = toy.alone(load)
+    assert step == 2
+    assert torch.equal(loaded, saved)
+
+
 @pytest.mark.parametrize("settings", [{}, {"local_steps": 2}, {"overlap": True}], ids=str)
 def test_a_checkpoint_names_the_last_step_at_which_the_state_came_from_the_swarm(
     settings: dict[str, Any], tmp_path: Path

@@ -25,7 +25,7 @@ def kept_in(swarm: Swarm, folder: Path, net: torch.nn.Module | None = None) -> S
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.stem.partition("-")[2]) for path in folder.iterdir())
+    return sorted(int(path.stem.partition("-")[2]) for path in CheckpointFolder(folder).paths())
 
 
 def test_only_new_steps_are_written_and_the_last_two_stay(
