@@ -1,4 +1,4 @@
-"""Contributions that somebody deletes: their authors say so, write them again, and the run goes on."""
+"""Contributions that somebody deletes, before or after a manifest lists them: the run goes on."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,8 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Notice
-from colab_swarm.mailbox.rounds import PLACE
+from colab_swarm.mailbox.rounds import PLACE, RoundManifest, unseal
+from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.mailbox.run import Trained, agree, count, manifests, train
@@ -61,3 +62,45 @@ def test_deleted_contributions_are_told_and_count_all_the_same(chosen: Chosen) -
         for path in deleted:
             place = PLACE.search(path)
             assert place is not None and (place[2], int(place[1])) in listed
+
+
+def of_the_closer(author: PeerId, closer: PeerId) -> bool:
+    return author == closer
+
+
+def of_another(author: PeerId, closer: PeerId) -> bool:
+    return author != closer
+
+
+def of_anybody(author: PeerId, closer: PeerId) -> bool:
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [of_the_closer, of_another, of_anybody])
+def test_a_contribution_that_is_deleted_as_a_manifest_lists_it_parts_nobody(
+    chosen: Callable[[PeerId, PeerId], bool],
+) -> None:
+    deleted: list[str] = []
+    with cs.simulate(3, mailbox=True) as sim:
+        create = sim.bucket.create
+
+        async def create_and_delete(path: str, data: bytes) -> bool:
+            written = await create(path, data)
+            if written and "/00000004-" in path and path.endswith("manifest-00"):
+                closer = unseal(data, RoundManifest)[0].member
+                for place in list(sim.bucket.objects):
+                    match = PLACE.search(place)
+                    in_round = place.rpartition("/")[0] == path.rpartition("/")[0]
+                    if in_round and match and match[2] and chosen(PeerId(bytes.fromhex(match[2])), closer):
+                        del sim.bucket.objects[place]
+                        deleted.append(place)
+            return written
+
+        sim.bucket.create = create_and_delete  # type: ignore[method-assign]
+        results = sim.run(lambda swarm: train(swarm, rounds=12), seconds=3000)
+        assert deleted, "no contribution was deleted"
+        agree(results, *NAMES, rounds=12)
+        assert set(deleted) <= set(sim.bucket.objects), "their authors have written them again"
+        listed = {entry.member for manifest in manifests(sim) for entry in manifest.entries}
+        assert listed == {sim.swarms[name].id for name in NAMES}
