@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -124,6 +124,12 @@ class ExpertCalls:
         self._lock = threading.Lock()  # of counters and shares
         self._counts = Counter[str]()
         self._shares: dict[str, float] = {}
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a model with remote experts cannot be saved whole, as they live at other peers: save model.state_dict(), "
+            "and load it into a model that this code has made"
+        )
 
     def __deepcopy__(self, memo: object) -> "ExpertCalls":
         return self

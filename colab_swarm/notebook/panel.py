@@ -78,6 +78,9 @@ class Panel(Generic[S]):
     True to pause and False to resume, get threads of their own. ``controls`` makes further widgets.
     """
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("a Panel cannot be copied or pickled, as it is live: keep swarm.snapshot() instead")
+
     def __init__(
         self,
         read: Callable[[], S],

@@ -17,7 +17,7 @@ from colab_swarm.averaging.result import GroupResult, RoundResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
-from colab_swarm.errors import JoinError, PeerError, StateError
+from colab_swarm.errors import JoinError, PeerError, StateError, require
 from colab_swarm.events import Event, EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY
 from colab_swarm.markup import settings
@@ -92,6 +92,10 @@ class NetworkOptions:
     tunnel: Literal["ngrok", "cloudflared"] | TunnelSettings | None = None
     lan: bool = True
     session_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        text = f"announce={self.announce!r}: pass a list of addresses, as in announce=[{self.announce!r}]"
+        require(not isinstance(self.announce, str), text, TypeError)
 
     def __repr__(self) -> str:
         return settings(self)

@@ -144,6 +144,12 @@ def damaged(folder: Path) -> StateError:
 
 
 def _unusable(folder: Path, error: OSError) -> StateError:
+    for place in (folder, *folder.parents):
+        if place.is_file():
+            text = (
+                f"state_dir={str(folder)!r}: {place} is a file; name a folder, which is made if it is missing"
+            )
+            return StateError(text)
     return StateError(f"{folder} is unusable: {error.strerror or error}; take another folder")
 
 

@@ -506,6 +506,12 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             session = self.network.clock.read(self.runtime.time())
         return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a Swarm cannot be copied or pickled, as it has links: pass str(swarm.invite()) to another process, and "
+            "call cs.join(…) there"
+        )
+
     def __repr__(self) -> str:
         state = "left"
         if not self.left:

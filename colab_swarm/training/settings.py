@@ -1,5 +1,6 @@
 """Inputs of a collaboration: the peer's services, and how to train."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -222,8 +223,18 @@ def spell_out(settings: Callable[..., Any]) -> Callable[[T], T]:
         for option in inspect.signature(settings).parameters.values():
             if option.default is not option.empty:
                 parameters.append(option.replace(kind=option.KEYWORD_ONLY))
-        method.__signature__ = inspect.Signature(parameters)
-        return method
+
+        @functools.wraps(method)
+        def call(self: Any, first: Any, *unnamed: Any, **options: Any) -> Any:
+            text = (
+                f"swarm.{method.__name__}(…, {', '.join(f'{value!r:.40}' for value in unnamed)}): name what you pass, "
+                "as in target_batch_size=256, model=model"
+            )
+            require(not unnamed, text, TypeError)
+            return method(self, first, **options)
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return call
 
     return spelled
 

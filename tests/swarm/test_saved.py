@@ -122,7 +122,7 @@ def test_a_folder_that_lost_its_key_and_a_file_in_its_place_say_so(tmp_path: Pat
     with pytest.raises(StateError, match=r"lost its identity\.key"):
         PeerStore(tmp_path)
     assert not (tmp_path / "in-use.json").exists()
-    with pytest.raises(StateError, match="take another folder"):
+    with pytest.raises(StateError, match="is a file; name a folder"):
         PeerStore(tmp_path / "peer.json")
 
 

@@ -1,0 +1,79 @@
+"""Mistakes whose error used to name an internal thing: now a sentence says what is wrong and what to write."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colab_swarm as cs
+from colab_swarm.errors import StateError
+from colab_swarm.swarm.swarm import Swarm
+from tests.training import toy
+
+
+def mixture(swarm: Swarm) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), swarm.mixture_of_experts("ffn", 4, grid=(2, 2), k=1))
+
+
+def adam() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(toy.model().parameters())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        (lambda swarm: torch.save(mixture(swarm), io.BytesIO()), "save model.state_dict()"),
+        (lambda swarm: pickle.dumps(swarm.expert("ffn.0.0", grid=(2, 2))), "save model.state_dict()"),
+        (lambda swarm: torch.save({"model": mixture(swarm)}, io.BytesIO()), "save model.state_dict()"),
+        (pickle.dumps, "call cs.join("),
+        (copy.copy, "call cs.join("),
+        (copy.deepcopy, "call cs.join("),
+        (lambda swarm: pickle.dumps(swarm.panel()), "keep swarm.snapshot() instead"),
+        (lambda swarm: copy.deepcopy(swarm.panel()), "keep swarm.snapshot() instead"),
+        (lambda swarm: torch.save([swarm.panel()], io.BytesIO()), "keep swarm.snapshot() instead"),
+        (lambda swarm: swarm.optimizer(adam(), 256), "name what you pass, as in target_batch_size=256"),
+        (lambda swarm: swarm.optimizer(adam(), 256, model=toy.model()), "swarm.optimizer(…, 256): name"),
+        (lambda swarm: swarm.optimizer(adam(), toy.model(), 256), "name what you pass"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence(mistake: Callable[[Swarm], object], told: str) -> None:
+    def make_it(swarm: Swarm) -> str:
+        with pytest.raises(TypeError) as caught:
+            mistake(swarm)
+        return str(caught.value)
+
+    assert told in toy.alone(make_it)
+
+
+def test_what_the_sentence_names_works() -> None:
+    def save(swarm: Swarm) -> None:
+        model = mixture(swarm)
+        torch.save(model.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        mixture(swarm).load_state_dict(torch.load(file))
+        assert copy.deepcopy(model) is not model  # as trainers with several batches in flight do
+
+    toy.alone(save)
+
+
+@pytest.mark.parametrize("address", ["ws://203.0.113.7:4500", "wss://example.org", ""])
+def test_one_address_as_a_text_is_a_list_of_one(address: str) -> None:
+    wrong: Any = address
+    with pytest.raises(TypeError) as caught:
+        cs.NetworkOptions(announce=wrong)
+    assert f"as in announce=[{address!r}]" in str(caught.value)
+    assert cs.NetworkOptions(announce=[address]).announce == [address]
+
+
+@pytest.mark.parametrize("below", ["", "folder", "folder/another"])
+def test_a_state_dir_that_is_a_file_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    options = cs.NetworkOptions(listen=False, lan=False, use_relays=False)
+    with pytest.raises(StateError, match=r"notes\.txt is a file; name a folder"):
+        cs.create("demo", options=options, state_dir=tmp_path / "notes.txt" / below)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
