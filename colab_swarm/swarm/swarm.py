@@ -13,6 +13,7 @@ from colab_swarm.dht.service import on_loop
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import Setting
+from colab_swarm.markup import count
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.explanation import shorten_interrupts
@@ -194,9 +195,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     ) -> "SwarmOptimizer":
         """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
 
-        A second call with the same ``name`` replaces the first optimizer and resumes its state. One that is
-        refused leaves the first as it is.
-        Models that were initialised differently take the state of the peer that began.
+        A second call with the same ``name`` replaces the first optimizer and resumes its state. One that is refused
+        leaves the first as it is. Models that were initialised differently take the state of the peer that began.
 
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
@@ -507,16 +507,11 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError(
-            "a Swarm cannot be copied or pickled, as it has links: pass str(swarm.invite()) to another process, and "
-            "call cs.join(…) there"
-        )
+        raise TypeError("a Swarm cannot be copied or pickled: another process may call cs.join(INVITATION)")
 
     def __repr__(self) -> str:
-        state = "left"
-        if not self.left:
-            linked = len(self.services.peers.linked())
-            state = "1 peer linked" if linked == 1 else f"{linked} peers linked"
+        linked = count(len(self.services.peers.linked()), "peer")
+        state = "left" if self.left else f"{linked} linked"
         return f"Swarm({self.run}, {self.name}, {state})"
 
     def _repr_html_(self) -> str:
@@ -601,6 +596,5 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
 async def _on_gate(optimizers: "Mapping[str, SwarmOptimizer]") -> None:
     """Let the others know at once that this peer was paused or continues."""
-    # other threads may add an optimizer meanwhile
-    for optimizer in list(optimizers.values()):
+    for optimizer in list(optimizers.values()):  # other threads may add one meanwhile
         optimizer.collaboration.on_gate()

@@ -6,15 +6,13 @@ swarm's vector is in the model's order, and the training state has the names.
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from colab_swarm.errors import require
-
-# Of a tensor: its data type, as torch prints it without "torch.", and its shape.
-Kind: TypeAlias = tuple[str, tuple[int, ...]]
+from colab_swarm.training.state import Kind
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _NAMED = 3  # differing tensors that an error names

@@ -14,7 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -47,9 +47,11 @@ from colab_swarm.tensors.statedict import (
     unflatten,
     write_tensors,
 )
-from colab_swarm.training.names import Kind
 
 logger = logging.getLogger(__name__)
+
+# Of a tensor: its data type, as torch prints it without "torch.", and its shape.
+Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
 _MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
 _MIRRORED = 3  # donors that a mirror asks: of two, the quicker liar would decide

@@ -134,7 +134,7 @@ def test_four_peers_with_unequal_batches_equal_one_process(alice: Swarm) -> None
 def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
     former = join_training(alice, model())
     join_training(alice, model())
-    with pytest.raises(RuntimeError, match="has left"):
+    with pytest.raises(RuntimeError, match="has closed this one"):
         former.step(samples=1)
 
 
