@@ -381,7 +381,8 @@ def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_c
                 bob.send_signal(signal.SIGKILL)
                 killed.set()
                 flow.max_steps = state.max_steps = state.global_step + 5
-            if killed.is_set() and state.global_step >= state.max_steps:
+            ended = bob.poll() is not None and not killed.is_set()
+            if ended or (killed.is_set() and state.global_step >= state.max_steps):
                 control.should_training_stop = True
 
     with cs.create("killed", peer_name="alice", options=cs.NetworkOptions(lan=False)) as alice:
