@@ -148,7 +148,7 @@ class SwarmOptimizer(WrappedOptimizer):
             before._replaced = True
             before.close()
         # Closing it has shown the newest parameters.
-        self._replica.take_model()
+        self._replica.begin()
 
     async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Collaboration:
         replica = self._replica

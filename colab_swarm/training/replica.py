@@ -164,6 +164,12 @@ class Replica:
         # Where the model's own weights are the swarm's, whatever is written to them counts.
         self._written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
 
+    def begin(self) -> None:
+        """Begin again, with what the model's weights and buffers are now."""
+        self.take_model()
+        self.buffers.load(self.buffers.live)
+        self.lineage = digest_of((*self.model, *self.buffers.shared))
+
     def _copies_in_order(
         self, copies: list[torch.Tensor], originals: list[torch.Tensor]
     ) -> list[torch.Tensor]:

@@ -377,3 +377,19 @@ def test_nesterovs_lists_on_a_gpu_do_not_only_read(monkeypatch: pytest.MonkeyPat
     assert only_reads(nesterov)
     monkeypatch.setattr(device, "_MAIN_MEMORY", ())
     assert not only_reads(nesterov) and only_reads(SGD([weight], lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("mode", [{}, {"delayed": True}, {"local": True}], ids=str)
+def test_a_replica_begins_anew_with_what_the_model_has_by_then(mode: dict[str, bool]) -> None:
+    """The optimizer that it replaces brings its newest parameters to the model as it closes."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1), model=net, **mode))
+    before = replica.lineage
+    with torch.no_grad():
+        net[0].weight.add_(1.0)
+        net[1].running_mean.add_(1.0)
+    replica.begin()
+    other = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1), model=net, **mode))
+    assert replica.lineage == other.lineage != before
+    assert all(torch.equal(*pair) for pair in zip(replica.parameters, net.parameters(), strict=True))
+    assert torch.equal(replica.buffers.shared[0], net[1].running_mean)
