@@ -128,7 +128,7 @@ def wild(moods: list[str], rate: float, rng: random.Random, patch: pytest.Monkey
 @pytest.mark.slow
 def test_a_wild_member_leaves_the_others_most_of_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    for seed in range(3):
+    for seed in range(7):
         with monkeypatch.context() as patch:
             attack = wild([*MOODS], 0.3, random.Random(seed), patch)
             runs.append(attacked(3, [attack], seed, 60.0))
