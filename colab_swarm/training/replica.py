@@ -453,7 +453,10 @@ class Replica:
         named = ModelNames(self.rule.model).named([*self.rule.model.parameters()])
         for name, theirs in moved.items():
             mine = named.get(name)
-            if mine is not None and not mine.requires_grad and mine.shape == theirs.shape:
+            if mine is None or mine.requires_grad:
+                continue
+            # No state is trusted: it may be no tensor, or another one.
+            if kinds_of({name: mine}) == kinds_of({name: theirs}):
                 copy_in(to_host(theirs), mine)
 
     def snapshot(self) -> Snapshot:

@@ -515,8 +515,8 @@ def trained_micro_batches(trainer: Any, swarm: Swarm) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2, 4])
 def test_grpo_counts_the_completions_of_each_micro_batch(tmp_path: Path, accumulated: int) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl", reason="the extra [dev] installs trl")
+    datasets = pytest.importorskip("datasets", reason="the extra [train] installs datasets")
     prompts = datasets.Dataset.from_dict({"prompt": [f"w{index % 9 + 2} w3" for index in range(64)]})
 
     def train(swarm: Swarm) -> int:
@@ -538,8 +538,8 @@ def test_grpo_counts_the_completions_of_each_micro_batch(tmp_path: Path, accumul
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_pair_of_texts_is_one_sample(tmp_path: Path, accumulated: int) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl", reason="the extra [dev] installs trl")
+    datasets = pytest.importorskip("datasets", reason="the extra [train] installs datasets")
     rows = [
         {"prompt": f"w{index % 9 + 2}", "chosen": " w3 w4", "rejected": " w5 w6 w7"} for index in range(64)
     ]
@@ -561,8 +561,8 @@ def test_a_pair_of_texts_is_one_sample(tmp_path: Path, accumulated: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_fine_tuning_without_padding_counts_examples(tmp_path: Path, packed: bool) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl", reason="the extra [dev] installs trl")
+    datasets = pytest.importorskip("datasets", reason="the extra [train] installs datasets")
     rows = [{"input_ids": [2, 3, 4, 5][: 2 + index % 3]} for index in range(96)]
 
     def train(swarm: Swarm) -> int:

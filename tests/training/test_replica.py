@@ -393,3 +393,13 @@ def test_a_replica_begins_anew_with_what_the_model_has_by_then(mode: dict[str, b
     assert replica.lineage == other.lineage != before
     assert all(torch.equal(*pair) for pair in zip(replica.parameters, net.parameters(), strict=True))
     assert torch.equal(replica.buffers.shared[0], net[1].running_mean)
+
+
+@pytest.mark.parametrize("forged", [5, "text", torch.ones(3), torch.ones(1, 2, dtype=torch.int64)], ids=str)
+def test_a_changed_frozen_parameter_of_another_kind_is_left_out(forged: object) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(2, 1).requires_grad_(False))
+    replica = Replica(UpdateRule(torch.optim.SGD(net[0].parameters(), lr=0.1), model=net))
+    before = net[1].weight.clone()
+    bias = torch.full((1,), 7.0)
+    replica.load({**replica.state(), "frozen": {"1.weight": forged, "1.bias": bias, "0.weight": bias}})
+    assert torch.equal(net[1].weight, before) and torch.equal(net[1].bias, bias)

@@ -151,7 +151,7 @@ class Adapted(nn.Module):
     ids=str,
 )
 def test_another_scale_of_an_adapter_is_named(option: dict[str, object], text: str) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the extra [dev] installs peft")
 
     def adapted(**options: object) -> nn.Module:
         config = peft.LoraConfig(**{"r": 2, "lora_alpha": 8, "target_modules": ["layer"], **options})
