@@ -178,7 +178,10 @@ def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted()
         honest.wait(lambda: forger.steps >= KNOWN_STEPS, "attack")
         forger.optimizer.collaboration.rounds._states._provide = forge
         joiners: list[Trainer] = []
+        branch = honest.trainers[0].progress.election.branch
         while not forged and len(joiners) < 6:
+            # A member that is a step behind just now is no donor.
+            honest.wait(lambda: forger.swarm.id in branch().peers, "forger on the branch")
             joiners.append(honest.trainer(honest.join(f"dave-{len(joiners)}")))
             joiners[-1].thread.start()
             honest.wait(joiners[-1].ready.is_set, "late joiner")
