@@ -5,12 +5,14 @@ one `RoundMemory`, and both ask one `SwarmView`.
 """
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from colab_swarm.averaging.group import Group, RoundTerms
 from colab_swarm.averaging.standing import Standing
-from colab_swarm.net.patience import LeftOut, Patience
+from colab_swarm.net.patience import LeftOut
 from colab_swarm.net.peers import Contact, PeerId, remember
 
 # Groups, and rounds with their callers, that a peer remembers.
@@ -61,6 +63,23 @@ class SwarmView(Protocol):
         return None
 
 
+class UsualTime:
+    """The time to wait for a usual event: ``first_s``, or ``most_s``, until a time is learned."""
+
+    def __init__(self, least_s: float, most_s: float, first_s: float | None = None) -> None:
+        self._least_s = least_s
+        self._most_s = most_s
+        self._times_s: deque[float] = deque(maxlen=32)
+        self.seconds = most_s if first_s is None else first_s
+
+    def learn(self, seconds: float) -> None:
+        self._times_s.append(seconds)
+        median_s = statistics.median(self._times_s)
+        deviation_s = statistics.median(abs(time_s - median_s) for time_s in self._times_s)
+        patience_s = median_s + 5 * max(deviation_s, median_s / 5)
+        self.seconds = min(max(self._least_s, patience_s), self._most_s)
+
+
 class RoundMemory:
     """What one peer has learned in its rounds; ``now`` is monotonic seconds.
 
@@ -80,9 +99,9 @@ class RoundMemory:
     ) -> None:
         self.standing = standing
         self.dishonest = dishonest
-        self.answers = Patience(_LEAST_USUAL_S, call_timeout_s, _FIRST_USUAL_S)
-        self.lateness = Patience(_LEAST_USUAL_S, slack_s, _FIRST_USUAL_S)
-        self.forming = Patience(_LEAST_USUAL_S, math.inf)
+        self.answers = UsualTime(_LEAST_USUAL_S, call_timeout_s, _FIRST_USUAL_S)
+        self.lateness = UsualTime(_LEAST_USUAL_S, slack_s, _FIRST_USUAL_S)
+        self.forming = UsualTime(_LEAST_USUAL_S, math.inf)
         # The last groups with this peer, by step and lineage, and since when. `keep` adds one that this peer
         # found or formed. `forget` drops one that brought no mean, or that a search refused.
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}

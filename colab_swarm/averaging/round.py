@@ -59,7 +59,8 @@ class Averager:
         self._rounds: dict[bytes, AllReduce] = {}
         self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
-        self._took: dict[str, Patience] = {}  # how long the members' contributions take, by prefix
+        # how long the members' contributions take, by prefix
+        self._took = Patience[str](0.0, first_s=math.inf, least_s=_MIN_USUAL_S)
         log = events or EventLog()
         self.standings = defaultdict[str, Standing](
             lambda: Standing(peers.id, heard_at=peers.read_at, events=log)
@@ -154,12 +155,9 @@ class Averager:
 
     def _usual_in(self, group: Group, standing: Standing, *, bounded: bool) -> Usual:
         prefix = group.terms.prefix
-        took = self._took.get(prefix)
         norms = self._norms.get(prefix)
-        round_s = math.inf
+        round_s = self._took.limit_s(prefix)
         most_rms = math.inf
-        if took is not None:
-            round_s = took.seconds
         if bounded and norms:
             most_rms = OUTLIER * statistics.median(norms)
         return Usual(round_s, PREDICTED * forecast_s(group), most_rms, standing)
@@ -182,8 +180,7 @@ class Averager:
         standing.settle("its part of a round", late_s, peers, loop_now(), waited_for)
         ended_s = exchange.own.trace.ended_s()
         if ended_s:
-            took = self._took.setdefault(prefix, Patience(_MIN_USUAL_S, self._settings.round_timeout_s))
-            took.learn(statistics.median_low(ended_s))
+            self._took.learn(prefix, statistics.median_low(ended_s))
         usual_rms = exchange.server.reducer.usual_rms
         if usual_rms:
             self._norms.setdefault(prefix, deque(maxlen=_NORMS)).append(usual_rms)
