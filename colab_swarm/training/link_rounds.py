@@ -62,7 +62,6 @@ class LinkRounds(Rounds):
             services.router,
             settings.prefix,
             partial(asyncio.to_thread, model.snapshot),
-            self._meetings.standing,
         )
         # What the last state took until it was here.
         self._download_s = 0.0
