@@ -16,6 +16,7 @@ from colab_swarm.tensors.statedict import flatten
 from colab_swarm.training.flat import reals
 from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates, StepTaken
 from colab_swarm.training.sketch import HALF_TOLERANCE, PROJECTIONS, SKETCH_STEPS, TOLERANCE, StateSketch
+from colab_swarm.training.watch import versions_of
 
 _SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values
 
@@ -103,8 +104,7 @@ class Evidence:
 
     def on_step(self) -> None:
         """Take the present parameters for the swarm's: it stepped."""
-        # How often torch counted a change of each parameter, and where its values are.
-        self._versions = self._present_versions()
+        self._versions = versions_of(self._model)
 
     def on_loaded(self) -> None:
         """Take the parameters for the swarm's, whatever changed them: a state was loaded."""
@@ -115,15 +115,12 @@ class Evidence:
         """The user changed the swarm's parameters, which are copies."""
         self._changed = True
 
-    def _present_versions(self) -> list[tuple[int, int]]:
-        return [(parameter._version, parameter.data_ptr()) for parameter in self._model]
-
     @property
     def changed(self) -> bool:
         """True if the parameters changed outside a step, as far as torch counts it, since a state was loaded."""
         # A schedule-free optimizer changes them to evaluate.
         if self._parameters is self._model and not hasattr(self._optimizer, "eval"):
-            self._changed |= self._versions != self._present_versions()
+            self._changed |= self._versions != versions_of(self._model)
         return self._changed
 
     @property

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import HostError, require
 from colab_swarm.tensors.device import Flag, carry_numbers, floats_of
-from colab_swarm.training.buffers import buffer_names, buffers_of
+from colab_swarm.training.buffers import averaged_by_name, buffers_of
 from colab_swarm.training.flat import FlatValues, GradientSum, clear_gradients, set_gradients, trained_by
 from colab_swarm.training.gradients import MeanLoss, finite_gradients, require_gradient
 from colab_swarm.training.optimizer import SwarmOptimizer, loss_of
@@ -156,7 +156,7 @@ class HostOptimizer(WrappedOptimizer):
         self.lineage = b""
         self._settings = settings
         self._model = model
-        self._buffer_names = buffer_names(model)
+        self._buffer_names = list(averaged_by_name(model))
         self._parameters = trained_by(optimizer)
         self._sum = RankSum(self._parameters, dist.get_rank())
         self._sent: object = None  # version of the parameters that the others have

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.group import flags_of
@@ -27,7 +27,6 @@ from colab_swarm.tensors.device_vector import DeviceVector
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
 from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
-from colab_swarm.training.fit import check_steppable, load_optimizers, tensors_in
 from colab_swarm.training.flat import (
     FlatValues,
     clear_gradients,
@@ -42,11 +41,18 @@ from colab_swarm.training.flat import (
     trained_by,
     within,
 )
-from colab_swarm.training.names import ModelNames, differing_kinds, kinds_of, named_state
+from colab_swarm.training.names import (
+    ModelNames,
+    differing_kinds,
+    kinds_of,
+    load_optimizers,
+    named_state,
+    tensors_in,
+)
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
-from colab_swarm.training.schedule import Schedule
+from colab_swarm.training.schedule import Schedule, steps_with
 from colab_swarm.training.sketch import StateSketch
-from colab_swarm.training.written import LOADED, WrittenWeights
+from colab_swarm.training.watch import LOADED, WrittenWeights
 
 _MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 
@@ -84,7 +90,16 @@ class UpdateRule:
         is_plain = isinstance(optimizer, Optimizer) and not isinstance(optimizer, WrappedOptimizer)
         text = f"{kind} is no torch optimizer: pass one, such as torch.optim.AdamW(model.parameters())"
         require(is_plain, text, TypeError)
-        check_steppable(optimizer, self.scheduler)
+        text = f"{kind} computes the loss again within its step, which peers take together: pass another, such as AdamW"
+        require(steps_with(optimizer), text)
+        text = "SparseAdam takes no dense gradients, and a mean is dense: pass torch.optim.Adam"
+        require(not isinstance(optimizer, SparseAdam), text)
+        if self.scheduler is not None:
+            name = f"scheduler={type(self.scheduler).__name__}"
+            text = f"{name}: its step() needs more than a loss: choose one that steps with the swarm's loss, or without"
+            require(steps_with(self.scheduler) or steps_with(self.scheduler, 0.0), text)
+            is_ours = getattr(self.scheduler, "optimizer", optimizer) is optimizer
+            require(is_ours, f"{name} is over another optimizer: make it over the {kind} that you pass here")
 
     @property
     def mode(self) -> Mode:
@@ -152,7 +167,7 @@ class Replica:
         self.front = self.buffers.numel
         self.numel = self.front + sum(reals(parameter).numel() for parameter in self.model)
         self.fine = self.front + small_values(self.model)
-        self._buffer_names = [names.bare(name) for name in self.buffers.names]
+        self._buffer_names = [names.bare(name) for name in self.buffers.averaged]
         self.kinds = kinds_of({**named, **dict(zip(self._buffer_names, self.buffers.shared, strict=True))})
         self.schema = hashlib.sha256(f"({self.kinds}, {rule.local})".encode()).digest()[:16]
         self.step = 0
