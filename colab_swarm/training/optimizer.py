@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 _PASS_LOSS = "the scheduler goes by the swarm's loss: pass loss=…, as in optimizer.step(samples=…, loss=loss)"
 
-T = TypeVar("T")
 RoundsFor = Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedModel], Rounds]
 
 
@@ -83,10 +82,9 @@ class SwarmOptimizer(WrappedOptimizer):
         require(None not in [group.get("lr", 0.0) for group in rule.optimizer.param_groups], text)
         self._replica = Replica(rule)
         super().__init__(rule.optimizer, self._replica.stepping)
-        holds = services.averager.holds
         self._gathered = Gradients(
             self._replica,
-            holds,
+            services.averager.holds,
             error_feedback=settings.error_feedback,
             device_memory=settings.device_memory,
         )
@@ -94,7 +92,11 @@ class SwarmOptimizer(WrappedOptimizer):
         if before is not None and before.rule.model is rule.model and before._replica.moved:
             frozen_base = dict(before._agreement).get(FROZEN_BASE, "")
         self._agreement = agreement_of(self._replica, settings, frozen_base=frozen_base)
-        _warn_of_frozen(rule)
+        if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
+            logger.warning(
+                "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
+                "model=… to swarm.optimizer(…), which also averages the model's buffers"
+            )
         self._next = NextStep(lambda: self._replica.model, settings.batch_size)
         self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
         self._told: set[str] = set()
@@ -271,11 +273,11 @@ class SwarmOptimizer(WrappedOptimizer):
             NoGradientError, SampleCountError, WeightError, UnnamedValueError: the call is wrong.
             MismatchError: most other peers train with other settings.
         """
-        computed = None
-        if closure is not None:
-            computed = loss_of(closure)
+        computed = None if closure is None else loss_of(closure)
         next_samples, next_weight, next_loss = self._next.take()
-        samples, weight = self.settings.counted(_first(samples, next_samples), _first(weight, next_weight))
+        samples = next_samples if samples is None else samples
+        weight = next_weight if weight is None else weight
+        samples, weight = self.settings.counted(samples, weight)
         if loss is None:
             loss = computed if next_loss is None else next_loss
         require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
@@ -403,11 +405,8 @@ class SwarmOptimizer(WrappedOptimizer):
                 until = self._runtime.time() + hand_over_s
                 for _ in range(2):  # the first one may be a round that runs beside the trainer
                     left_s = until - self._runtime.time()
-                    if (
-                        left_s > 0
-                        and self._gathered.samples
-                        and not self.collaboration.progress.known.own.paused
-                    ):
+                    paused = self.collaboration.progress.known.own.paused
+                    if left_s > 0 and self._gathered.samples and not paused:
                         self._trainer.wait_step(left_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
                 self.closed.set()
@@ -513,17 +512,3 @@ def loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tensor
     require(callable(closure), text, UnnamedValueError)
     with torch.enable_grad():
         return closure()
-
-
-def _first(passed: T | None, default: T | None) -> T | None:
-    if passed is None:
-        return default
-    return passed
-
-
-def _warn_of_frozen(rule: UpdateRule) -> None:
-    if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
-        logger.warning(
-            "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
-            "model=… to swarm.optimizer(…), which also averages the model's buffers"
-        )

@@ -154,7 +154,8 @@ class Replica:
             self.parameters = [copy_of(parameter) for parameter in self.model]
             self.stepping = outer_optimizer(self.parameters, sparse=rule.sparse)
         elif rule.mode is Mode.DELAYED:
-            self.parameters = self._copies_in_order(move_to_copies(rule.optimizer), trained)
+            copies = dict(zip(map(id, trained), move_to_copies(rule.optimizer), strict=True))
+            self.parameters = [copies[id(parameter)] for parameter in self.model]
         for parameters in (self.model, self.parameters):
             self.name_by_id |= zip(map(id, parameters), self.names, strict=True)
         self.schedule = Schedule(rule.optimizer, rule.scheduler)
@@ -184,13 +185,6 @@ class Replica:
         self.take_model()
         self.buffers.load(self.buffers.live)
         self.lineage = digest_of((*self.model, *self.buffers.shared))
-
-    def _copies_in_order(
-        self, copies: list[torch.Tensor], originals: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return copies of ``originals`` in the order of ``model``."""
-        copy_by_id = dict(zip(map(id, originals), copies, strict=True))
-        return [copy_by_id[id(parameter)] for parameter in self.model]
 
     def place(self, *, beside_model: bool) -> None:
         """Bring the swarm's copies, and its optimizer's state, to the model's devices or to main memory."""
@@ -245,18 +239,16 @@ class Replica:
 
     def _update(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Change the swarm's parameters by a mean, from which other peers may read."""
-        max_grad_norm = self.rule.max_grad_norm
-        if self.rule.mode is Mode.LOCAL:
-            # The local steps were clipped already.
-            max_grad_norm = None
+        # The local steps were clipped already.
+        max_grad_norm = None if self.rule.local else self.rule.max_grad_norm
         take_step(self.stepping, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
 
     def step_alone(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Take this peer's own step; ``gradient`` may be changed by it."""
+        rule = self.rule
         with self.lock:
-            max_grad_norm = self.rule.max_grad_norm
             take_step(
-                self.rule.optimizer, self.model, gradient, unused, max_grad_norm=max_grad_norm, ours=True
+                rule.optimizer, self.model, gradient, unused, max_grad_norm=rule.max_grad_norm, ours=True
             )
             self.schedule.accept()
             self._written.on_written()
